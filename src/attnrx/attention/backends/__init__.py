@@ -1,0 +1,8 @@
+"""Backends: `Eager` is the truth, the others equal it to rounding."""
+
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.eager import Eager, scores
+from attnrx.attention.backends.fused import Fused
+from attnrx.attention.backends.observed import Observation, Observed
+
+__all__ = ["Backend", "Eager", "Fused", "Observation", "Observed", "scores"]

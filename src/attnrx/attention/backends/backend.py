@@ -1,0 +1,37 @@
+"""The contract of a backend: how score factors and values become the output of the heads."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.shapes import Float, Tensor
+
+
+class Backend(ABC):
+    """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
+
+    @abstractmethod
+    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+        """Chooses which neighbouring heads are computed together, and at which padded rank."""
+
+    @abstractmethod
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+        """Gives the output of one bucket's heads, in the shape of their values."""
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        value: Float[Tensor, "batch heads tokens head_dim"],
+    ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        """Gives the output of all heads; a head without directions reads out the mean of the values."""
+        found = {part.bucket: part for part in factors}
+        outputs = []
+        for bucket in buckets:
+            own = value[:, bucket.heads]
+            if bucket in found:
+                outputs.append(self.attend(found[bucket], own))
+            else:
+                outputs.append(own.mean(-2, keepdim=True).expand_as(own))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -1,0 +1,25 @@
+"""The reference backend: every step written out, nothing padded."""
+
+import torch
+
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
+from attnrx.shapes import Float, Tensor
+
+
+class Eager(Backend):
+    """The definition of right: scores, softmax, weighted sum of the values."""
+
+    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+        """Groups only neighbours of equal rank."""
+        return exact_buckets(ranks)
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+        """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""
+        return torch.softmax(scores(factors), dim=-1) @ value
+
+
+def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
+    """Gives the scores of one bucket, before the softmax (Eq. 2)."""
+    query, key = factors.folded()
+    return (query @ key.transpose(-1, -2)) * factors.scale

@@ -1,0 +1,56 @@
+"""What every form of attention hands to a backend: the two factors of its scores."""
+
+from dataclasses import dataclass
+
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring heads that are computed together, at one common rank (the largest of theirs, or more)."""
+
+    start: int
+    stop: int
+    rank: int
+
+    @property
+    def heads(self) -> slice:
+        """The heads of the bucket, in storage order."""
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class ScoreFactors:
+    """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
+
+    The rows of query and key are divided by their norms already where the form has norms; `strength` is None where it is one.
+    """
+
+    bucket: Bucket
+    query: Float[Tensor, "batch tokens heads rank"]
+    key: Float[Tensor, "batch tokens heads rank"]
+    strength: Float[Tensor, "heads rank"] | None
+    scale: float
+
+    def folded(
+        self,
+    ) -> tuple[Float[Tensor, "batch heads tokens rank"], Float[Tensor, "batch heads tokens rank"]]:
+        """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
+        query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
+        return query.transpose(1, 2), self.key.transpose(1, 2)
+
+
+def exact_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads of equal rank, so that nothing is padded."""
+    buckets: list[Bucket] = []
+    for head, rank in enumerate(ranks):
+        if buckets and buckets[-1].rank == rank:
+            buckets[-1] = Bucket(buckets[-1].start, head + 1, rank)
+        else:
+            buckets.append(Bucket(head, head + 1, rank))
+    return tuple(buckets)
+
+
+def padded_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads that have any directions, padded to the largest rank; heads of rank 0 stay apart."""
+    return exact_buckets(tuple(max(ranks) if rank else 0 for rank in ranks))

@@ -1,0 +1,94 @@
+"""The forms of attention: how tokens become the factors of the scores."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.head_linear import HeadLinear
+from attnrx.attention.spec import AttentionSpec
+from attnrx.attention.unit_rows import unit_rows
+from attnrx.shapes import Float, Tensor
+
+
+class ScoreForm(nn.Module, ABC):
+    """A pathway from tokens to score factors: two projections, and what the form does between them and the scores."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        self.spec = spec
+        self.query = HeadLinear(spec.width, spec.rows)
+        self.key = HeadLinear(spec.width, spec.rows)
+
+    @abstractmethod
+    def forward(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> tuple[ScoreFactors, ...]:
+        """Gives the factors of every bucket that has directions, in order; heads of rank 0 have none."""
+
+    def project(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> list[tuple[Bucket, Tensor, Tensor]]:
+        """Gives every bucket that has directions with its rows of query and key."""
+        rows = self._rows(buckets)
+        queries = self.query.buckets(tokens, rows, buckets)
+        keys = self.key.buckets(tokens, rows, buckets)
+        return [part for part in zip(buckets, queries, keys, strict=True) if part[0].rank]
+
+    def _rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        if self.spec.norms == "original":
+            return self.spec.rows
+        return tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
+
+
+class DenseForm(ScoreForm):
+    """Plain dot products of query and key: strength one, no norms."""
+
+    def forward(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> tuple[ScoreFactors, ...]:
+        """Gives the projected rows as they are."""
+        return tuple(
+            ScoreFactors(bucket, q, k, None, self.spec.scale)
+            for bucket, q, k in self.project(tokens, buckets)
+        )
+
+
+class SvdaForm(ScoreForm):
+    """SVDA (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
+
+    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which are stored
+    first, enter the scores; that is exact, and saves no projection.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
+
+    def forward(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> tuple[ScoreFactors, ...]:
+        """Gives unit rows and the strengths."""
+        return tuple(
+            ScoreFactors(
+                bucket,
+                unit_rows(q)[..., : bucket.rank],
+                unit_rows(k)[..., : bucket.rank],
+                self._strength(bucket),
+                self.spec.scale,
+            )
+            for bucket, q, k in self.project(tokens, buckets)
+        )
+
+    def _strength(self, bucket: Bucket) -> Float[Tensor, "heads rank"]:
+        ranks = self.spec.ranks
+        own = self.strength.split(ranks)[bucket.heads]
+        if all(rank == bucket.rank for rank in ranks[bucket.heads]):
+            first = sum(ranks[: bucket.start])
+            return self.strength[first : first + sum(ranks[bucket.heads])].view(len(own), bucket.rank)
+        padded = [nn.functional.pad(strength, (0, bucket.rank - strength.numel())) for strength in own]
+        return torch.stack(padded)
+
+
+FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm}

@@ -1,0 +1,50 @@
+"""A linear projection whose heads may have different numbers of rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.attention.factors import Bucket
+from attnrx.shapes import Float, Tensor
+
+
+class HeadLinear(nn.Linear):
+    """Projects tokens to `rows[h]` features for every head h, stored without padding in one weight of sum(rows) rows."""
+
+    def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
+        super().__init__(width, sum(rows), bias=bias)
+        self.rows = rows
+
+    def buckets(
+        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
+    ) -> list[Float[Tensor, "batch tokens _ _"]]:
+        """Gives one tensor per bucket, [batch, tokens, heads of the bucket, rows], from a single matrix product.
+
+        `rows` says how many rows each head gets; rows beyond its own are zero. The zero rows exist only during the call.
+        """
+        batch, length, _ = tokens.shape
+        weight, bias = (self.weight, self.bias) if rows == self.rows else self._padded(rows)
+        features = F.linear(tokens, weight, bias)
+        if len(buckets) == 1:
+            return [features.view(batch, length, len(rows), -1)]
+        widths = [sum(rows[bucket.heads]) for bucket in buckets]
+        parts = features.split(widths, dim=-1)
+        return [
+            part.unflatten(-1, (bucket.stop - bucket.start, -1))
+            for part, bucket in zip(parts, buckets, strict=True)
+        ]
+
+    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        index = _padding_index(self.rows, rows).to(self.weight.device)
+        weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
+        bias = None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
+        return weight, bias
+
+
+def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+    """Maps every padded row to its stored row, or to the zero row that follows the last one."""
+    zero, index, first = sum(own), [], 0
+    for stored, padded in zip(own, wanted, strict=True):
+        index += [*range(first, first + stored), *([zero] * (padded - stored))]
+        first += stored
+    return torch.tensor(index, dtype=torch.long)

@@ -1,0 +1,82 @@
+"""Decoded copies of small-image datasets in the user's cache folder, so that only the first load decodes."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnrx.data.geometry import Geometry
+from attnrx.errors import CheckpointError
+from attnrx.shapes import Int, Tensor, UInt8
+from attnrx.storage import read_json, read_tensors, write_json, write_tensors
+
+SCHEMA = 1  # raise it when decoding or resizing changes, so that old copies are not used
+
+
+@dataclass(frozen=True)
+class DecodedSplit:
+    """One split as pixels; `sources` are the rows the images had in the file."""
+
+    pixels: UInt8[Tensor, "stored channels height width"]
+    labels: Int[Tensor, "stored"]
+    sources: Int[Tensor, "stored"]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A whole dataset as pixels, and everything that was learnt when it was opened."""
+
+    splits: Mapping[str, DecodedSplit]
+    class_names: tuple[str, ...]
+    geometry: Geometry
+    notes: tuple[str, ...]
+
+
+def cache_folder() -> Path:
+    """Gives the user's cache folder: XDG_CACHE_HOME/attnrx, by default ~/.cache/attnrx."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
+
+
+def cache_path(*parts: object) -> Path:
+    """Gives the place of the decoded copy that belongs to a source and its options."""
+    key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
+    return cache_folder() / "decoded" / f"{key}.safetensors"
+
+
+def store(path: Path, decoded: Decoded) -> None:
+    """Writes a decoded copy: tensors first, then the JSON that makes it valid. A full disk costs only the copy."""
+    tensors = {
+        f"{name}.{part}": getattr(split, part)
+        for name, split in decoded.splits.items()
+        for part in ("pixels", "labels", "sources")
+    }
+    about = {
+        "splits": list(decoded.splits),
+        "class_names": list(decoded.class_names),
+        "geometry": [decoded.geometry.size, decoded.geometry.channels, decoded.geometry.fit],
+        "notes": list(decoded.notes),
+    }
+    try:
+        write_tensors(path, tensors)
+        write_json(path.with_suffix(".json"), about)
+    except CheckpointError:
+        path.unlink(missing_ok=True)
+
+
+def fetch(path: Path) -> Decoded | None:
+    """Reads a decoded copy back, or gives None when there is none that is whole."""
+    try:
+        about = read_json(path.with_suffix(".json"))
+        tensors = read_tensors(path)
+        splits = {
+            name: DecodedSplit(
+                tensors[f"{name}.pixels"], tensors[f"{name}.labels"], tensors[f"{name}.sources"]
+            )
+            for name in about["splits"]
+        }
+        return Decoded(
+            splits, tuple(about["class_names"]), Geometry(*about["geometry"]), tuple(about["notes"])
+        )
+    except (CheckpointError, KeyError, TypeError):
+        return None

@@ -1,0 +1,152 @@
+"""Local parquet: one file with a split column, one file per split, or many; the columns of a hub image dataset."""
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from attnrx.data.cache import cache_folder
+from attnrx.data.readers.arrow import (
+    ArrowRecords,
+    Columns,
+    LabelColumn,
+    check_columns,
+    image_column,
+    label_column,
+    unify_labels,
+)
+from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
+from attnrx.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class ParquetReader(Reader):
+    """Parquet files, grouped into splits by their names, or by a column where the names say nothing."""
+
+    root: Path
+    files: tuple[Path, ...]
+    columns: Columns
+
+    def identity(self) -> str:
+        """Hashes the names, sizes and times of the files and the columns asked for."""
+        return f"parquet:{self.columns}:{stamp(self.files)}"
+
+    def open(self) -> Opened:
+        """Maps the files into memory and reads the labels."""
+        groups = group_by_split(self.files, self.root)
+        place = str(self.root)
+        for file in self.files:
+            check_columns(_schema(file), self.columns, str(file))
+        datasets = {name: _load(files) for name, files in groups.items()}
+        labels = {name: label_column(dataset, self.columns, place) for name, dataset in datasets.items()}
+        if list(groups) == [""] and self.columns.split in datasets[""].column_names:
+            return self._open_by_column(datasets[""], labels[""])
+        numbers, class_names = unify_labels(labels, place)
+        splits: dict[str, Records] = {}
+        for name, dataset in datasets.items():
+            images = image_column(dataset, self.columns, place)
+            rows = torch.arange(len(dataset))
+            splits[name or "train"] = ArrowRecords(images, numbers[name], rows, FileRows(groups[name]).name)
+        return Opened(splits, class_names)
+
+    def _open_by_column(self, dataset: "Dataset", labels: LabelColumn) -> Opened:
+        place = str(self.root)
+        numbers, class_names = unify_labels({"": labels}, place)
+        images = image_column(dataset, self.columns, place)
+        belongs = np.asarray(dataset.data.column(self.columns.split).to_pylist(), dtype=object)
+        splits: dict[str, Records] = {}
+        for name in dict.fromkeys(belongs.tolist()):
+            rows = torch.from_numpy(np.flatnonzero(belongs == name))
+            splits[str(name)] = ArrowRecords(images, numbers[""][rows], rows, FileRows(self.files).name)
+        return Opened(splits, class_names)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Finds the file of a row when several files were read as one; the counts are only read when something is wrong."""
+
+    files: tuple[Path, ...]
+
+    def name(self, row: int) -> str:
+        """Gives `file, row n`, counting from 0 inside the file."""
+        import pyarrow.parquet as parquet
+
+        counts = [parquet.read_metadata(file).num_rows for file in self.files]
+        for file, count, end in zip(self.files, counts, accumulate(counts), strict=True):
+            if row < end:
+                return f"{file}, row {row - end + count}"
+        return f"row {row}"
+
+
+def stamp(files: Iterable[Path]) -> str:
+    """Hashes the paths, sizes and modification times of files: cheap, and different when one of them changes."""
+    seen = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        seen.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return seen.hexdigest()
+
+
+def split_in_path(path: Path | str) -> str:
+    """Gives the split that a path names (`val/0001.tar`, `train-00000-of-00002.parquet`), or an empty text."""
+    words = re.split(r"[^a-z]+", str(path).lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
+
+
+def group_by_split(files: Iterable[Path], root: Path) -> Mapping[str, tuple[Path, ...]]:
+    """Groups files by the split that their name or folder below `root` says; one group, named "", when none says any."""
+    files = tuple(files)
+    groups: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
+        groups[split_in_path(below) if len(files) > 1 else ""].append(file)
+    if "" in groups and len(groups) > 1:
+        raise DataError(
+            f"{root} holds files of {', '.join(sorted(name for name in groups if name))} and also {groups[''][0].name}, "
+            "which belongs to no split; put train, validation or test into every file name, or into its folder's."
+        )
+    return {name: tuple(sorted(group)) for name, group in groups.items()}
+
+
+def _schema(file: Path) -> list[str]:
+    import pyarrow.parquet as parquet
+    from pyarrow import ArrowException
+
+    try:
+        return parquet.read_schema(file).names
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a whole parquet file ({error}); make or copy it again.") from error
+
+
+def _load(files: tuple[Path, ...]) -> "Dataset":
+    import datasets
+    from pyarrow import ArrowException
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # reading a local file takes a second
+    try:
+        return datasets.load_dataset(
+            "parquet",
+            data_files={"train": [str(file) for file in files]},
+            split="train",
+            cache_dir=str(cache_folder() / "arrow"),
+        )
+    except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error
+        raise DataError(
+            f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: {reason}. "
+            "The files of a split must be whole and have the same columns."
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,145 @@
+"""Splits that do not fit in memory, or whose training wants whole pictures: decoded batch by batch, a little ahead."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from attnrx.data.augmentation import Augmentation, Draws
+from attnrx.data.decoding import CorruptImages, threads
+from attnrx.data.geometry import Geometry
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, spread
+from attnrx.data.normalization import Normalization
+from attnrx.data.passes import Pass
+from attnrx.data.readers.reader import Records
+from attnrx.errors import DataError
+from attnrx.shapes import Int, Tensor, UInt8
+
+AHEAD = 2  # batches that are being decoded while the model works on another
+
+Picture = Callable[[], UInt8[Tensor, "channels height width"]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch before decoding."""
+
+    pictures: list[Picture]
+    labels: Int[Tensor, "batch"]
+    index: Int[Tensor, "batch"]
+    draws: Draws | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How encoded images become batches; shared by every kind of split that streams."""
+
+    geometry: Geometry
+    normalization: Normalization
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+
+    def batches(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
+        """Decodes with a pool of threads, keeping the order; unreadable images are left out or raised."""
+        waiting: deque[tuple[Work, list[Future]]] = deque()
+        pool = ThreadPoolExecutor(threads())
+        try:
+            for work in works:
+                waiting.append((work, self._submit(pool, work, order.augmentation)))
+                if len(waiting) > AHEAD:
+                    yield self._collect(*waiting.popleft(), order)
+            while waiting:
+                yield self._collect(*waiting.popleft(), order)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None
+    ) -> list[Future]:
+        if work.draws is None or augmentation is None or augmentation.area is None:
+            return [pool.submit(self._still, picture) for picture in work.pictures]
+        windows = work.draws.window
+        return [
+            pool.submit(self._window, picture, augmentation, windows[i])
+            for i, picture in enumerate(work.pictures)
+        ]
+
+    def _still(self, picture: Picture) -> Tensor:
+        return self.geometry.still(picture())
+
+    def _window(self, picture: Picture, augmentation: Augmentation, window: Tensor) -> Tensor:
+        pixels = picture()
+        return self.geometry.window(pixels, augmentation.box(pixels.shape[1], pixels.shape[2], window))
+
+    def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
+        pixels, kept = [], []
+        for position, task in enumerate(tasks):
+            try:
+                pixels.append(task.result())
+                kept.append(position)
+            except DataError as error:
+                self.corrupt.report(error)
+        if not pixels:
+            raise DataError(
+                f"none of the {len(tasks)} images of a batch could be decoded; the first: {self.corrupt.met[-len(tasks)]}"
+            )
+        images = torch.stack(pixels)
+        if order.device.type == "cuda":
+            images = images.pin_memory()
+        images = images.to(order.device, non_blocking=True)
+        draws = None if work.draws is None else work.draws.part(kept)
+        images = finish(images, draws, order, self.normalization)
+        return Batch(images, work.labels[kept].to(order.device), work.index[kept].to(order.device))
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedImages(ImageSet):
+    """Some rows of encoded records, in any order."""
+
+    name: str
+    records: Records
+    rows: Int[Tensor, "images"]
+    stream: Stream
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The images left out so far because they could not be decoded."""
+        return tuple(self.stream.corrupt.met)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes every label and the encoded bytes of up to 64 images."""
+        return digest(
+            self.name,
+            self.records.labels[self.rows],
+            (self.records.content(int(self.rows[position])) for position in spread(len(self))),
+        )
+
+    def take(self, count: int) -> Self:
+        """Gives the first `count` images going round the classes."""
+        return replace(self, rows=self.rows[balanced_prefix(self.records.labels[self.rows], count)])
+
+    def renormalized(self, normalization: Normalization) -> Self:
+        """Gives the same images on another scale."""
+        return replace(self, stream=replace(self.stream, normalization=normalization))
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        return self.stream.batches(self._works(order), order)
+
+    def _works(self, order: Pass) -> Iterator[Work]:
+        for step in order.steps(len(self)):
+            rows = self.rows[step.positions]
+            yield Work(
+                pictures=[self._picture(row) for row in rows.tolist()],
+                labels=self.records.labels[rows],
+                index=self.records.sources[rows],
+                draws=order.draws(step.number, step.size, step.share),
+            )
+
+    def _picture(self, row: int) -> Picture:
+        return lambda: self.records.picture(row, self.stream.geometry.channels)

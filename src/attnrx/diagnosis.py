@@ -1,0 +1,116 @@
+"""What was read off a model: every layer's spectrum and its named readings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
+
+KIND, SCHEMA = "attnrx diagnosis", 1
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """One layer: its spectrum, and readings whose first axis is the head (then directions, or heads again)."""
+
+    spectrum: Spectrum
+    readings: Mapping[str, Tensor]
+
+    def reading(self, name: str) -> Tensor:
+        """Gives one reading, or says which ones there are."""
+        if name not in self.readings:
+            raise InvalidInput(
+                f"the diagnosis has no reading {name!r}; it has {', '.join(sorted(self.readings))}. "
+                "Diagnose the model again with calibration data and the diagnostic that gives it."
+            )
+        return self.readings[name]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Every layer of one model (identified by its fingerprint), and how the readings were taken.
+
+    `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's knobs.
+    """
+
+    layers: tuple[LayerDiagnosis, ...]
+    fingerprint: str
+    about: Mapping[str, Any]
+
+    def save(self, path: Path | str) -> Path:
+        """Writes PATH.json, which a person can read, and PATH.safetensors; the JSON goes last and names the other by hash."""
+        stem = _stem(path)
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            for field in ("query", "key", "strength", "used"):
+                tensors[f"layers.{index}.spectrum.{field}"] = getattr(layer.spectrum, field)
+            for name, reading in layer.readings.items():
+                tensors[f"layers.{index}.readings.{name}"] = reading
+        file = write_tensors(stem.with_suffix(".safetensors"), tensors)
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "about": dict(self.about),
+            "tensors_sha256": file_sha256(file),
+            "layers": [_summary(layer) for layer in self.layers],
+        }
+        return write_json(stem.with_suffix(".json"), record)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Diagnosis":
+        """Reads what `save` wrote."""
+        stem = _stem(path)
+        record = read_json(stem.with_suffix(".json"))
+        check_schema(record, KIND, SCHEMA, stem.with_suffix(".json"))
+        tensors = read_tensors(stem.with_suffix(".safetensors"), record["tensors_sha256"])
+        layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
+        return cls(layers, record["fingerprint"], record["about"])
+
+    def require(self, fingerprint: str, what: str) -> None:
+        """Refuses to be used with another model."""
+        if self.fingerprint != fingerprint:
+            raise FingerprintMismatch(
+                f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; diagnose that model."
+            )
+
+
+def _stem(path: Path | str) -> Path:
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
+
+
+def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
+    spectrum = layer.spectrum
+    per_head = {name: reading.tolist() for name, reading in layer.readings.items() if reading.ndim == 1}
+    return {
+        "heads": list(spectrum.heads),
+        "scale": spectrum.scale,
+        "norms": spectrum.norms,
+        "readings": per_head,
+    }
+
+
+def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
+    start = f"layers.{index}.spectrum."
+    parts = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    spectrum = Spectrum(
+        parts["query"],
+        parts["key"],
+        parts["strength"],
+        parts["used"].to(torch.bool),
+        facts["scale"],
+        facts["norms"],
+        tuple(facts["heads"]),
+    )
+    start = f"layers.{index}.readings."
+    readings = {
+        name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)
+    }
+    return LayerDiagnosis(spectrum, readings)

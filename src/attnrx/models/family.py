@@ -1,0 +1,49 @@
+"""What attnrx must know about a model: where its attention layers are and how it is described and rebuilt."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.storage import fingerprint
+
+
+class Family(ABC):
+    """One kind of model. A family maps names; it never changes a model except through `set_attention_`."""
+
+    name: str
+
+    @abstractmethod
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model is of this family."""
+
+    @abstractmethod
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        """The attention of every layer, in order."""
+
+    @abstractmethod
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        """Puts another attention into one layer, in place, and updates the model's own description."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """A JSON-ready description from which `build` makes the same model, without its weights."""
+
+    @abstractmethod
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """Builds the described model; called on the meta device when loading."""
+
+    @abstractmethod
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+
+    @abstractmethod
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation that the model's images are normalized with, one per channel."""
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Identifies a model by its weights."""
+    return fingerprint(model.state_dict())

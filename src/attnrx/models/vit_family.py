@@ -1,0 +1,83 @@
+"""The family of our own Vision Transformers, SVDA or dense, with the paper's named configurations."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from attnrx.attention import Attention, AttentionSpec
+from attnrx.config import from_dict, to_dict
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.models.family import Family
+from attnrx.models.vit import VisionTransformer, ViTConfig
+
+# The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "fashion_mnist": {"channels": 1, "classes": 10},
+    "cifar10": {"classes": 10},
+    "cifar100": {"classes": 100},
+    "food101": {"classes": 101, "image_size": 224, "patch_size": 16},
+    "tiny_imagenet": {"classes": 200, "image_size": 64, "patch_size": 8},
+    "imagenette": {"classes": 10, "image_size": 224, "patch_size": 16},
+    "imagenet-1k": {"classes": 1000, "image_size": 224, "patch_size": 16},
+    "digits": {
+        "channels": 1,
+        "classes": 10,
+        "image_size": 16,
+        "patch_size": 2,
+        "width": 64,
+        "depth": 3,
+        "heads": 4,
+    },
+}
+
+
+class ViTFamily(Family):
+    """`svda:NAME` and `dense:NAME`, e.g. `svda:cifar10`."""
+
+    name = "vit"
+
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model is a VisionTransformer of ours."""
+        return isinstance(model, VisionTransformer)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        """The attention of every layer."""
+        return tuple(layer.attention for layer in _own(model).layers)  # type: ignore[union-attr]
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        """Replaces one layer's attention and its spec in the configuration."""
+        vit = _own(model)
+        vit.layers[layer].attention = attention
+        vit.config = vit.config.with_layer(layer, attention.spec)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """The configuration as a dictionary."""
+        return to_dict(_own(model).config)
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """Builds the model from its configuration."""
+        return VisionTransformer(from_dict(description, (ViTConfig, AttentionSpec)))
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        config = _own(model).config
+        return config.channels, config.image_size, config.image_size
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of the training data."""
+        config = _own(model).config
+        return config.mean, config.std
+
+
+def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
+    """The configuration `form:scenario`, with any field of ViTConfig, width, depth or heads changed on request."""
+    if scenario not in SCENARIOS:
+        raise UnknownName("configuration", scenario, SCENARIOS)
+    return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
+
+
+def _own(model: nn.Module) -> VisionTransformer:
+    if not isinstance(model, VisionTransformer):
+        raise InvalidInput(f"{type(model).__name__} is not an attnrx VisionTransformer.")
+    return model

@@ -1,0 +1,16 @@
+"""The legend of shapes, used by every annotation of the project.
+
+    batch       images at once                 width       features of a token (embedding dimension)
+    tokens      tokens of an image             heads       attention heads of a layer
+    directions  rank-one terms of a head       layers      transformer blocks
+    queries     tokens that ask                keys        tokens that are asked
+    head_dim    features a head reads out      classes     outputs of the classifier
+    draws       repeated random draws          images      images of a whole dataset
+
+`Float[Tensor, "heads directions"]` is checked at run time in the tests only.
+"""
+
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8"]

@@ -1,0 +1,50 @@
+"""The spectrum of one layer: its score directions as three tables."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Bool, Float, Tensor
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j), x carrying a trailing 1.
+
+    `owners` is the number of heads, or 1 where all heads share their directions. Rows are padded to the largest rank; `used` is
+    False on the padding. With `norms` other than "none" a score is divided by the row norms of query and key: over the kept
+    directions ("kept") or over all original ones ("original"). `heads` names the original head of every row.
+    """
+
+    query: Float[Tensor, "owners directions augmented"]
+    key: Float[Tensor, "owners directions augmented"]
+    strength: Float[Tensor, "heads directions"]
+    used: Bool[Tensor, "heads directions"]
+    scale: float
+    norms: str
+    heads: tuple[int, ...]
+
+    def __post_init__(self):
+        heads, directions = self.strength.shape
+        if self.used.shape != self.strength.shape or len(self.heads) != heads:
+            raise InvalidInput(
+                f"strength {tuple(self.strength.shape)}, used {tuple(self.used.shape)}, heads {self.heads} disagree."
+            )
+        for table in (self.query, self.key):
+            if table.shape[0] not in (1, heads) or table.shape[1] != directions:
+                raise InvalidInput(
+                    f"a table of shape {tuple(table.shape)} does not fit {heads} heads of {directions} directions."
+                )
+
+    @property
+    def energy(self) -> Float[Tensor, "heads directions"]:
+        """Strength squared as a share of its head (Eq. 22); a head whose strengths are all zero has no energy anywhere."""
+        square = self.strength.square() * self.used
+        total = square.sum(-1, keepdim=True)
+        return torch.where(total > 0, square / total, torch.zeros_like(square))
+
+    @property
+    def rank(self) -> Float[Tensor, "heads"]:
+        """The number of directions that each head uses, as a float so that it can be averaged."""
+        return self.used.sum(-1).to(self.strength.dtype)

@@ -1,0 +1,151 @@
+"""Files that are whole or absent: JSON and safetensors, written atomically and read with suspicion."""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as decode_tensors
+from safetensors.torch import save as encode_tensors
+
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.shapes import Tensor
+
+
+def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
+    """Lets `write` fill a temporary neighbour of `path`, then moves it into place.
+
+    A crash, a full disk or Ctrl-C leaves either the old file or the new one, never half of one.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot create the folder {path.parent}: {error.strerror or error}."
+        ) from error
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        write(temporary)
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}. Nothing was changed; free some space or choose another place."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def write_bytes(path: Path | str, content: bytes) -> Path:
+    """Writes bytes atomically."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    return write_atomically(path, write)
+
+
+def write_text(path: Path | str, content: str) -> Path:
+    """Writes UTF-8 text atomically."""
+    return write_bytes(path, content.encode())
+
+
+def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
+    """Writes a record as indented JSON; NaN and infinity become null, which JSON can hold."""
+    return write_text(path, json.dumps(_finite(record), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Reads JSON, or says which file is missing or broken."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
+        ) from error
+
+
+def write_tensors(
+    path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
+) -> Path:
+    """Writes tensors as safetensors, with optional text about them in the header."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return write_bytes(path, encode_tensors(own, dict(about or {})))
+
+
+def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
+    """Reads safetensors; with `sha256`, refuses a file whose content is not the one that was written."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(
+            f"{path} is not the file that was saved (its sha256 differs): it was truncated or tampered with."
+        )
+    try:
+        return decode_tensors(content)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}); it was truncated or damaged."
+        ) from error
+
+
+def file_sha256(path: Path | str) -> str:
+    """Gives the sha256 of a file's content."""
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Gives a short hash of names, shapes, dtypes and values: two models share it only if they are the same."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_schema(record: Mapping[str, Any], kind: str, schema: int, path: Path | str) -> None:
+    """Refuses a record that is not of this kind or was written by a newer schema."""
+    found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
+    if found[0] != kind:
+        raise CheckpointError(f"{path} is not a {kind} (it says kind={found[0]!r}).")
+    if found[1] != schema:
+        raise CheckpointError(
+            f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}."
+        )
+
+
+def require_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Refuses NaN and infinity, naming the first tensor that holds one."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InvalidInput(
+                f"{what} holds NaN or infinity in {name!r}; it cannot be used. Take an earlier checkpoint."
+            )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
