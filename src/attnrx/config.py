@@ -16,9 +16,7 @@ def to_dict(part: Any) -> dict[str, Any]:
     """Gives the type name and the fields of a dataclass as JSON-ready values."""
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
-    fields = {
-        field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init
-    }
+    fields = {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init}
     return {"type": type(part).__name__, **fields}
 
 
@@ -32,9 +30,7 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type]) -> Any:
     given = {key: value for key, value in record.items() if key != "type"}
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise InvalidInput(
-            f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}."
-        )
+        raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}.")
     return types[name](**{key: _rich(value, types.values()) for key, value in given.items()})
 
 

@@ -110,7 +110,5 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         tuple(facts["heads"]),
     )
     start = f"layers.{index}.readings."
-    readings = {
-        name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)
-    }
+    readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
     return LayerDiagnosis(spectrum, readings)

@@ -79,6 +79,4 @@ class Evidence:
         try:
             return cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} is not whole evidence ({error}); it was edited or truncated."
-            ) from error
+            raise CheckpointError(f"{path} is not whole evidence ({error}); it was edited or truncated.") from error

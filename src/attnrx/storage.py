@@ -26,9 +26,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot create the folder {path.parent}: {error.strerror or error}."
-        ) from error
+        raise CheckpointError(f"cannot create the folder {path.parent}: {error.strerror or error}.") from error
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         write(temporary)
@@ -76,9 +74,7 @@ def read_json(path: Path | str) -> Any:
         ) from error
 
 
-def write_tensors(
-    path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
-) -> Path:
+def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
     """Writes tensors as safetensors, with optional text about them in the header."""
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return write_bytes(path, encode_tensors(own, dict(about or {})))
@@ -127,9 +123,7 @@ def check_schema(record: Mapping[str, Any], kind: str, schema: int, path: Path |
     if found[0] != kind:
         raise CheckpointError(f"{path} is not a {kind} (it says kind={found[0]!r}).")
     if found[1] != schema:
-        raise CheckpointError(
-            f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}."
-        )
+        raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
 
 
 def require_finite(tensors: Mapping[str, Tensor], what: str) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.attention.backends import Backend, Fused
 from attnrx.attention.forms import FORMS, SvdaForm
-from attnrx.attention.spec import AttentionSpec
+from attnrx.spec import AttentionSpec
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
@@ -32,9 +32,7 @@ class Attention(nn.Module):
         batch, length, _ = tokens.shape
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens.new_zeros(batch, length, 0))
-        value = (
-            self.value(tokens).view(batch, length, len(self.spec.heads), self.spec.head_dim).transpose(1, 2)
-        )
+        value = self.value(tokens).view(batch, length, len(self.spec.heads), self.spec.head_dim).transpose(1, 2)
         buckets = self.backend.buckets(self.spec.ranks)
         heads = self.backend(buckets, self.scores(tokens, buckets), value)
         return self.output(heads.transpose(1, 2).reshape(batch, length, -1))
@@ -43,18 +41,12 @@ class Attention(nn.Module):
         """Reads the score directions of the layer, one table per head, biases as the last column, in float64."""
         ranks, rows = self.spec.ranks, self.spec.rows
         most = max((*ranks, 1))
-        used = (
-            torch.arange(most) < torch.tensor(ranks)[:, None]
-            if ranks
-            else torch.zeros(0, most, dtype=torch.bool)
-        )
+        used = torch.arange(most) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, most, dtype=torch.bool)
         strength = torch.zeros(len(ranks), most, dtype=torch.float64)
         own = self.scores.strength if isinstance(self.scores, SvdaForm) else torch.ones(sum(ranks))
         strength[used] = own.detach().cpu().double()
         tables = [_table(side, rows, ranks, most) for side in (self.scores.query, self.scores.key)]
-        return Spectrum(
-            tables[0], tables[1], strength, used, self.spec.scale, self.spec.norms, self.spec.heads
-        )
+        return Spectrum(tables[0], tables[1], strength, used, self.spec.scale, self.spec.norms, self.spec.heads)
 
 
 def _table(side: nn.Linear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:

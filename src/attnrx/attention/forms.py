@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear
-from attnrx.attention.spec import AttentionSpec
+from attnrx.spec import AttentionSpec
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 
@@ -37,9 +37,11 @@ class ScoreForm(nn.Module, ABC):
         return [part for part in zip(buckets, queries, keys, strict=True) if part[0].rank]
 
     def _rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        if self.spec.norms == "original":
-            return self.spec.rows
-        return tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
+        original = self.spec.norms == "original"
+        wanted = [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
+        return tuple(
+            rows for bucket, rows in zip(buckets, wanted, strict=True) for _ in range(bucket.start, bucket.stop)
+        )
 
 
 class DenseForm(ScoreForm):
@@ -50,8 +52,7 @@ class DenseForm(ScoreForm):
     ) -> tuple[ScoreFactors, ...]:
         """Gives the projected rows as they are."""
         return tuple(
-            ScoreFactors(bucket, q, k, None, self.spec.scale)
-            for bucket, q, k in self.project(tokens, buckets)
+            ScoreFactors(bucket, q, k, None, self.spec.scale) for bucket, q, k in self.project(tokens, buckets)
         )
 
 

@@ -30,8 +30,7 @@ class HeadLinear(nn.Linear):
         widths = [sum(rows[bucket.heads]) for bucket in buckets]
         parts = features.split(widths, dim=-1)
         return [
-            part.unflatten(-1, (bucket.stop - bucket.start, -1))
-            for part, bucket in zip(parts, buckets, strict=True)
+            part.unflatten(-1, (bucket.stop - bucket.start, -1)) for part, bucket in zip(parts, buckets, strict=True)
         ]
 
     def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:

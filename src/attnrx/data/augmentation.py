@@ -41,13 +41,9 @@ class Augmentation:
 
     def __post_init__(self):
         if self.padding < 0:
-            raise InvalidInput(
-                f"Augmentation(padding={self.padding}): padding counts pixels and cannot be negative."
-            )
+            raise InvalidInput(f"Augmentation(padding={self.padding}): padding counts pixels and cannot be negative.")
         if self.area is not None and not 0 < self.area[0] <= self.area[1] <= 1:
-            raise InvalidInput(
-                f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1."
-            )
+            raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
 
     def draw(self, count: int, generator: torch.Generator) -> Draws:
         """Draws the random numbers of `count` images; every knob draws, so that none changes the numbers of another."""

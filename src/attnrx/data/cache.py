@@ -70,13 +70,9 @@ def fetch(path: Path) -> Decoded | None:
         about = read_json(path.with_suffix(".json"))
         tensors = read_tensors(path)
         splits = {
-            name: DecodedSplit(
-                tensors[f"{name}.pixels"], tensors[f"{name}.labels"], tensors[f"{name}.sources"]
-            )
+            name: DecodedSplit(tensors[f"{name}.pixels"], tensors[f"{name}.labels"], tensors[f"{name}.sources"])
             for name in about["splits"]
         }
-        return Decoded(
-            splits, tuple(about["class_names"]), Geometry(*about["geometry"]), tuple(about["notes"])
-        )
+        return Decoded(splits, tuple(about["class_names"]), Geometry(*about["geometry"]), tuple(about["notes"]))
     except (CheckpointError, KeyError, TypeError):
         return None

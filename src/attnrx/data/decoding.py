@@ -20,9 +20,7 @@ CHUNK = 256  # images per task, so that handing out tasks costs nothing beside d
 
 def threads() -> int:
     """Gives how many images are decoded at once: decoding leaves Python's lock, so one thread per usable core."""
-    return max(
-        1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    )
+    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 @dataclass
@@ -45,9 +43,7 @@ class CorruptImages:
         self.met.append(str(error))
 
 
-def decode(
-    content: bytes | bytearray | memoryview, channels: int | None
-) -> UInt8[Tensor, "channels height width"]:
+def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UInt8[Tensor, "channels height width"]:
     """Decodes an image to grey (1 channel), RGB (3) or, with None, to the channels it has.
 
     torchvision first, four times as fast as Pillow on small images; Pillow for the formats only it reads.
@@ -63,9 +59,7 @@ def decode(
     except (RuntimeError, ValueError):
         return _decode_with_pillow(content, channels)
     picture = picture[0] if picture.ndim == 4 else picture  # the first frame of an animation
-    return (
-        picture if picture.dtype == torch.uint8 else (picture.int() >> 8).to(torch.uint8)
-    )  # 16 bits a channel
+    return picture if picture.dtype == torch.uint8 else (picture.int() >> 8).to(torch.uint8)  # 16 bits a channel
 
 
 def _decode_with_pillow(content: bytes | bytearray | memoryview, channels: int | None) -> Tensor:
@@ -79,9 +73,7 @@ def _decode_with_pillow(content: bytes | bytearray | memoryview, channels: int |
             pixels = np.array(file.convert("L" if grey else "RGB"))
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
-    except (
-        Exception
-    ) as error:  # Pillow's readers raise whatever they stumble over: SyntaxError, struct.error, EOFError
+    except Exception as error:  # Pillow's readers raise whatever they stumble over: SyntaxError, struct.error, EOFError
         raise ValueError(f"{error}") from error
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1).contiguous()
 

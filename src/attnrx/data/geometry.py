@@ -47,9 +47,7 @@ class Geometry:
         top, left = (height - self.size) // 2, (width - self.size) // 2
         return picture[:, top : top + self.size, left : left + self.size]
 
-    def window(
-        self, picture: UInt8[Tensor, "channels height width"], box: Box
-    ) -> UInt8[Tensor, "channels size size"]:
+    def window(self, picture: UInt8[Tensor, "channels height width"], box: Box) -> UInt8[Tensor, "channels size size"]:
         """Resizes one window of a picture to the model's input."""
         from torchvision.transforms.v2 import functional as transforms
 
@@ -58,18 +56,14 @@ class Geometry:
     def _pad(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels size size"]:
         height, width = picture.shape[-2:]
         top, left = (self.size - height) // 2, (self.size - width) // 2
-        return torch.nn.functional.pad(
-            picture, (left, self.size - width - left, top, self.size - height - top)
-        )
+        return torch.nn.functional.pad(picture, (left, self.size - width - left, top, self.size - height - top))
 
 
 def resize(
     picture: UInt8[Tensor, "channels height width"], size: tuple[int, int]
 ) -> UInt8[Tensor, "channels rows columns"]:
     """Resizes with antialiased bilinear interpolation, as torchvision does."""
-    return torch.nn.functional.interpolate(
-        picture[None], size, mode="bilinear", antialias=True, align_corners=False
-    )[0]
+    return torch.nn.functional.interpolate(picture[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> Geometry:

@@ -26,6 +26,4 @@ def held_out(
 
 
 def _hash(seed: int, key: str | int) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest()
-    )  # 56 bits: a signed int64
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest())  # 56 bits: a signed int64

@@ -99,9 +99,7 @@ def spread(count: int, most: int = 64) -> list[int]:
 def balanced_prefix(labels: Int[Tensor, "images"], count: int) -> Int[Tensor, "taken"]:
     """Gives `count` positions that go round the classes: the first image of each class, then the second, and so on."""
     if not 1 <= count <= len(labels):
-        raise DataError(
-            f"{count} images were asked of a split that holds {len(labels)}; ask for 1 to {len(labels)}."
-        )
+        raise DataError(f"{count} images were asked of a split that holds {len(labels)}; ask for 1 to {len(labels)}.")
     by_class = labels.argsort(stable=True)
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes

@@ -52,9 +52,7 @@ class MemoryImages(ImageSet):
     def fingerprint(self) -> str:
         """Hashes every label and up to 64 images."""
         pixels, labels, _ = self.store.on(torch.device("cpu"))
-        return digest(
-            self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in spread(len(self)))
-        )
+        return digest(self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in spread(len(self))))
 
     def take(self, count: int) -> Self:
         """Gives the first `count` images going round the classes."""

@@ -49,18 +49,14 @@ class Pass:
     def __post_init__(self):
         process, processes = self.shard
         if not 0 <= process < processes:
-            raise InvalidInput(
-                f"shard={self.shard}: give (process, processes) with 0 <= process < processes."
-            )
+            raise InvalidInput(f"shard={self.shard}: give (process, processes) with 0 <= process < processes.")
         if self.batch_size < 1 or self.batch_size % processes:
             raise InvalidInput(
                 f"batch_size={self.batch_size} is for all {processes} processes together: "
                 "give a positive multiple of their number."
             )
         if self.augmentation is not None and self.seed is None:
-            raise InvalidInput(
-                "augmentation was given without a seed: random crops need one to be repeatable."
-            )
+            raise InvalidInput("augmentation was given without a seed: random crops need one to be repeatable.")
         if self.start < 0 or (self.seed is not None and self.seed < 0):
             raise InvalidInput(f"start={self.start}, seed={self.seed}: neither may be negative.")
 

@@ -55,16 +55,11 @@ class Stream:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None
-    ) -> list[Future]:
+    def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
         if work.draws is None or augmentation is None or augmentation.area is None:
             return [pool.submit(self._still, picture) for picture in work.pictures]
         windows = work.draws.window
-        return [
-            pool.submit(self._window, picture, augmentation, windows[i])
-            for i, picture in enumerate(work.pictures)
-        ]
+        return [pool.submit(self._window, picture, augmentation, windows[i]) for i, picture in enumerate(work.pictures)]
 
     def _still(self, picture: Picture) -> Tensor:
         return self.geometry.still(picture())

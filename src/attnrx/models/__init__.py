@@ -8,6 +8,7 @@ from torch import nn
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
+from attnrx.models.observing import observing
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, named_config
 
@@ -26,6 +27,7 @@ __all__ = [
     "model_fingerprint",
     "model_names",
     "named_config",
+    "observing",
     "save_model",
 ]
 

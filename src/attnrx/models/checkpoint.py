@@ -21,9 +21,7 @@ from attnrx.storage import (
 KIND, SCHEMA = "attnrx model", 1
 
 
-def save_weights(
-    folder: Path | str, model: nn.Module, family: Family, notes: dict[str, Any] | None = None
-) -> Path:
+def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: dict[str, Any] | None = None) -> Path:
     """Writes the two files; the config goes last, so a folder with a config is a whole model."""
     folder = Path(folder)
     tensors = {name: tensor for name, tensor in model.state_dict().items()}
@@ -45,9 +43,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     """Builds the model on the meta device and fills it strictly with the saved weights, in evaluation mode."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder with a saved model (config.json and model.safetensors)."
-        )
+        raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
     path = folder / "config.json"
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)

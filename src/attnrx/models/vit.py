@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, AttentionSpec
+from attnrx.attention import Attention
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class ViTConfig:
         if self.image_size % self.patch_size:
             raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
         if self.width % 4:
-            raise InvalidInput(
-                f"width {self.width} must be a multiple of 4 for two-dimensional sine-cosine positions."
-            )
+            raise InvalidInput(f"width {self.width} must be a multiple of 4 for two-dimensional sine-cosine positions.")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise InvalidInput(
                 f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."

@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.attention import Attention, AttentionSpec
+from attnrx.attention import Attention
 from attnrx.config import from_dict, to_dict
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.family import Family
 from attnrx.models.vit import VisionTransformer, ViTConfig
+from attnrx.spec import AttentionSpec
 
 # The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {

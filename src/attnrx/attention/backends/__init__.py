@@ -3,6 +3,6 @@
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.eager import Eager, scores
 from attnrx.attention.backends.fused import Fused
-from attnrx.attention.backends.observed import Observation, Observed
+from attnrx.attention.backends.observed import Observed
 
-__all__ = ["Backend", "Eager", "Fused", "Observation", "Observed", "scores"]
+__all__ = ["Backend", "Eager", "Fused", "Observed", "scores"]

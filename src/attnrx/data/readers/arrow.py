@@ -30,9 +30,7 @@ class Columns:
 class ArrowRecords(Records):
     """Some rows of a table whose image column holds encoded bytes, or a struct of bytes and path."""
 
-    def __init__(
-        self, images: "pa.ChunkedArray", labels: Tensor, rows: Tensor, name_row: Callable[[int], str]
-    ):
+    def __init__(self, images: "pa.ChunkedArray", labels: Tensor, rows: Tensor, name_row: Callable[[int], str]):
         self.labels = labels
         self.sources = rows
         self._name_row = name_row
@@ -103,9 +101,7 @@ def label_column(dataset: "Dataset", columns: Columns, place: str) -> LabelColum
     column = dataset.data.column(columns.label)
     if column.null_count:
         row = column.is_null().index(True).as_py()
-        raise DataError(
-            f"{place} has {column.null_count} rows without a label, the first is row {row}; remove them."
-        )
+        raise DataError(f"{place} has {column.null_count} rows without a label, the first is row {row}; remove them.")
     if kinds.is_string(column.type) or kinds.is_large_string(column.type):
         return LabelColumn(np.asarray(column.to_pylist()), None)
     if not kinds.is_integer(column.type):
@@ -143,9 +139,7 @@ def _names_beside(
     return tuple(found.get(label, str(label)) for label in range(max(found) + 1))
 
 
-def unify_labels(
-    columns: Mapping[str, LabelColumn], place: str
-) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
+def unify_labels(columns: Mapping[str, LabelColumn], place: str) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
     """Gives every split's labels as numbers of one list of classes, or says where the splits disagree."""
     first_name, first = next(iter(columns.items()))
     for name, column in columns.items():

@@ -71,9 +71,7 @@ class FolderReader(Reader):
         test = held_out(whole.labels, keys, SHARE, seed=0)
         rest = (~test).nonzero().flatten()
         validation = torch.zeros_like(test)
-        validation[rest] = held_out(
-            whole.labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1
-        )
+        validation[rest] = held_out(whole.labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
         chosen = {"train": ~test & ~validation, "validation": validation, "test": test}
         splits = {name: _part(whole, mask.nonzero().flatten().tolist()) for name, mask in chosen.items()}
         note = "split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class"
@@ -132,9 +130,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _records(classes: Mapping[str, list[Path]], class_names: tuple[str, ...]) -> FileRecords:
     """Lists the files going round the classes, so that any prefix is nearly balanced."""
     number = {name: label for label, name in enumerate(class_names)}
-    rounds = [
-        (turn, number[name], file) for name, files in classes.items() for turn, file in enumerate(files)
-    ]
+    rounds = [(turn, number[name], file) for name, files in classes.items() for turn, file in enumerate(files)]
     rounds.sort(key=lambda item: item[:2])
     return FileRecords([item[2] for item in rounds], [item[1] for item in rounds], list(range(len(rounds))))
 

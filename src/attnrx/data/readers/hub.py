@@ -57,9 +57,7 @@ class HubReader(Reader):
 
         try:
             return dict(datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision))
-        except (
-            Exception
-        ) as error:  # five libraries raise their own kinds here: network, gating, cache, disk, parsing
+        except Exception as error:  # five libraries raise their own kinds here: network, gating, cache, disk, parsing
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(
                 f"cannot load the hub dataset {self.hub_id}: {reason} Check the network and, for a dataset behind a "

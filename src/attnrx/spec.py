@@ -51,9 +51,7 @@ class AttentionSpec:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads
         norms = "none" if form == "dense" else "kept"
-        return cls(
-            form, width, head_dim, (head_dim,) * heads, tuple(range(heads)), head_dim**-0.5, head_dim, norms
-        )
+        return cls(form, width, head_dim, (head_dim,) * heads, tuple(range(heads)), head_dim**-0.5, head_dim, norms)
 
     @property
     def rows(self) -> tuple[int, ...]:

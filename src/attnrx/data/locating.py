@@ -1,0 +1,140 @@
+"""From what a user types - a known name, a hub id, a path, a pattern - to the reader of that storage."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
+from attnrx.data.readers.arrow import Columns
+from attnrx.data.readers.digits import DigitsReader
+from attnrx.data.readers.folder import FolderReader
+from attnrx.data.readers.hub import HubReader
+from attnrx.data.readers.parquet import ParquetReader, group_by_split, split_in_path
+from attnrx.data.readers.reader import Reader
+from attnrx.data.shards import ShardReader
+from attnrx.errors import DataError, nearest
+
+HUB = "hf:"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a dataset is and what is known about it; `asked` is what the user typed, for messages."""
+
+    name: str
+    asked: str
+    reader: Reader | ShardReader
+    card_name: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def card(self) -> DatasetCard | None:
+        """The catalogue's entry, when the dataset is a known one."""
+        return None if self.card_name is None else DATASETS[self.card_name]
+
+
+def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
+    """Finds the dataset, without opening it."""
+    asked = str(name_or_path)
+    if asked.startswith(HUB):
+        return Place(asked.removeprefix(HUB), asked, HubReader(asked.removeprefix(HUB), columns or Columns()))
+    known = known_as(asked) if isinstance(name_or_path, str) else None
+    if known is not None:
+        return _locate_known(known, columns)
+    if "://" in asked or asked.startswith("pipe:"):
+        return _shards(asked, expand_braces(asked), Path(asked))
+    files = _matching(asked)
+    root = Path(asked).expanduser()
+    if not files:
+        raise _nothing_found(asked)
+    known = known_as(root.stem.lower())
+    notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
+    if len(files) == 1 and files[0].is_dir():
+        return Place(root.stem, asked, _reader_of_folder(files[0], columns, known), known, notes)
+    base = root if len(files) == 1 else root.parent
+    return Place(root.stem, asked, _reader_of_files(tuple(files), base, columns, known), known, notes)
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Gives the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
+    found = re.search(r"\{([^{}]*)\}", pattern)
+    if found is None:
+        return [pattern]
+    counted = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    if counted:
+        first, last = int(counted[1]), int(counted[2])
+        words: Iterable[str] = (str(number).zfill(len(counted[1])) for number in range(first, last + 1))
+    else:
+        words = found[1].split(",")
+    return [name for word in words for name in expand_braces(pattern[: found.start()] + word + pattern[found.end() :])]
+
+
+def _locate_known(name: str, columns: Columns | None) -> Place:
+    if name == "digits":
+        return Place(name, name, DigitsReader(), name)
+    folder = os.environ.get("ATTNRX_DATA")
+    copy = local_copy(name, Path(folder).expanduser()) if folder else None
+    if copy is not None:
+        reader = _reader_of_folder(copy, columns, name) if copy.is_dir() else _reader_of_files((copy,), copy, columns, name)
+        return Place(name, name, reader, name, (f"read from {copy}",))
+    card = DATASETS[name]
+    hub_id = card.hub_id or name
+    return Place(name, name, HubReader(hub_id, columns or card.columns, card.folder, card.revision, card.ignored), name)
+
+
+def _matching(asked: str) -> list[Path]:
+    """Gives the existing files of a path or pattern; every name of a brace pattern must exist."""
+    paths = [Path(name).expanduser() for name in expand_braces(asked)]
+    missing = [path for path in paths if not path.exists()]
+    if len(paths) > 1 and missing and len(missing) < len(paths):
+        raise DataError(f"{asked} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
+    if not missing:
+        return paths
+    wild = next((i for i, part in enumerate(paths[0].parts) if re.search(r"[*?\[]", part)), None)
+    if wild is None:
+        return []
+    return sorted(Path(*paths[0].parts[:wild]).glob(str(Path(*paths[0].parts[wild:]))))
+
+
+def _nothing_found(asked: str) -> DataError:
+    if "/" in asked or "\\" in asked or Path(asked).suffix or re.search(r"[*?\[{]", asked):
+        return DataError(
+            f"there is nothing at {asked} (looked from {Path.cwd()}); give an existing parquet file, image folder or "
+            f"shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
+        )
+    return DataError(
+        f"unknown dataset {asked!r}: {nearest(asked, DATASETS)} Or give the path of a parquet file, an image folder or "
+        f"tar shards, or {HUB}owner/name for a hub dataset."
+    )
+
+
+def _reader_of_folder(folder: Path, columns: Columns | None, known: str | None) -> Reader | ShardReader:
+    for suffix in (".parquet", ".tar"):
+        files = tuple(sorted(itertools.chain(folder.glob(f"*{suffix}"), folder.glob(f"*/*{suffix}"))))
+        if files:
+            return _reader_of_files(files, folder, columns, known)
+    return FolderReader(folder)
+
+
+def _reader_of_files(
+    files: tuple[Path, ...], root: Path, columns: Columns | None, known: str | None
+) -> Reader | ShardReader:
+    suffixes = {file.suffix.lower() for file in files}
+    if suffixes == {".parquet"}:
+        candidates = (columns,) if columns else (Columns(), *((DATASETS[known].columns,) if known else ()))
+        return ParquetReader(root, files, candidates)
+    if suffixes == {".tar"}:
+        groups = group_by_split(files, root)
+        return ShardReader({name: tuple(map(str, group)) for name, group in groups.items()}, root)
+    if suffixes == {".json"} and len(files) == 1:
+        return ShardReader({}, files[0])
+    raise DataError(
+        f"{root} is neither parquet (.parquet), nor tar shards (.tar) or their index (.json), nor a folder of images."
+    )
+
+
+def _shards(asked: str, urls: list[str], root: Path) -> Place:
+    raise NotImplementedError
