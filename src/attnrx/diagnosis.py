@@ -44,7 +44,9 @@ class Diagnosis:
     about: Mapping[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes PATH.json, which a person can read, and PATH.safetensors; the JSON goes last and names the other by hash."""
+        """Writes PATH.json, which a person can read, and PATH.safetensors; the JSON goes last and names the other by
+        hash.
+        """
         stem = _stem(path)
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -77,7 +79,8 @@ class Diagnosis:
         """Refuses to be used with another model."""
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
-                f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; diagnose that model."
+                f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
+                "diagnose that model."
             )
 
 

@@ -15,8 +15,9 @@ KIND, SCHEMA = "attnrx evidence", 1
 class Finding:
     """One measured claim.
 
-    `limit` and `holds` are None where a quantity is only reported. `low` and `high` bound the value at 95 % where it is noisy,
-    `n` counts what it was measured on. `details` holds what a reader may want beside it (draws, kernels, per-layer slack).
+    `limit` and `holds` are None where a quantity is only reported. `low` and `high` bound the value at 95 % where it
+    is noisy, `n` counts what it was measured on. `details` holds what a reader may want beside it (draws, kernels,
+    per-layer slack).
     """
 
     check: str

@@ -9,9 +9,9 @@ from attnrx.shapes import Float, Tensor
 class Observation:
     """All intermediates of one layer, heads in storage order, directions padded with zeros to the largest rank.
 
-    `query` and `key` are the rows as they enter the scores: divided by their norms where the form has norms, before the strength.
-    score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @ value; the layer's result is the sum
-    over heads of output @ readout, plus a bias.
+    `query` and `key` are the rows as they enter the scores: divided by their norms where the form has norms, before
+    the strength. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @ value;
+    the layer's result is the sum over heads of output @ readout, plus a bias.
     """
 
     query: Float[Tensor, "batch tokens heads directions"]

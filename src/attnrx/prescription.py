@@ -18,8 +18,8 @@ KIND, SCHEMA = "attnrx prescription", 1
 class LayerPrescription:
     """One layer: the directions that stay, their strengths, the heads that stay, and one reason per head.
 
-    `strength` is what the kept directions get (their old one unless the rule changes it). A head that stays with no directions attends
-    uniformly; a head that does not stay outputs nothing.
+    `strength` is what the kept directions get (their old one unless the rule changes it). A head that stays with no
+    directions attends uniformly; a head that does not stay outputs nothing.
     """
 
     keep: Bool[Tensor, "heads directions"]
@@ -30,7 +30,8 @@ class LayerPrescription:
     def __post_init__(self):
         if self.keep.shape != self.strength.shape or self.heads.shape[0] != self.keep.shape[0]:
             raise InvalidInput(
-                f"keep {tuple(self.keep.shape)}, strength {tuple(self.strength.shape)} and heads {tuple(self.heads.shape)} disagree."
+                f"keep {tuple(self.keep.shape)}, strength {tuple(self.strength.shape)} and "
+                f"heads {tuple(self.heads.shape)} disagree."
             )
         if len(self.reasons) != self.keep.shape[0]:
             raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")

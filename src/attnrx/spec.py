@@ -12,9 +12,10 @@ NORMS = ("none", "kept", "original")
 class AttentionSpec:
     """How many directions and features every head of a layer has.
 
-    `ranks` lists the score directions of each stored head and `heads` which head of the original model it was. `norms` says what the
-    rows of query and key are divided by: nothing (dense), the norm of the directions that were kept, or the norm of all
-    `original_rank` directions, which the projections then still compute. `scale` is a stored fact: it never follows the rank.
+    `ranks` lists the score directions of each stored head and `heads` which head of the original model it was.
+    `norms` says what the rows of query and key are divided by: nothing (dense), the norm of the directions that were
+    kept, or the norm of all `original_rank` directions, which the projections then still compute. `scale` is a stored
+    fact: it never follows the rank.
     """
 
     form: str
@@ -55,7 +56,9 @@ class AttentionSpec:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of the query projection that each head computes: its rank, or all of them when the original norms are needed."""
+        """Rows of the query projection that each head computes: its rank, or all of them when the original norms are
+        needed.
+        """
         if self.norms == "original":
             return tuple(self.original_rank if rank else 0 for rank in self.ranks)
         return self.ranks

@@ -12,9 +12,10 @@ from attnrx.shapes import Bool, Float, Tensor
 class Spectrum:
     """score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j), x carrying a trailing 1.
 
-    `owners` is the number of heads, or 1 where all heads share their directions. Rows are padded to the largest rank; `used` is
-    False on the padding. With `norms` other than "none" a score is divided by the row norms of query and key: over the kept
-    directions ("kept") or over all original ones ("original"). `heads` names the original head of every row.
+    `owners` is the number of heads, or 1 where all heads share their directions. Rows are padded to the largest rank;
+    `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query and
+    key: over the kept directions ("kept") or over all original ones ("original"). `heads` names the original head of
+    every row.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -39,7 +40,9 @@ class Spectrum:
 
     @property
     def energy(self) -> Float[Tensor, "heads directions"]:
-        """Strength squared as a share of its head (Eq. 22); a head whose strengths are all zero has no energy anywhere."""
+        """Strength squared as a share of its head (Eq. 22); a head whose strengths are all zero has no energy
+        anywhere.
+        """
         square = self.strength.square() * self.used
         total = square.sum(-1, keepdim=True)
         return torch.where(total > 0, square / total, torch.zeros_like(square))

@@ -35,7 +35,8 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
         temporary.replace(path)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}. Nothing was changed; free some space or choose another place."
+            f"cannot write {path}: {error.strerror or error}. "
+            "Nothing was changed; free some space or choose another place."
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -8,23 +8,25 @@ from torch import nn
 
 from attnrx.attention.backends import Backend, Fused
 from attnrx.attention.forms import FORMS, SvdaForm
-from attnrx.spec import AttentionSpec
+from attnrx.attention.head_linear import HeadLinear
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
 
 
 class Attention(nn.Module):
     """Multi-head attention of any form, with its own rank in every head.
 
-    The heads lie in storage order (`spec.heads` names the original ones); values and output are full in every stored head.
+    The heads lie in storage order (`spec.heads` names the original ones); values and output are full in every stored
+    head.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
         super().__init__()
         self.spec = spec
         self.scores = FORMS[spec.form](spec)
-        self.value = nn.Linear(spec.width, len(spec.heads) * spec.head_dim)
-        self.output = nn.Linear(len(spec.heads) * spec.head_dim, spec.width)
+        self.value = HeadLinear(spec.width, (spec.head_dim,) * len(spec.heads))
+        self.output = HeadLinear(len(spec.heads) * spec.head_dim, (spec.width,))
         self.backend: Backend = backend or Fused()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
@@ -49,7 +51,7 @@ class Attention(nn.Module):
         return Spectrum(tables[0], tables[1], strength, used, self.spec.scale, self.spec.norms, self.spec.heads)
 
 
-def _table(side: nn.Linear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:
+def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:
     augmented = torch.cat([side.weight, side.bias[:, None]], dim=1).detach().cpu().double()
     table = augmented.new_zeros(len(rows), most, augmented.shape[1])
     for head, (part, rank) in enumerate(zip(augmented.split(rows), ranks, strict=True)):

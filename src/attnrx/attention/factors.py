@@ -23,7 +23,8 @@ class Bucket:
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
-    The rows of query and key are divided by their norms already where the form has norms; `strength` is None where it is one.
+    The rows of query and key are divided by their norms already where the form has norms; `strength` is None where it
+    is one.
     """
 
     bucket: Bucket

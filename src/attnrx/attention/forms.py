@@ -7,9 +7,9 @@ from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear
-from attnrx.spec import AttentionSpec
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 class ScoreForm(nn.Module, ABC):
@@ -59,8 +59,8 @@ class DenseForm(ScoreForm):
 class SvdaForm(ScoreForm):
     """SVDA (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
-    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which are stored
-    first, enter the scores; that is exact, and saves no projection.
+    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which
+    are stored first, enter the scores; that is exact, and saves no projection.
     """
 
     def __init__(self, spec: AttentionSpec):

@@ -8,19 +8,28 @@ from attnrx.attention.factors import Bucket
 from attnrx.shapes import Float, Tensor
 
 
-class HeadLinear(nn.Linear):
-    """Projects tokens to `rows[h]` features for every head h, stored without padding in one weight of sum(rows) rows."""
+class HeadLinear(nn.Module):
+    """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
 
-    def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
-        super().__init__(width, sum(rows), bias=bias)
+    def __init__(self, width: int, rows: tuple[int, ...]):
+        super().__init__()
         self.rows = rows
+        self.weight = nn.Parameter(torch.empty(sum(rows), width))
+        self.bias = nn.Parameter(torch.zeros(sum(rows)))
+        if self.weight.numel():  # every head may have rank 0, or be gone
+            nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
+        """Projects tokens to the features of all heads, one after the other."""
+        return F.linear(tokens, self.weight, self.bias)
 
     def buckets(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
     ) -> list[Float[Tensor, "batch tokens _ _"]]:
         """Gives one tensor per bucket, [batch, tokens, heads of the bucket, rows], from a single matrix product.
 
-        `rows` says how many rows each head gets; rows beyond its own are zero. The zero rows exist only during the call.
+        `rows` says how many rows each head gets; rows beyond its own are zero. The zero rows exist only during the
+        call.
         """
         batch, length, _ = tokens.shape
         weight, bias = (self.weight, self.bias) if rows == self.rows else self._padded(rows)
@@ -33,11 +42,10 @@ class HeadLinear(nn.Linear):
             part.unflatten(-1, (bucket.stop - bucket.start, -1)) for part, bucket in zip(parts, buckets, strict=True)
         ]
 
-    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         index = _padding_index(self.rows, rows).to(self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
-        bias = None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
-        return weight, bias
+        return weight, F.pad(self.bias, (0, 1)).index_select(0, index)
 
 
 def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,7 @@
 """Row normalization with its backward pass written out: few passes over memory, and safe at zero.
 
-Autograd's own graph for x / |x| makes about twice as many passes, which is what a plain SVDA layer loses against fused dense
-attention in eager mode.
+Autograd's own graph for x / |x| makes about twice as many passes, which is what a plain SVDA layer loses against
+fused dense attention in eager mode.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from attnrx.shapes import Float, Tensor
 def unit_rows(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch directions"]:
     """Divides every row by its Euclidean norm (Eq. 4).
 
-    A zero row stays zero and receives no gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in float32
-    or better, so float16 rows cannot overflow.
+    A zero row stays zero and receives no gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed
+    in float32 or better, so float16 rows cannot overflow.
     """
     if not torch.is_grad_enabled():
         return rows * inverse_norms(rows).to(rows.dtype)

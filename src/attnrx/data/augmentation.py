@@ -49,8 +49,8 @@ class Augmentation:
         """Draws the random numbers of `count` images; every knob draws, so that none changes the numbers of another."""
         return Draws(
             shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
-            mirror=(torch.rand(count, generator=generator) < 0.5) & self.flip,
-            window=torch.rand(count, ATTEMPTS if self.area else 0, 4, generator=generator),
+            mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
+            window=torch.rand(count, ATTEMPTS if self.area else 0, 4, generator=generator, dtype=torch.float32),
         )
 
     def apply(

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnrx.data.augmentation import Augmentation
-from attnrx.data.geometry import Fit, Geometry
+from attnrx.data.geometry import Geometry
 from attnrx.data.normalization import Normalization
 from attnrx.data.readers.arrow import Columns
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+COLUMNS = Columns()
 PHOTOS = Augmentation(padding=0, flip=True, area=(0.08, 1.0))
 
 
@@ -25,7 +26,7 @@ class DatasetCard:
     normalization: Normalization
     augmentation: Augmentation
     hub_id: str | None = None
-    columns: Columns = Columns()
+    columns: Columns = COLUMNS
     folder: str | None = None
     revision: str | None = None
     ignored: tuple[str, ...] = ()

@@ -21,13 +21,18 @@ class Geometry:
     """The square `size` of the model's input and how a picture is fitted to it.
 
     `pad` puts smaller pictures between black borders (28x28 into 32x32: no pixel changes); `fill` resizes the shorter
-    side to `size`; `photo` resizes it to 256/224 of that, unless the picture is smaller, so that the crop leaves the rim
-    out. What is then too long is cropped at the centre.
+    side to `size`; `photo` resizes it to 256/224 of that, unless the picture is smaller, so that the crop drops a rim.
+    What is then too long is cropped at the centre.
     """
 
     size: int
     channels: int
     fit: Fit
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of one fitted picture."""
+        return self.channels, self.size, self.size
 
     def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels size size"]:
         """Fits a picture as evaluation does, without randomness."""

@@ -11,7 +11,10 @@ from attnrx.shapes import Bool, Int, Tensor
 def held_out(
     labels: Int[Tensor, "images"], keys: Sequence[str | int], share: float, seed: int
 ) -> Bool[Tensor, "images"]:
-    """Marks `share` of every class, at least one image of each that has two: those with the lowest hash of seed and key."""
+    """Marks `share` of every class: the images with the lowest hash of seed and key.
+
+    At least one image of a class that has two, never the last one of a class.
+    """
     hashes = torch.tensor([_hash(seed, key) for key in keys], dtype=torch.int64)
     by_hash = hashes.argsort(stable=True)
     by_class = by_hash[labels[by_hash].argsort(stable=True)]  # classes together, lowest hash first in each

@@ -4,7 +4,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -40,11 +39,11 @@ class ImageSet(ABC):
         """A short text that two sets share only if they hold the same images: name, count and a hash."""
 
     @abstractmethod
-    def take(self, count: int) -> Self:
+    def take(self, count: int) -> "ImageSet":
         """Gives the first `count` images, balanced over the classes where the labels are known beforehand."""
 
     @abstractmethod
-    def renormalized(self, normalization: Normalization) -> Self:
+    def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale, for a model that was trained with other statistics."""
 
     @abstractmethod
@@ -93,7 +92,7 @@ def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -
 
 def spread(count: int, most: int = 64) -> list[int]:
     """Gives up to `most` positions spread evenly over `count`."""
-    return torch.linspace(0, count - 1, min(count, most)).round().long().tolist()
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 
 def balanced_prefix(labels: Int[Tensor, "images"], count: int) -> Int[Tensor, "taken"]:

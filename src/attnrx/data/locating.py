@@ -3,7 +3,7 @@
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from attnrx.data.readers.arrow import Columns
 from attnrx.data.readers.digits import DigitsReader
 from attnrx.data.readers.folder import FolderReader
 from attnrx.data.readers.hub import HubReader
-from attnrx.data.readers.parquet import ParquetReader, group_by_split, split_in_path
+from attnrx.data.readers.parquet import ParquetReader, group_by_split
 from attnrx.data.readers.reader import Reader
-from attnrx.data.shards import ShardReader
+from attnrx.data.readers.shards import IndexReader, ShardReader, TarReader
 from attnrx.errors import DataError, nearest
 
 HUB = "hf:"
@@ -45,17 +45,20 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
     if known is not None:
         return _locate_known(known, columns)
     if "://" in asked or asked.startswith("pipe:"):
-        return _shards(asked, expand_braces(asked), Path(asked))
+        raise DataError(
+            f"{asked} is remote, so its images cannot be counted by looking; write a local index, a JSON file "
+            '{"shardlist": [{"url": ..., "nsamples": ...}], "class_names": [...]}, and give the path of that.'
+        )
     files = _matching(asked)
-    root = Path(asked).expanduser()
     if not files:
         raise _nothing_found(asked)
-    known = known_as(root.stem.lower())
+    root = Path(os.path.commonpath(files))
+    name = root.name if root.is_dir() else root.stem
+    known = known_as(name.lower())
     notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
-    if len(files) == 1 and files[0].is_dir():
-        return Place(root.stem, asked, _reader_of_folder(files[0], columns, known), known, notes)
-    base = root if len(files) == 1 else root.parent
-    return Place(root.stem, asked, _reader_of_files(tuple(files), base, columns, known), known, notes)
+    folder = len(files) == 1 and root.is_dir()
+    reader = _reader_of_folder(root, columns, known) if folder else _reader_of_files(tuple(files), root, columns, known)
+    return Place(name, asked, reader, known, notes)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -78,7 +81,9 @@ def _locate_known(name: str, columns: Columns | None) -> Place:
     folder = os.environ.get("ATTNRX_DATA")
     copy = local_copy(name, Path(folder).expanduser()) if folder else None
     if copy is not None:
-        reader = _reader_of_folder(copy, columns, name) if copy.is_dir() else _reader_of_files((copy,), copy, columns, name)
+        reader = (
+            _reader_of_folder(copy, columns, name) if copy.is_dir() else _reader_of_files((copy,), copy, columns, name)
+        )
         return Place(name, name, reader, name, (f"read from {copy}",))
     card = DATASETS[name]
     hub_id = card.hub_id or name
@@ -128,13 +133,9 @@ def _reader_of_files(
         return ParquetReader(root, files, candidates)
     if suffixes == {".tar"}:
         groups = group_by_split(files, root)
-        return ShardReader({name: tuple(map(str, group)) for name, group in groups.items()}, root)
+        return TarReader(root, groups)
     if suffixes == {".json"} and len(files) == 1:
-        return ShardReader({}, files[0])
+        return IndexReader(files[0])
     raise DataError(
         f"{root} is neither parquet (.parquet), nor tar shards (.tar) or their index (.json), nor a folder of images."
     )
-
-
-def _shards(asked: str, urls: list[str], root: Path) -> Place:
-    raise NotImplementedError

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 
@@ -32,7 +31,8 @@ class PixelStore:
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Gives the pixels, labels and source rows on a device, copying them the first time."""
         if device not in self._copies:
-            self._copies[device] = tuple(tensor.to(device) for tensor in self._copies[torch.device("cpu")])
+            pixels, labels, sources = self._copies[torch.device("cpu")]
+            self._copies[device] = (pixels.to(device), labels.to(device), sources.to(device))
         return self._copies[device]
 
 
@@ -54,11 +54,11 @@ class MemoryImages(ImageSet):
         pixels, labels, _ = self.store.on(torch.device("cpu"))
         return digest(self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in spread(len(self))))
 
-    def take(self, count: int) -> Self:
+    def take(self, count: int) -> "ImageSet":
         """Gives the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.store.labels[self.rows], count)])
 
-    def renormalized(self, normalization: Normalization) -> Self:
+    def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""
         return replace(self, normalization=normalization)
 
@@ -73,3 +73,16 @@ class MemoryImages(ImageSet):
             rows = self.rows[step.positions].to(order.device)
             draws = order.draws(step.number, step.size, step.share)
             yield Batch(finish(pixels[rows], draws, order, self.normalization), labels[rows], sources[rows])
+
+
+def from_tensors(
+    name: str,
+    pixels: UInt8[Tensor, "images channels height width"],
+    labels: Int[Tensor, "images"],
+    normalization: Normalization,
+) -> MemoryImages:
+    """Makes an image set of pixels that are in memory already."""
+    if len(pixels) != len(labels) or not len(pixels):
+        raise InvalidInput(f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one.")
+    rows = torch.arange(len(labels))
+    return MemoryImages(name, PixelStore(pixels, labels, rows), rows, normalization)

@@ -21,7 +21,7 @@ class Normalization:
     def __post_init__(self):
         if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise InvalidInput(
-                f"Normalization(mean={self.mean}, std={self.std}): one mean and one positive std per channel are needed."
+                f"Normalization(mean={self.mean}, std={self.std}): give one mean and one positive std per channel."
             )
 
     @classmethod

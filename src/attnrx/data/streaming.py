@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Self
+from functools import partial
 
 import torch
 
@@ -52,8 +52,11 @@ class Stream:
                     yield self._collect(*waiting.popleft(), order)
             while waiting:
                 yield self._collect(*waiting.popleft(), order)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        finally:  # also when the pass is left early: nothing waits, and nothing not yet begun is decoded
+            for _, tasks in waiting:
+                for task in tasks:
+                    task.cancel()
+            pool.shutdown(wait=False)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
         if work.draws is None or augmentation is None or augmentation.area is None:
@@ -78,7 +81,7 @@ class Stream:
                 self.corrupt.report(error)
         if not pixels:
             raise DataError(
-                f"none of the {len(tasks)} images of a batch could be decoded; the first: {self.corrupt.met[-len(tasks)]}"
+                f"none of the {len(tasks)} images of a batch can be decoded; the first: {self.corrupt.met[-len(tasks)]}"
             )
         images = torch.stack(pixels)
         if order.device.type == "cuda":
@@ -115,11 +118,11 @@ class StreamedImages(ImageSet):
             (self.records.content(int(self.rows[position])) for position in spread(len(self))),
         )
 
-    def take(self, count: int) -> Self:
+    def take(self, count: int) -> "ImageSet":
         """Gives the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.records.labels[self.rows], count)])
 
-    def renormalized(self, normalization: Normalization) -> Self:
+    def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
@@ -130,11 +133,8 @@ class StreamedImages(ImageSet):
         for step in order.steps(len(self)):
             rows = self.rows[step.positions]
             yield Work(
-                pictures=[self._picture(row) for row in rows.tolist()],
+                pictures=[partial(self.records.picture, row, self.stream.geometry.channels) for row in rows.tolist()],
                 labels=self.records.labels[rows],
                 index=self.records.sources[rows],
                 draws=order.draws(step.number, step.size, step.share),
             )
-
-    def _picture(self, row: int) -> Picture:
-        return lambda: self.records.picture(row, self.stream.geometry.channels)

@@ -10,7 +10,7 @@ from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.observing import observing
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
-from attnrx.models.vit_family import SCENARIOS, ViTFamily, named_config
+from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
 FAMILIES: tuple[Family, ...] = (ViTFamily(),)
 
@@ -21,6 +21,7 @@ __all__ = [
     "ViTConfig",
     "VisionTransformer",
     "build_model",
+    "config_costs",
     "family_of",
     "initialize_",
     "load_model",
@@ -49,7 +50,9 @@ def model_names() -> tuple[str, ...]:
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
-    """Builds a freshly initialized model from its name, e.g. `svda:cifar10`; `changes` override fields of its configuration."""
+    """Builds a freshly initialized model from its name, e.g. `svda:cifar10`; `changes` override fields of its
+    configuration.
+    """
     form, _, scenario = name.partition(":")
     if form not in ("svda", "dense") or scenario not in SCENARIOS:
         raise UnknownName("model", name, model_names())

@@ -24,7 +24,7 @@ KIND, SCHEMA = "attnrx model", 1
 def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: dict[str, Any] | None = None) -> Path:
     """Writes the two files; the config goes last, so a folder with a config is a whole model."""
     folder = Path(folder)
-    tensors = {name: tensor for name, tensor in model.state_dict().items()}
+    tensors = dict(model.state_dict())
     require_finite(tensors, "the model to save")
     weights = write_tensors(folder / "model.safetensors", tensors)
     record = {

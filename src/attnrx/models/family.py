@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.attention import Attention
+from attnrx.costs import ModelCosts
+from attnrx.spec import AttentionSpec
 from attnrx.storage import fingerprint
 
 
@@ -42,6 +44,10 @@ class Family(ABC):
     @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation that the model's images are normalized with, one per channel."""
+
+    @abstractmethod
+    def costs(self, model: nn.Module, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
+        """Parameters and MACs in closed form: of the model as it is, or with these specs in its layers."""
 
 
 def model_fingerprint(model: nn.Module) -> str:

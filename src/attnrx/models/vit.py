@@ -17,8 +17,8 @@ from attnrx.spec import AttentionSpec
 class ViTConfig:
     """The shape of the model and the facts of its input.
 
-    `attention` holds one spec per layer, so a compressed model is described as fully as an original one. `mean` and `std` say how
-    the images must be normalized; they are facts that the model was trained with.
+    `attention` holds one spec per layer, so a compressed model is described as fully as an original one. `mean` and
+    `std` say how the images must be normalized; they are facts that the model was trained with.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -46,7 +46,7 @@ class ViTConfig:
     def uniform(
         cls, form: str = "svda", *, width: int = 256, depth: int = 4, heads: int = 4, **facts: Any
     ) -> "ViTConfig":
-        """The uncompressed model: `depth` equal layers. The defaults are the paper's compact configuration (Table 4)."""
+        """The uncompressed model of `depth` equal layers; the defaults are the paper's compact one (Table 4)."""
         channels = facts.get("channels", 3)
         facts.setdefault("mean", (0.5,) * channels)
         facts.setdefault("std", (0.5,) * channels)
@@ -101,7 +101,9 @@ class Layer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches, fixed sine-cosine positions, layers, mean pooling, linear classifier. No class token, no position table."""
+    """Patches, fixed sine-cosine positions, layers, mean pooling, linear classifier. No class token, no position
+    table.
+    """
 
     positions: Tensor
 
@@ -121,8 +123,8 @@ class VisionTransformer(nn.Module):
         size = self.config.image_size
         if images.shape[1:] != (self.config.channels, size, size):
             raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: this model wants [batch, {self.config.channels}, {size}, {size}]. "
-                f"Load the data with image_size={size}."
+                f"images of shape {tuple(images.shape)}: this model wants [batch, {self.config.channels}, {size}, "
+                f"{size}]. Load the data with image_size={size}."
             )
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + self.positions.to(tokens.dtype)
@@ -132,7 +134,9 @@ class VisionTransformer(nn.Module):
 
 
 def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
-    """Gives fixed two-dimensional sine-cosine positions: a quarter of the width each for the sine and cosine of row and column."""
+    """Gives fixed two-dimensional sine-cosine positions: a quarter of the width each for the sine and cosine of row
+    and column.
+    """
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)
@@ -144,7 +148,8 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
 def initialize_(model: VisionTransformer, seed: int, strength: float = 1.0) -> VisionTransformer:
     """Draws fresh weights: truncated normal of deviation 0.02, biases zero, every strength set to `strength`.
 
-    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so a model that starts at 1 attends almost uniformly at first.
+    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so a model that starts at 1 attends almost
+    uniformly at first.
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")

@@ -1,12 +1,14 @@
 """The family of our own Vision Transformers, SVDA or dense, with the paper's named configurations."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.config import from_dict, to_dict
+from attnrx.costs import ModelCosts, PartCosts, layer_costs, linear_costs, norm_costs
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.family import Family
 from attnrx.models.vit import VisionTransformer, ViTConfig
@@ -70,12 +72,33 @@ class ViTFamily(Family):
         config = _own(model).config
         return config.mean, config.std
 
+    def costs(self, model: nn.Module, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
+        """Prices the configuration, with other specs in its layers on request."""
+        return config_costs(_own(model).config, attention)
+
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
     """The configuration `form:scenario`, with any field of ViTConfig, width, depth or heads changed on request."""
     if scenario not in SCENARIOS:
         raise UnknownName("configuration", scenario, SCENARIOS)
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
+
+
+def config_costs(config: ViTConfig, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
+    """Prices a configuration without building it, with other specs in its layers on request.
+
+    That prices a prescription before it is realized.
+    """
+    if attention is not None:
+        if len(attention) != config.depth:
+            raise InvalidInput(f"{len(attention)} attention specs for {config.depth} layers: give one for each layer.")
+        config = replace(config, attention=attention)
+    return ModelCosts(
+        patches=linear_costs(config.channels * config.patch_size**2, config.width, config.tokens),
+        layers=tuple(layer_costs(spec, config.tokens, config.hidden) for spec in config.attention),
+        classifier=norm_costs(config.width) + PartCosts((config.width + 1) * config.classes),
+        classifier_macs=config.width * config.classes,
+    )
 
 
 def _own(model: nn.Module) -> VisionTransformer:

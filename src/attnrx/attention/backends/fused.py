@@ -10,8 +10,8 @@ from attnrx.shapes import Float, Tensor
 class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
-    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise. The scale is
-    always passed: its default would follow the padded rank.
+    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise. The
+    scale is always passed: its default would follow the padded rank.
     """
 
     def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:

@@ -1,4 +1,4 @@
-"""Encoded images and labels in Arrow tables, which parquet files and hub datasets become: memory-mapped, any row at once."""
+"""Encoded images and labels in memory-mapped Arrow tables, which parquet files and hub datasets become."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping

@@ -44,7 +44,8 @@ class FolderReader(Reader):
 
     def identity(self) -> str:
         """Hashes the paths, sizes and times of all files."""
-        return f"folder:{stamp(file for classes in self._listing.values() for files in classes.values() for file in files)}"
+        every = (file for classes in self._listing.values() for files in classes.values() for file in files)
+        return f"folder:{stamp(every)}"
 
     def open(self) -> Opened:
         """Lists the files; classes are the names of the folders, in alphabetical order."""
@@ -63,8 +64,8 @@ class FolderReader(Reader):
         small = [name for name, files in classes.items() if len(files) < 3]
         if small:
             raise DataError(
-                f"{self.root} has no split folders, and class {small[0]!r} has {len(classes[small[0]])} images, too few to "
-                "share between train, validation and test; add images or make the folders train/, validation/ and test/."
+                f"{self.root} has no split folders, and class {small[0]!r} has {len(classes[small[0]])} images, too "
+                "few to share between three splits; add some, or make folders train/, validation/ and test/."
             )
         whole = _records(classes, class_names)
         keys = [Path(whole.where(row)).relative_to(self.root).as_posix() for row in range(len(whole))]

@@ -26,7 +26,7 @@ from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
 from attnrx.errors import DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 @dataclass(frozen=True)
@@ -35,35 +35,49 @@ class ParquetReader(Reader):
 
     root: Path
     files: tuple[Path, ...]
-    columns: Columns
+    candidates: tuple[Columns, ...]  # the first whose image and label are there is used
 
     def identity(self) -> str:
         """Hashes the names, sizes and times of the files and the columns asked for."""
-        return f"parquet:{self.columns}:{stamp(self.files)}"
+        return f"parquet:{self.candidates}:{stamp(self.files)}"
 
     def open(self) -> Opened:
         """Maps the files into memory and reads the labels."""
         groups = group_by_split(self.files, self.root)
         place = str(self.root)
-        for file in self.files:
-            check_columns(_schema(file), self.columns, str(file))
+        columns = self._columns()
         datasets = {name: _load(files) for name, files in groups.items()}
-        labels = {name: label_column(dataset, self.columns, place) for name, dataset in datasets.items()}
-        if list(groups) == [""] and self.columns.split in datasets[""].column_names:
-            return self._open_by_column(datasets[""], labels[""])
+        labels = {name: label_column(dataset, columns, place) for name, dataset in datasets.items()}
+        if list(groups) == [""] and columns.split in datasets[""].column_names:
+            return self._open_by_column(datasets[""], labels[""], columns)
         numbers, class_names = unify_labels(labels, place)
         splits: dict[str, Records] = {}
         for name, dataset in datasets.items():
-            images = image_column(dataset, self.columns, place)
+            images = image_column(dataset, columns, place)
             rows = torch.arange(len(dataset))
             splits[name or "train"] = ArrowRecords(images, numbers[name], rows, FileRows(groups[name]).name)
         return Opened(splits, class_names)
 
-    def _open_by_column(self, dataset: "Dataset", labels: LabelColumn) -> Opened:
+    def _columns(self) -> Columns:
+        """Chooses the names of the columns, and checks that every file has them and numbers the same classes."""
+        found = {file: _features(file) for file in self.files}
+        first = found[self.files[0]]
+        fitting = (columns for columns in self.candidates if {columns.image, columns.label} <= first.keys())
+        columns = next(fitting, self.candidates[0])
+        for file, features in found.items():
+            check_columns(list(features), columns, str(file))
+            if getattr(features[columns.label], "names", None) != getattr(first[columns.label], "names", None):
+                raise DataError(
+                    f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
+                    f"{columns.label!r}; write both with the same list of classes."
+                )
+        return columns
+
+    def _open_by_column(self, dataset: "Dataset", labels: LabelColumn, columns: Columns) -> Opened:
         place = str(self.root)
         numbers, class_names = unify_labels({"": labels}, place)
-        images = image_column(dataset, self.columns, place)
-        belongs = np.asarray(dataset.data.column(self.columns.split).to_pylist(), dtype=object)
+        images = image_column(dataset, columns, place)
+        belongs = np.asarray(dataset.data.column(columns.split).to_pylist(), dtype=object)
         splits: dict[str, Records] = {}
         for name in dict.fromkeys(belongs.tolist()):
             rows = torch.from_numpy(np.flatnonzero(belongs == name))
@@ -104,7 +118,7 @@ def split_in_path(path: Path | str) -> str:
 
 
 def group_by_split(files: Iterable[Path], root: Path) -> Mapping[str, tuple[Path, ...]]:
-    """Groups files by the split that their name or folder below `root` says; one group, named "", when none says any."""
+    """Groups files by the split that their name or folder below `root` says; if none says any, in one named ""."""
     files = tuple(files)
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in files:
@@ -112,24 +126,26 @@ def group_by_split(files: Iterable[Path], root: Path) -> Mapping[str, tuple[Path
         groups[split_in_path(below) if len(files) > 1 else ""].append(file)
     if "" in groups and len(groups) > 1:
         raise DataError(
-            f"{root} holds files of {', '.join(sorted(name for name in groups if name))} and also {groups[''][0].name}, "
-            "which belongs to no split; put train, validation or test into every file name, or into its folder's."
+            f"{root} holds files of {', '.join(sorted(name for name in groups if name))}, but {groups[''][0].name} "
+            "belongs to no split; put train, validation or test into every file name, or into its folder's."
         )
     return {name: tuple(sorted(group)) for name, group in groups.items()}
 
 
-def _schema(file: Path) -> list[str]:
+def _features(file: Path) -> "Features":
     import pyarrow.parquet as parquet
+    from datasets import Features
     from pyarrow import ArrowException
 
     try:
-        return parquet.read_schema(file).names
+        return Features.from_arrow_schema(parquet.read_schema(file))
     except (ArrowException, OSError) as error:
         raise DataError(f"{file} is not a whole parquet file ({error}); make or copy it again.") from error
 
 
 def _load(files: tuple[Path, ...]) -> "Dataset":
     import datasets
+    from datasets.exceptions import DatasetsError
     from pyarrow import ArrowException
 
     shown = datasets.is_progress_bar_enabled()
@@ -141,7 +157,7 @@ def _load(files: tuple[Path, ...]) -> "Dataset":
             split="train",
             cache_dir=str(cache_folder() / "arrow"),
         )
-    except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError) as error:
+    except (DatasetsError, ArrowException, OSError, ValueError) as error:
         reason = error.__cause__ or error
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: {reason}. "

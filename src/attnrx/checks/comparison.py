@@ -1,0 +1,137 @@
+"""What every check sees: the candidate, its reference, the data, and what they answered, computed once."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import DataError, InvalidInput
+from attnrx.prescription import Prescription
+from attnrx.shapes import Bool, Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What several models, named by their role, answered to the same images in the same order."""
+
+    logits: Mapping[str, Float[Tensor, "images classes"]]
+    labels: Int[Tensor, "images"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def correct(self, role: str) -> Bool[Tensor, "images"]:
+        """Whether each image was classified as labelled."""
+        return self.classes(role) == self.labels
+
+    def classes(self, role: str) -> Int[Tensor, "images"]:
+        """The predicted class of each image."""
+        return self.logits[role].argmax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A candidate and its reference on one set of images.
+
+    `masked` is the reference with the prescription realized as zeros, `prescription` and `diagnosis` are those the candidate was
+    made from; each is needed by some findings only. The models lie on `device`; `seed` feeds every random draw of the checks.
+    """
+
+    candidate: nn.Module
+    reference: nn.Module
+    data: ImageSet
+    masked: nn.Module | None = None
+    prescription: Prescription | None = None
+    diagnosis: Diagnosis | None = None
+    seed: int = 0
+    batch_size: int = 256
+    device: torch.device | str = "cpu"
+    _labels: list[Tensor] = field(default_factory=list, init=True, repr=False)
+    _logits: dict[nn.Module, Tensor] = field(default_factory=dict, init=True, repr=False)
+
+    def __post_init__(self):
+        if self.batch_size < 1 or self.seed < 0:
+            raise InvalidInput(
+                f"batch_size={self.batch_size}, seed={self.seed}: take at least one image at once and a seed of 0 or more."
+            )
+        if len(self.data) == 0:
+            raise DataError("the data to verify on is empty; give at least one labelled image.")
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models by role."""
+        roles = {"reference": self.reference, "candidate": self.candidate}
+        return roles if self.masked is None else {**roles, "masked": self.masked}
+
+    @property
+    def predictions(self) -> Predictions:
+        """The answers of all models, from one pass over the data that is made when first asked for."""
+        missing = {role: model for role, model in self.models.items() if model not in self._logits}
+        if missing:
+            found = predict(missing, self)
+            self._logits.update({model: found.logits[role] for role, model in missing.items()})
+            self._labels[:] = [found.labels]
+        return Predictions({role: self._logits[model] for role, model in self.models.items()}, self._labels[0])
+
+    def with_masked(self, masked: nn.Module | None) -> "Comparison":
+        """The same comparison, its answers included, with a masked model; None leaves it as it is."""
+        return self if masked is None else replace(self, masked=masked)
+
+    def taking(self, images: int | None) -> "Comparison":
+        """The same comparison on the first images only; None, or more than there are, leaves it as it is."""
+        if images is None or images >= len(self.data):
+            return self
+        return replace(self, data=self.data.take(images), _labels=[], _logits={})
+
+
+def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
+    """Runs the models over the data side by side; logits are kept on the CPU."""
+    answers: dict[str, list[Tensor]] = {role: [] for role in models}
+    labels = []
+    with evaluating(models.values()):
+        for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):
+            labels.append(batch.labels.cpu())
+            for role, model in models.items():
+                answers[role].append(answer(model, batch.images).cpu())
+    predictions = Predictions({role: torch.cat(parts) for role, parts in answers.items()}, torch.cat(labels))
+    for role, logits in predictions.logits.items():
+        _require_answers(role, logits, predictions.labels)
+    return predictions
+
+
+def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    """Gives the logits of one batch, at the precision of the model's weights."""
+    return model(images.to(next(model.parameters()).dtype))
+
+
+@contextmanager
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts models into evaluation mode without gradients, and back as they were."""
+    models = tuple(models)
+    before = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for model, training in zip(models, before, strict=True):
+            model.train(training)
+
+
+def _require_answers(role: str, logits: Tensor, labels: Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        bad = int((~torch.isfinite(logits).all(-1)).sum())
+        raise InvalidInput(
+            f"the {role} answers {bad} of {len(logits)} images with NaN or infinity; "
+            "check its weights and the normalization of the data."
+        )
+    if int(labels.max()) >= logits.shape[1]:
+        raise DataError(
+            f"the data has a label {int(labels.max())}, the {role} tells {logits.shape[1]} classes apart; "
+            "verify on the dataset that the model was trained for."
+        )

@@ -1,0 +1,147 @@
+"""The statistics behind every interval, as pure functions of tensors and counts.
+
+All intervals are at 95 %. Resampling is over images, always paired: both models answered the same ones.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+import numpy as np
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Bool, Float, Tensor
+
+LEVEL = 0.95
+DRAWS = 2000
+# Elements of one chunk of resampling counts: 64 MiB in float64, whatever the number of images.
+CHUNK = 2**23
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> "Estimate":
+        """The same estimate in another unit; a negative factor swaps the ends."""
+        ends = sorted((self.low * factor, self.high * factor))
+        return Estimate(self.value * factor, *ends)
+
+
+def proportion(successes: int, n: int) -> Estimate:
+    """Gives a share with its Wilson score interval, which stays honest at 0 and 1."""
+    if not 0 <= successes <= n or n < 1:
+        raise InvalidInput(f"{successes} of {n}: a share needs at least one trial, and no more successes than trials.")
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    return Estimate(share, min(centre - half, share), max(centre + half, share))
+
+
+def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
+    """Gives the change of a share, after minus before, with a bootstrap interval over images.
+
+    An image changes by -1, 0 or +1, so resampling images is drawing from a trinomial, exactly. Half an image of loss, half
+    of gain and one without change are added to its weights (Agresti and Min, 2005): that a small set shows no change at
+    all must not pass for certainty.
+    """
+    n = before.numel()
+    lost, gained = int((before & ~after).sum()), int((~before & after).sum())
+    weights = np.array([lost + 0.5, gained + 0.5, n - lost - gained + 1.0])
+    counts = np.random.default_rng(seed).multinomial(n, weights / weights.sum(), size=DRAWS)
+    changes = torch.from_numpy((counts[:, 1] - counts[:, 0]) / n)
+    return estimate((gained - lost) / n, changes)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Gives the exact two-sided p-value that losses and gains are equally likely (McNemar's test)."""
+    n = lost + gained
+    k = torch.arange(min(lost, gained) + 1, dtype=torch.float64)
+    total = torch.tensor(float(n), dtype=torch.float64)
+    log_ways = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
+    tail = torch.logsumexp(log_ways - n * math.log(2), 0).exp()
+    return min(1.0, 2 * float(tail))
+
+
+def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
+    """Gives the column means of bootstrap resamples of the rows; all columns see the same resamples."""
+    values = values.double().cpu()
+    n = len(values)
+    generator = torch.Generator().manual_seed(seed)
+    chunk = max(1, CHUNK // n)
+    means = []
+    for start in range(0, DRAWS, chunk):
+        rows = min(chunk, DRAWS - start)
+        drawn = torch.randint(n, (rows, n), generator=generator)
+        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, torch.ones(1).double().expand(rows, n))
+        means.append(counts @ values / n)
+    return torch.cat(means)
+
+
+def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
+    """Gives a value with the percentile interval of its bootstrap samples."""
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
+    return Estimate(value, low, high)
+
+
+def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Gives the mean over images with its bootstrap interval."""
+    return estimate(float(values.double().mean()), resampled_means(values[:, None], seed)[:, 0])
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Gives the quantile of Student's t with a whole number of degrees of freedom, for a probability in [0.5, 1)."""
+    if not 0.5 <= probability < 1 or degrees < 1:
+        raise InvalidInput(
+            f"student_quantile({probability}, {degrees}): the probability must lie in [0.5, 1), the degrees be 1 or more."
+        )
+    low, high = 0.0, math.pi / 2
+    # t = sqrt(degrees) tan(angle), and the angle lies in a bounded range: bisect there.
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, degrees) < 2 * probability - 1 else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def _student_within(angle: float, degrees: int) -> float:
+    """The probability that |t| stays below sqrt(degrees) tan(angle): Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    odd = degrees % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for k in range(2 + odd, degrees + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k - 1) / k
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Gives the mean of a few independent runs with its t interval; at least two runs."""
+    if len(values) < 2:
+        raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
+    mean = fmean(values)
+    half = student_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def calibration_gaps(
+    confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
+) -> Float[Tensor, "images bins"]:
+    """Gives every image's confidence minus correctness in the column of its confidence bin, zero elsewhere."""
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
+    column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the bin below it
+    gap = confidence.double() - correct.double()
+    return torch.zeros(len(gap), bins, dtype=torch.float64).scatter_(1, column[:, None], gap[:, None])
+
+
+def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, "*draws"]:
+    """Gives the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
+    return mean_gaps.abs().sum(-1)

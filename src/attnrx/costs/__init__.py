@@ -1,0 +1,36 @@
+"""What a model costs: parameters and MACs in closed form, counted, and in seconds and bytes on real hardware."""
+
+from attnrx.costs.conditions import Conditions, device_name
+from attnrx.costs.counting import count_params, count_product_macs
+from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latency
+from attnrx.costs.layers import direction_costs, layer_costs, linear_costs, norm_costs
+from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
+from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
+from attnrx.costs.profiling import Profile, profiled
+from attnrx.costs.timing import Ratio, Timing, interleave
+
+__all__ = [
+    "Conditions",
+    "LatencyComparison",
+    "LatencyProtocol",
+    "LayerCosts",
+    "MemoryComparison",
+    "ModelCosts",
+    "PartCosts",
+    "PeakMemory",
+    "Profile",
+    "Ratio",
+    "Saving",
+    "Timing",
+    "compare_latency",
+    "compare_memory",
+    "count_params",
+    "count_product_macs",
+    "device_name",
+    "direction_costs",
+    "interleave",
+    "layer_costs",
+    "linear_costs",
+    "norm_costs",
+    "profiled",
+]

@@ -1,0 +1,52 @@
+"""Costs counted on a real model: what the closed form must agree with."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.shapes import Float, Tensor
+
+
+def count_params(model: nn.Module) -> int:
+    """Counts the trainable parameters."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
+    """Counts the MACs per image of every matrix product and convolution of one forward pass.
+
+    It is to equal `ModelCosts.product_macs` when the attention runs on the eager backend, which pads nothing.
+    Refuses a fused kernel that this build of torch cannot count, instead of taking it for free.
+    """
+    if not len(images):
+        raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, _Operations() as operations:
+        model(images)
+    counts = counter.get_flop_counts()["Global"]
+    free = sorted(str(operation) for operation in operations.seen if _is_fused(operation) and not counts.get(operation))
+    if free:
+        raise NotSupported(
+            f"torch {torch.__version__} does not count the operations of {', '.join(free)}: "
+            "run the attention on the eager backend."
+        )
+    return sum(counts.values()) // 2 // len(images)  # torch counts two operations for one MAC
+
+
+class _Operations(TorchDispatchMode):
+    """Remembers which operations ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_fused(operation: Any) -> bool:
+    return "scaled_dot_product" in str(operation)

@@ -1,0 +1,86 @@
+"""How long a candidate takes beside its reference, measured in one run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from attnrx.costs.conditions import Conditions
+from attnrx.costs.profiling import profiled
+from attnrx.costs.timing import Ratio, Timing, interleave
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Forward passes of two models on the same batch, and all that their ratio depends on (below 1: faster).
+
+    A kernel is named as torch's profiler names it: "flash_attention_for_cpu", "math" (the slow path of the fused
+    call), or "written out".
+    """
+
+    candidate: Timing
+    reference: Timing
+    ratio: Ratio
+    candidate_kernel: str
+    reference_kernel: str
+    batch: int
+    image_shape: tuple[int, ...]
+    rounds: int
+    conditions: Conditions
+    threads: int
+    hardware: str
+    torch_version: str
+
+
+@dataclass(frozen=True)
+class LatencyProtocol:
+    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count."""
+
+    conditions: Conditions = field(default_factory=Conditions)
+    rounds: int = 30
+    warmup: int = 5
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rounds < 2 or self.warmup < 1:
+            raise InvalidInput(
+                f"rounds={self.rounds}, warmup={self.warmup}: an interval needs at least two rounds, "
+                "and the first pass is never typical, so warm up at least once."
+            )
+
+
+def compare_latency(
+    candidate: nn.Module,
+    reference: nn.Module,
+    images: Float[Tensor, "batch channels height width"],
+    protocol: LatencyProtocol | None = None,
+) -> LatencyComparison:
+    """Measures the forward pass of both models on the images; neither is changed."""
+    if not len(images):
+        raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
+    protocol = protocol or LatencyProtocol()
+    conditions = protocol.conditions
+    with conditions.held():
+        batch = conditions.place_images(images)
+        own: Callable[[], object] = partial(conditions.place(candidate), batch)
+        other: Callable[[], object] = partial(conditions.place(reference), batch)
+        runs = {"candidate": own, "reference": other}
+        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, device=conditions.device)
+        return LatencyComparison(
+            candidate=Timing.of(seconds["candidate"]),
+            reference=Timing.of(seconds["reference"]),
+            ratio=Ratio.of(seconds["candidate"], seconds["reference"], protocol.seed),
+            candidate_kernel=profiled(own).attention_kernel,
+            reference_kernel=profiled(other).attention_kernel,
+            batch=len(images),
+            image_shape=tuple(images.shape[1:]),
+            rounds=protocol.rounds,
+            conditions=conditions,
+            threads=torch.get_num_threads(),
+            hardware=conditions.hardware,
+            torch_version=torch.__version__,
+        )

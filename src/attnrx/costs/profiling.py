@@ -1,0 +1,46 @@
+"""What one run did, as torch's own profiler saw it: the operations, and the memory of the CPU allocator."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch.profiler import ProfilerActivity, profile
+
+MEMORY_EVENT = "[memory]"
+DISPATCHER = "aten::scaled_dot_product_attention"  # it chooses the kernel and is none itself
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The names of the operations that ran, and the most memory held at once above what was held before."""
+
+    operations: frozenset[str]
+    peak_bytes: int
+
+    @property
+    def attention_kernel(self) -> str:
+        """The kernel that scaled_dot_product_attention chose, or that the softmax is written out."""
+        prefix = "aten::_scaled_dot_product_"
+        chosen = sorted(name.removeprefix(prefix) for name in self.operations if name.startswith(prefix))
+        if chosen:
+            return " + ".join(chosen)
+        softmax = any("softmax" in name for name in self.operations)
+        return "fused by other means" if DISPATCHER in self.operations else "written out" if softmax else "none"
+
+
+def profiled(run: Callable[[], object]) -> Profile:
+    """Runs once under the profiler."""
+    # The profiler's library writes to stderr that it starts, and an error on a CPU-only machine, unless told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = run()
+    del result  # held until here: the output of the run is part of its peak
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    # The events of an operation only know its net memory; the allocator's own events also see what it freed again.
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == MEMORY_EVENT]  # type: ignore[attr-defined]
+    operations = frozenset(event.name() for event in events if event.name().startswith("aten::"))
+    return Profile(operations, max(accumulate(changes), default=0))

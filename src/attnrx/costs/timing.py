@@ -1,0 +1,96 @@
+"""Timing that can be trusted on a machine that does other things too: runs interleaved, medians, intervals."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run: the median, and the tenth and ninetieth percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Float[Tensor, "runs"]) -> "Timing":
+        """Summarizes the runs."""
+        return cls(*torch.quantile(seconds, seconds.new_tensor([0.5, 0.1, 0.9])).tolist())
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over rounds of one time divided by the other of the same round, with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Float[Tensor, "runs"], reference: Float[Tensor, "runs"], seed: int = 0) -> "Ratio":
+        """Pairs the runs of each round: neighbours in time share what else the machine does, which then cancels."""
+        ratios = seconds / reference
+        draws = torch.randint(len(ratios), (DRAWS, len(ratios)), generator=torch.Generator().manual_seed(seed))
+        low, high = torch.quantile(_medians(ratios[draws]), ratios.new_tensor([0.025, 0.975])).tolist()
+        return cls(float(_medians(ratios[None])), low, high)
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, device: str = "cpu"
+) -> dict[str, Float[Tensor, "runs"]]:
+    """Times every run once a round and gives the seconds by name.
+
+    Every second round goes backwards, so that none always runs in the wake of another. On CUDA the time is between
+    two events of the stream; elsewhere it is the wall clock. Garbage is collected before the rounds, not during
+    them.
+    """
+    if rounds < 1 or warmup < 0 or not runs:
+        raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
+    clock = _cuda_seconds if torch.device(device).type == "cuda" else _wall_seconds
+    for _ in range(warmup):
+        for run in runs.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs.items())
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, run in order:
+                seconds[name].append(clock(run))
+            order.reverse()
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: torch.tensor(times, dtype=torch.float64) for name, times in seconds.items()}
+
+
+def _wall_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _medians(rows: Float[Tensor, "draws runs"]) -> Float[Tensor, "draws"]:
+    # Not torch.median, which takes the lower of the two middle values.
+    return torch.quantile(rows, 0.5, dim=-1)

@@ -1,0 +1,36 @@
+"""Datasets: one function from a name or a path to train, validation and test images.
+
+    splits = load_data("cifar10")
+    for batch in splits.train.batches(256, seed=0, augmentation=splits.augmentation):
+        batch.images, batch.labels
+
+Small images are decoded once, kept in memory as uint8 and augmented in batches on the device; photographs and sets
+that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
+"""
+
+from attnrx.data.augmentation import Augmentation
+from attnrx.data.catalogue import DATASETS, DatasetCard
+from attnrx.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
+from attnrx.data.images import Batch, ImageSet
+from attnrx.data.loading import load_data
+from attnrx.data.memory import MemoryImages, from_tensors
+from attnrx.data.normalization import Normalization
+from attnrx.data.readers.arrow import Columns
+from attnrx.data.splits import Splits
+
+__all__ = [
+    "CORRUPTIONS",
+    "DATASETS",
+    "SEVERITIES",
+    "Augmentation",
+    "Batch",
+    "Columns",
+    "Corruption",
+    "DatasetCard",
+    "ImageSet",
+    "MemoryImages",
+    "Normalization",
+    "Splits",
+    "from_tensors",
+    "load_data",
+]

@@ -1,0 +1,1 @@
+"""Readers: one storage format each, from a place to encoded images and labels."""

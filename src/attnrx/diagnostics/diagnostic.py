@@ -1,0 +1,59 @@
+"""The contract of a diagnostic: knobs that start an accumulator, which watches layers and gives readings."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+
+from attnrx.observation import Observation
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+
+
+class Accumulator(ABC):
+    """What one diagnostic has seen so far; its size does not depend on the number of images."""
+
+    @abstractmethod
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Takes in what one layer computed for one batch."""
+
+    @abstractmethod
+    def readings(self) -> list[dict[str, Tensor]]:
+        """Gives the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
+
+
+class Diagnostic(ABC):
+    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its knobs.
+
+    Diagnostics see spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
+    readings, and observing images in any batches gives what observing them at once gives.
+    """
+
+    @abstractmethod
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Gives an accumulator for the layers with these spectra."""
+
+
+class Averages(Accumulator):
+    """Averages over images whatever `measure` reads off an observation, summing in float64 on the observation's device."""
+
+    def __init__(self, layers: int, measure: Callable[[Observation], Mapping[str, Tensor]]):
+        self.measure = measure
+        self.images = [0] * layers
+        self.sums: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Adds one batch; `measure` gives its mean over the images of the batch."""
+        images = observation.query.shape[0]
+        self.images[layer] += images
+        sums = self.sums[layer]
+        for name, mean in self.measure(observation).items():
+            total = mean.to(torch.float64) * images
+            sums[name] = sums[name] + total if name in sums else total
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        """Gives the means over all images."""
+        return [
+            {name: (total / images).cpu() for name, total in sums.items()}
+            for sums, images in zip(self.sums, self.images, strict=True)
+        ]

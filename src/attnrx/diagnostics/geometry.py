@@ -1,0 +1,105 @@
+"""Geometry: where queries point relative to keys, how selectively a head attends, and the second moments of both.
+
+The moments are those of the rows as they enter the scores: divided by their norms where the form has norms, before the
+strength. Keys are centred over the tokens of their own image, because what all keys of an image share adds a constant to a
+row of scores, and softmax does not see it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
+from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
+from attnrx.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class Geometry(Diagnostic):
+    """Reads alignment and selectivity [heads], query_moment and key_moment [heads, directions], and three matrices.
+
+    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments, and
+    score_gram, which gives the mean square of the row-centred scores for any strength (see `score_gram`).
+    """
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Averages over images."""
+        return Averages(len(spectra), self.measure)
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        """Gives the readings of one batch."""
+        queries, keys = query_grams(observation.query), key_covariances(observation.key)
+        query, key = queries.mean(0), keys.mean(0)
+        return {
+            "alignment": alignment(observation.query, observation.key),
+            "selectivity": selectivity(observation.attention),
+            "query_moment": query.diagonal(dim1=-2, dim2=-1),
+            "key_moment": key.diagonal(dim1=-2, dim2=-1),
+            "query_gram": query,
+            "key_covariance": key,
+            "score_gram": (queries * keys).mean(0),
+        }
+
+
+def alignment(
+    query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
+) -> Float[Tensor, "heads"]:
+    """Gives the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
+
+    The strength plays no part. The rows are divided by their norms here, so dense and compressed heads are read alike; a
+    zero row has cosine zero with everything.
+    """
+    # The mean over all pairs of a dot product is the dot product of the two means.
+    cosine = (_unit(query).mean(1) * _unit(key).mean(1)).sum(-1)
+    return cosine.mean(0).clamp(-1, 1)  # only rounding can leave the interval
+
+
+def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
+    """Gives one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
+
+    With a single key there is nothing to select, and the selectivity is 0.
+    """
+    attention, keys = _wide(attention), attention.shape[-1]
+    if keys == 1:
+        return attention.new_zeros(attention.shape[1])
+    entropy = -torch.special.xlogy(attention, attention).sum(-1).mean((0, 2))
+    return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can leave the interval
+
+
+def query_grams(
+    query: Float[Tensor, "batch queries heads directions"],
+) -> Float[Tensor, "batch heads directions directions"]:
+    """Gives the second moment of every image's query rows, mean over tokens of q q^T."""
+    rows = _wide(query).transpose(1, 2)
+    return rows.transpose(-1, -2) @ rows / rows.shape[-2]
+
+
+def key_covariances(
+    key: Float[Tensor, "batch keys heads directions"],
+) -> Float[Tensor, "batch heads directions directions"]:
+    """Gives the covariance of every image's key rows over its tokens."""
+    key = _wide(key)
+    return query_grams(key - key.mean(1, keepdim=True))
+
+
+def score_gram(
+    query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
+) -> Float[Tensor, "heads directions directions"]:
+    """Gives the matrix M for which scale^2 s^T M s is the mean square of the row-centred scores with the strengths s.
+
+    With s = strength - new_strength it is the exact mean square error that a mask or a new strength makes on these images:
+    M is the mean over images of the elementwise product of the query's second moment and the key's covariance.
+    """
+    return (query_grams(query) * key_covariances(key)).mean(0)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _unit(rows: Tensor) -> Tensor:
+    wide = _wide(rows)
+    return F.normalize(wide, dim=-1, eps=torch.finfo(wide.dtype).tiny)

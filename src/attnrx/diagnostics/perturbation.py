@@ -1,0 +1,68 @@
+"""Perturbation response: how far attention moves when the images move a little."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attnrx.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
+from attnrx.errors import InvalidInput
+from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
+from attnrx.spectrum import Spectrum
+
+KINDS = ("gaussian", "fgsm")
+
+
+@dataclass(frozen=True)
+class PerturbationResponse(Diagnostic):
+    """Reads perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
+
+    `kind` says what delta is: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along the sign of the
+    loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are perturbed, since each
+    costs a second forward pass. Its accumulator wants paired batches: images, then the same images perturbed.
+    """
+
+    kind: str = "gaussian"
+    size: float = 0.1
+    images: int = 256
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise InvalidInput(f"PerturbationResponse(kind={self.kind!r}): choose one of {', '.join(KINDS)}.")
+        if not (math.isfinite(self.size) and self.size > 0):
+            raise InvalidInput(f"PerturbationResponse(size={self.size}): a perturbation needs a positive finite size.")
+        if self.images < 1:
+            raise InvalidInput(
+                f"PerturbationResponse(images={self.images}): perturb at least one, or leave the diagnostic out."
+            )
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Averages over pairs."""
+        return Averages(len(spectra), self.measure)
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        """Gives the reading of one paired batch."""
+        clean, perturbed = observation.attention.chunk(2)
+        return {"perturbation_response": response(clean, perturbed).mean(0)}
+
+    def perturb(
+        self,
+        images: Float[Tensor, "batch channels height width"],
+        draws: Float[Tensor, "batch channels height width"],
+        slope: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Gives the perturbed images; `slope` gives the gradient of the loss with respect to images, and only FGSM asks."""
+        direction = draws if self.kind == "gaussian" else slope(images).sign()
+        return images + self.size * direction
+
+
+def response(
+    clean: Float[Tensor, "batch heads queries keys"], perturbed: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "batch heads"]:
+    """Gives the Frobenius norm of the change of every attention map (Eq. 33)."""
+    return torch.linalg.matrix_norm(perturbed - clean)
+
+

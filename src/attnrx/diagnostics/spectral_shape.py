@@ -1,0 +1,132 @@
+"""Spectral shape: how a head spreads its energy over its directions, read off the strengths alone.
+
+`used` marks the directions that exist; it is False on padding, which counts nowhere. A head without energy (all
+strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0: none of it is active.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.errors import InvalidInput
+from attnrx.observation import Observation
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx.spectrum import Spectrum
+
+# A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
+INACTIVE_BELOW = 0.1
+
+
+@dataclass(frozen=True)
+class SpectralShape(Diagnostic):
+    """Reads energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads].
+
+    `epsilon` is the threshold of the sparsity, as a share of the head's largest |strength| unless it is `absolute`.
+    """
+
+    epsilon: float = INACTIVE_BELOW
+    absolute: bool = False
+
+    def __post_init__(self):
+        _require_threshold(self.epsilon)
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Needs no images."""
+        return _Shapes(self, spectra)
+
+    def measure(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        """Gives the readings of one layer."""
+        strength, used = spectrum.strength, spectrum.used
+        return {
+            "energy": energy(strength, used),
+            "entropy": entropy(strength, used),
+            "effective_rank": effective_rank(strength, used),
+            "sparsity": sparsity(strength, self.epsilon, absolute=self.absolute, used=used),
+            "sensitivity": sensitivity(strength, spectrum.scale, used),
+        }
+
+
+class _Shapes(Accumulator):
+    def __init__(self, diagnostic: SpectralShape, spectra: tuple[Spectrum, ...]):
+        self.diagnostic, self.spectra = diagnostic, spectra
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Nothing: the strengths are the same for every image."""
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        return [self.diagnostic.measure(spectrum) for spectrum in self.spectra]
+
+
+def energy(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads directions"]:
+    """Gives each direction's strength squared as a share of its head (p_r, Eq. 22); a head without energy has zeros."""
+    magnitude = _present(strength, used).abs()
+    largest = magnitude.amax(-1, keepdim=True) if magnitude.shape[-1] else magnitude.sum(-1, keepdim=True)
+    # Divided by the largest one first, so that squares neither overflow nor vanish.
+    square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
+    total = square.sum(-1, keepdim=True)
+    return square / torch.where(total > 0, total, torch.ones_like(total))
+
+
+def entropy(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Gives the spectral entropy H in nats (Eq. 23): 0 for one direction, log(directions) for equal strengths.
+
+    Differentiable everywhere; a direction of strength zero receives no gradient.
+    """
+    share = energy(strength, used)
+    # log(1) where the share is zero: 0 log 0 = 0, and autograd finds no infinite slope to multiply with zero.
+    return 0 - (share * torch.where(share > 0, share, torch.ones_like(share)).log()).sum(-1)  # 0 -, or zero reads -0.0
+
+
+def effective_rank(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Gives the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
+    active = (_present(strength, used) != 0).sum(-1)
+    # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
+    return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
+
+
+def sparsity(
+    strength: Float[Tensor, "*heads directions"],
+    epsilon: float = INACTIVE_BELOW,
+    *,
+    absolute: bool = False,
+    used: Bool[Tensor, "*heads directions"] | None = None,
+) -> Float[Tensor, "*heads"]:
+    """Gives the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
+
+    The threshold is `epsilon` times the head's largest |strength|, so that it means the same in every head and at every
+    moment of a training; with `absolute` it is `epsilon` itself, as the equation has it.
+    """
+    _require_threshold(epsilon)
+    magnitude = _present(strength, used).abs()
+    there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
+    limit = epsilon if absolute or not magnitude.shape[-1] else epsilon * magnitude.amax(-1, keepdim=True)
+    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
+    inactive = ((magnitude < limit) | (magnitude == 0)) & there
+    directions = there.sum(-1)
+    share = inactive.sum(-1).to(strength.dtype) / directions.clamp(min=1)
+    return torch.where(directions > 0, share, torch.ones_like(share))
+
+
+def sensitivity(
+    strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Gives max|strength| * scale: how much of a change of query and key reaches the scores at most (Proposition 4)."""
+    magnitude = _present(strength, used).abs()
+    return scale * (magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1))
+
+
+def _present(strength: Tensor, used: Tensor | None) -> Tensor:
+    return strength if used is None else torch.where(used, strength, torch.zeros_like(strength))
+
+
+def _require_threshold(epsilon: float) -> None:
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise InvalidInput(f"sparsity with epsilon={epsilon}: no |strength| lies below it; give a positive number.")

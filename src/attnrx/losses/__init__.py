@@ -1,0 +1,11 @@
+"""Terms of the training objective, to be combined freely."""
+
+from attnrx.losses.distillation import Distillation
+from attnrx.losses.loss import Loss, LossContext
+from attnrx.losses.perturbation import PerturbationRobustness
+from attnrx.losses.target_rank import TargetRank
+from attnrx.losses.task import Task
+
+LOSSES: tuple[type[Loss], ...] = (Distillation, PerturbationRobustness, TargetRank, Task)
+
+__all__ = ["LOSSES", "Distillation", "Loss", "LossContext", "PerturbationRobustness", "TargetRank", "Task"]

@@ -1,0 +1,61 @@
+"""The contract of a training loss, and what it may look at."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """One step as a loss sees it.
+
+    `model` is the bare module: neither compiled nor wrapped, so a loss may run it again through `model.forward`. `logits` are in
+    float32 or better. `shard` is (process, processes) and `seed` belongs to this step alone.
+    """
+
+    model: nn.Module
+    images: Float[Tensor, "batch channels height width"]
+    labels: Int[Tensor, "batch"]
+    logits: Float[Tensor, "batch classes"]
+    seed: int
+    shard: tuple[int, int] = (0, 1)
+
+    def noise(self) -> Float[Tensor, "batch channels height width"]:
+        """Gives standard normal noise for the images: drawn for all processes together, then cut.
+
+        So N processes see what one process with the same global batch sees, and a repeated step sees the same again.
+        """
+        process, processes = self.shard
+        count = len(self.images)
+        generator = torch.Generator().manual_seed(self.seed)
+        noise = torch.randn(count * processes, *self.images.shape[1:], generator=generator, dtype=self.images.dtype)
+        return noise[count * process : count * (process + 1)].to(self.images.device)
+
+
+class Loss(ABC):
+    """One term of the training objective: a frozen dataclass of its knobs, whose call gives the unweighted value.
+
+    Every loss is a mean over the images of its process, so that the average over processes is the mean over the global batch.
+    """
+
+    weight: float
+
+    @abstractmethod
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        """Gives the value of the term, before its weight."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the term is logged."""
+        return "".join("_" + letter.lower() if letter.isupper() else letter for letter in type(self).__name__)[1:]
+
+
+def require_weight(loss: Loss) -> None:
+    """Refuses a weight that would switch a term off or turn it round."""
+    if not 0 < loss.weight < float("inf"):
+        raise InvalidInput(f"{loss}: weight must be positive and finite; leave the loss out to do without it.")

@@ -1,0 +1,57 @@
+"""Pulling the effective rank of every head towards a target."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.attention.forms import SvdaForm
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.losses.loss import Loss, LossContext, require_weight
+from attnrx.models import family_of
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class TargetRank(Loss):
+    """The squared distance of a head's effective rank to `rank` (Eq. 28), averaged over the heads of all layers.
+
+    It acts on the strengths alone. Heads without directions have no effective rank and are left out.
+    """
+
+    rank: float
+    weight: float = 0.01
+
+    def __post_init__(self):
+        require_weight(self)
+        if not self.rank >= 1:
+            raise InvalidInput(f"{self}: an effective rank is at least 1.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        """Gives the mean of (effective rank - rank)^2."""
+        ranks = torch.stack([effective_rank(strength) for strength in _strengths(context)])
+        return (ranks - self.rank).square().mean()
+
+
+def effective_rank(strength: Float[Tensor, "directions"]) -> Float[Tensor, ""]:
+    """Gives exp of the entropy of one head's energy (Eqs. 22-24), with a gradient that is finite at zero strengths too.
+
+    The entropy is log(total) - sum(square log square) / total, in which a zero contributes zero and has slope zero.
+    """
+    square = strength.square()
+    tiny = torch.finfo(square.dtype).tiny
+    total = square.sum() + tiny
+    return torch.exp(total.log() - (square * (square + tiny).log()).sum() / total)
+
+
+def _strengths(context: LossContext) -> list[Tensor]:
+    layers = family_of(context.model).attention(context.model)
+    own = [
+        strength
+        for layer in layers
+        if isinstance(layer.scores, SvdaForm)
+        for strength in layer.scores.strength.split(layer.spec.ranks)
+        if strength.numel()
+    ]
+    if not own:
+        raise NotSupported("TargetRank needs learned strengths, and this model has none: train an SVDA model.")
+    return own

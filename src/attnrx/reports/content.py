@@ -1,0 +1,102 @@
+"""What a report can show: plain records, every part optional; a section appears when its data is there."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnrx.costs import ModelCosts
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.evidence import Evidence
+from attnrx.prescription import Prescription
+from attnrx.shapes import Float, Tensor
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TradeOffPoint:
+    """One realization at one retention ratio rho: what it removes and what that does.
+
+    `kind` names the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` is the relative logit discrepancy to the
+    original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
+    """
+
+    rho: float
+    kind: str
+    removed_share: float
+    discrepancy: float
+    accuracy_change: float
+    accuracy_interval: Interval | None = None
+    discrepancy_interval: Interval | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSamples:
+    """Sample images in the unit range and, per model, the attention that each token of them receives (its mean over the queries).
+
+    `maps` is ordered, the original first: {"original": ..., "masked": ..., "compressed": ...}. The tokens are the patches of a square
+    grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    maps: Mapping[str, Float[Tensor, "images layers heads tokens"]]
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        count = self.images.shape[0]
+        shapes = {name: tuple(maps.shape) for name, maps in self.maps.items()}
+        if not shapes or count == 0:
+            raise InvalidInput("attention samples without images or maps: leave the part out of the report instead.")
+        if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
+            raise InvalidInput(
+                f"maps of shapes {shapes} for {count} images: every model needs [{count}, layers, heads, tokens] of the same shape."
+            )
+        if math.isqrt(self.tokens) ** 2 != self.tokens:
+            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; leave class tokens out.")
+        if self.labels and len(self.labels) != count:
+            raise InvalidInput(f"{len(self.labels)} labels for {count} images: give one each, or none.")
+
+    @property
+    def tokens(self) -> int:
+        """Patches of an image."""
+        return next(iter(self.maps.values())).shape[-1]
+
+    @property
+    def side(self) -> int:
+        """Patches in a row of an image."""
+        return math.isqrt(self.tokens)
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """Everything one report may say about one candidate.
+
+    `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training run, one per
+    epoch. `costs` are those of the original and of the candidate.
+    """
+
+    title: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+    prescription: Prescription | None = None
+    diagnosis: Diagnosis | None = None
+    evidence: Evidence | None = None
+    trade_off: tuple[TradeOffPoint, ...] = ()
+    attention: AttentionSamples | None = None
+    history: tuple[Mapping[str, Any], ...] = ()
+    costs: tuple[ModelCosts, ModelCosts] | None = None
+
+    def __post_init__(self):
+        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs)
+        if all(part is None for part in parts) and not self.trade_off and not self.history:
+            raise InvalidInput(
+                f"the report {self.title!r} has nothing to show: give it evidence, a prescription, a diagnosis or another part."
+            )
+        if self.diagnosis is None or self.prescription is None:
+            return
+        if self.diagnosis.fingerprint != self.prescription.fingerprint:
+            raise FingerprintMismatch(
+                f"the diagnosis is of the model {self.diagnosis.fingerprint}, the prescription is for the model "
+                f"{self.prescription.fingerprint}; report them with the diagnosis that the prescription was made from."
+            )

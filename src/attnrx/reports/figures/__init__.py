@@ -1,0 +1,27 @@
+"""Pictures for reports: plain values in, SVG or PNG out; no part knows what a diagnosis or a prescription is."""
+
+from attnrx.reports.figures.curves import Chart, Curve, Point, marker_picture
+from attnrx.reports.figures.heatmap import LEVELS, HeatMap
+from attnrx.reports.figures.interval_row import IntervalRow, axis_picture
+from attnrx.reports.figures.pixels import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
+from attnrx.reports.figures.scale import span
+from attnrx.reports.figures.spectrum_bars import SpectrumBars
+
+__all__ = [
+    "GAP_WIDTH",
+    "LEVELS",
+    "Chart",
+    "Curve",
+    "HeatMap",
+    "IntervalRow",
+    "Point",
+    "SpectrumBars",
+    "as_uri",
+    "axis_picture",
+    "colour",
+    "colour_ramp",
+    "marker_picture",
+    "mosaic",
+    "overlay",
+    "span",
+]

@@ -1,0 +1,149 @@
+"""Curves over a common axis, with intervals or bands, each told apart by its colour and by its marker."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from attnrx.reports.figures.drawing import Drawing
+from attnrx.reports.figures.scale import Scale, log_span, span
+from attnrx.reports.numbers import number
+
+WIDTH, HEIGHT = 360.0, 230.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0
+
+# One marker per place in the legend, so that curves differ without colour; drawn around the origin.
+MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+    "M-3.5 -3.5h7v7h-7z",
+    "M0 -4.6L4.4 3.4H-4.4z",
+    "M0 -5L5 0L0 5L-5 0z",
+    "M0 4.6L4.4 -3.4H-4.4z",
+    "M-4.5 -1.5h3v-3h3v3h3v3h-3v3h-3v-3h-3z",
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a curve, with its interval and words for a pointer that rests on it."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points in order of x; `style` is the class that gives the colour and `marker` an index of MARKERS, or None for a bare line."""
+
+    name: str
+    points: tuple[Point, ...]
+    style: str
+    marker: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share their axes; `level` draws a horizontal line, such as no change, and `band` fills intervals as an area."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    logarithmic: bool = False
+    level: float | None = None
+    band: bool = False
+
+    def draw(self) -> str:
+        """Gives the picture."""
+        drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
+        x, y = self._scales()
+        _draw_axes(drawing, x, y, (self.x_label, self.y_label))
+        if self.level is not None:
+            drawing.add("line", "level", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
+        for curve in self.curves:
+            if self.band:
+                _draw_band(drawing, curve, x, y)
+        for curve in self.curves:
+            _draw_line(drawing, curve, x, y)
+            if not self.band:
+                _draw_intervals(drawing, curve, x, y)
+            _draw_markers(drawing, curve, x, y)
+        return drawing.svg()
+
+    def _scales(self) -> tuple[Scale, Scale]:
+        points = [point for curve in self.curves for point in curve.points]
+        heights = list(_heights(points))
+        extra = () if self.level is None else (self.level,)
+        low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
+        left, right = span((point.x for point in points), room=0.04)
+        return Scale(left, right, LEFT, RIGHT), Scale(low, high, BOTTOM, TOP, self.logarithmic)
+
+    def _in_words(self) -> str:
+        ends = (
+            f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
+            for curve in self.curves
+            if curve.points
+        )
+        return f"{self.y_label} over {self.x_label}. " + "; ".join(ends) + "."
+
+
+def marker_picture(curve: Curve) -> str:
+    """Gives the small picture of a curve's line and marker that stands in a legend."""
+    drawing = Drawing(26, 12, curve.name)
+    drawing.add("path", f"curve {curve.style}", d="M1 6H25")
+    if curve.marker is not None:
+        drawing.add("path", f"marker {curve.style}", d=MARKERS[curve.marker % len(MARKERS)], transform="translate(13 6)")
+    return drawing.svg()
+
+
+def _heights(points: Sequence[Point]) -> Iterator[float]:
+    for point in points:
+        yield from (value for value in (point.y, point.low, point.high) if value is not None)
+
+
+def _draw_axes(drawing: Drawing, x: Scale, y: Scale, labels: tuple[str, str]) -> None:
+    for tick in y.ticks():
+        drawing.add("line", "grid", x1=LEFT, x2=RIGHT, y1=y(tick), y2=y(tick))
+        drawing.text(LEFT - 6, y(tick) + 4, number(tick), "label", "end")
+    for tick in x.ticks(5):
+        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=BOTTOM, y2=BOTTOM + 4)
+        drawing.text(x(tick), BOTTOM + 17, number(tick), "label", "middle")
+    drawing.add("line", "axis", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM)
+    drawing.text(RIGHT, HEIGHT - 6, labels[0], "label", "end")
+    drawing.text(4, 12, labels[1], "label")
+
+
+def _draw_band(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+    bounded = [(point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None]
+    if len(bounded) > 1:
+        upper = [(x(place), y(high)) for place, _, high in bounded]
+        lower = [(x(place), y(low)) for place, low, _ in reversed(bounded)]
+        drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
+
+
+def _draw_line(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+    if len(curve.points) > 1:
+        drawing.add("path", f"curve {curve.style}", d=_polyline([(x(point.x), y(point.y)) for point in curve.points]))
+
+
+def _draw_intervals(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+    for point in curve.points:
+        if point.low is not None and point.high is not None:
+            place, low, high = x(point.x), y(point.low), y(point.high)
+            stroke = f"M{place - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
+            drawing.add("path", f"whisker {curve.style}", d=stroke)
+
+
+def _draw_markers(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+    for point in curve.points:
+        place = f"translate({x(point.x):.2f} {y(point.y):.2f})"
+        if curve.marker is not None:
+            shape = MARKERS[curve.marker % len(MARKERS)]
+            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=place)
+        elif point.tip:
+            drawing.add("circle", "target", point.tip, r=5, transform=place)
+
+
+def _polyline(places: list[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)

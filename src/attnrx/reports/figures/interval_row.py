@@ -1,0 +1,56 @@
+"""A value with its interval on an axis that several rows share, and the draws it may be compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnrx.reports.figures.drawing import Drawing
+from attnrx.reports.figures.scale import Scale
+from attnrx.reports.numbers import number
+
+WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 10.0
+
+
+@dataclass(frozen=True)
+class IntervalRow:
+    """One row: the value as a dot, its interval as a bar, single draws as faint strokes, a limit as a tall stroke."""
+
+    title: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    draws: Sequence[float] = ()
+    limit: float | None = None
+
+    def values(self) -> list[float]:
+        """Everything that the common axis must reach."""
+        return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
+
+    def draw(self, axis: tuple[float, float]) -> str:
+        """Gives the picture on an axis with these ends."""
+        drawing = Drawing(WIDTH, HEIGHT, self.title)
+        x = Scale(*axis, MARGIN, WIDTH - MARGIN)
+        middle = HEIGHT / 2
+        if axis[0] < 0 < axis[1]:
+            drawing.add("line", "level", x1=x(0), x2=x(0), y1=0, y2=HEIGHT)
+        drawing.add("line", "grid", x1=MARGIN, x2=WIDTH - MARGIN, y1=middle, y2=middle)
+        for value in self.draws:
+            drawing.add("line", "draw", number(value), x1=x(value), x2=x(value), y1=middle - 8, y2=middle + 8)
+        if self.limit is not None:
+            tip = f"limit {number(self.limit)}"
+            drawing.add("line", "cut", tip, x1=x(self.limit), x2=x(self.limit), y1=1, y2=HEIGHT - 1)
+        if self.low is not None and self.high is not None:
+            tip = f"{number(self.low)} to {number(self.high)}"
+            drawing.add("line", "whisker style-0", tip, x1=x(self.low), x2=x(self.high), y1=middle, y2=middle)
+        drawing.add("circle", "marker style-0", number(self.value), cx=x(self.value), cy=middle, r=4.5)
+        return drawing.svg()
+
+
+def axis_picture(axis: tuple[float, float], title: str) -> str:
+    """Gives the axis that stands under the rows."""
+    drawing = Drawing(WIDTH, 24, title)
+    x = Scale(*axis, MARGIN, WIDTH - MARGIN)
+    drawing.add("line", "axis", x1=MARGIN, x2=WIDTH - MARGIN, y1=1, y2=1)
+    for tick in x.ticks():
+        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)
+        drawing.text(x(tick), 18, number(tick), "label", "middle")
+    return drawing.svg()

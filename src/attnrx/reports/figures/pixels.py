@@ -1,0 +1,69 @@
+"""Images and attention maps as PNG pictures inside the page."""
+
+import base64
+import io
+
+import torch
+
+from attnrx.shapes import Float, Tensor, UInt8
+
+GAP_WIDTH = 1  # pixels between the maps of a mosaic
+
+# Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: even in lightness, and the same to colour-blind eyes.
+_CIVIDIS = (
+    (0, 34, 78),
+    (26, 56, 111),
+    (67, 78, 108),
+    (97, 101, 111),
+    (125, 124, 120),
+    (156, 148, 119),
+    (188, 174, 108),
+    (222, 203, 87),
+    (254, 232, 56),
+)
+
+
+def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
+    """Colours values from `low` (dark blue) to `high` (yellow); not-a-number becomes the grey of the gaps."""
+    ramp = torch.tensor(_CIVIDIS, dtype=torch.float64) / 255
+    place = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
+    below = place.floor().long().clamp(max=len(ramp) - 2)
+    mixed = torch.lerp(ramp[below], ramp[below + 1], (place - below)[..., None])
+    mixed[values.isnan()] = 0.5
+    return mixed.movedim(-1, 0).to(values.dtype)
+
+
+def mosaic(maps: Float[Tensor, "layers heads height width"]) -> Float[Tensor, "rows columns"]:
+    """Lays the maps out as layers by heads, with gaps of not-a-number between them."""
+    layers, heads, height, width = maps.shape
+    sheet = maps.new_full((layers, heads, height + GAP_WIDTH, width + GAP_WIDTH), torch.nan)
+    sheet[..., :height, :width] = maps
+    flat = sheet.permute(0, 2, 1, 3).reshape(layers * (height + GAP_WIDTH), heads * (width + GAP_WIDTH))
+    return flat[:-GAP_WIDTH, :-GAP_WIDTH]
+
+
+def overlay(
+    image: Float[Tensor, "channels height width"], map: Float[Tensor, "rows columns"], low: float, high: float
+) -> Float[Tensor, "3 height width"]:
+    """Lays a map, stretched smoothly to the image, over the image in grey."""
+    stretched = torch.nn.functional.interpolate(
+        map[None, None], size=image.shape[-2:], mode="bilinear", align_corners=False
+    )
+    grey = image.mean(0, keepdim=True).expand(3, -1, -1).to(map.dtype)
+    return 0.45 * grey + 0.55 * colour(stretched[0, 0], low, high)
+
+
+def as_uri(image: Float[Tensor, "channels height width"]) -> str:
+    """Gives an image in the unit range, grey or colour, as a PNG inside a data URI."""
+    from PIL import Image
+
+    pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    rgb = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
+    buffer = io.BytesIO()
+    Image.fromarray(rgb.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def colour_ramp() -> str:
+    """Gives the colour scale itself, from low to high, as a picture one pixel high."""
+    return as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))

@@ -1,0 +1,60 @@
+"""From values to places on an axis, and the round numbers at which an axis is labelled."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps `low`..`high` to `start`..`stop`, linearly or by logarithm; `high` must exceed `low`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Gives the place of a value."""
+        low, high, own = (self._transform(number) for number in (self.low, self.high, value))
+        return self.start + (self.stop - self.start) * (own - low) / (high - low)
+
+    def ticks(self, count: int = 4) -> list[float]:
+        """Gives about `count` round values inside the range."""
+        if not self.logarithmic:
+            return _round_values(self.low, self.high, count)
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = last - first
+        factors = (1,) if decades > 2 else (1, 2, 5)
+        candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        inside = [value for value in candidates if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
+        return inside if len(inside) > 1 else [self.low, self.high]
+
+    def _transform(self, value: float) -> float:
+        return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value
+
+
+def span(values: Iterable[float], *, include: Iterable[float] = (), room: float = 0.06) -> tuple[float, float]:
+    """Gives a range that holds all values with a little room; equal values get a range around them."""
+    everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(everything), max(everything)
+    if low == high:
+        margin = abs(low) * 0.1 or 1.0
+        return low - margin, high + margin
+    margin = (high - low) * room
+    return low - margin, high + margin
+
+
+def log_span(values: Iterable[float]) -> tuple[float, float]:
+    """Gives a range for positive values on a logarithmic axis."""
+    positive = [value for value in values if value > 0 and math.isfinite(value)] or [0.1, 1.0]
+    return min(positive) / 1.3, max(positive) * 1.3
+
+
+def _round_values(low: float, high: float, count: int) -> list[float]:
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]

@@ -1,0 +1,61 @@
+"""The spectrum of one head: its directions by falling energy, what stays and what goes, and the energy that stays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnrx.reports.figures.drawing import Drawing
+from attnrx.reports.numbers import percent
+
+WIDTH, HEIGHT = 200.0, 84.0
+
+
+@dataclass(frozen=True)
+class SpectrumBars:
+    """Energies (shares of the head) and whether each direction stays, in the same order; any order will do."""
+
+    title: str
+    energies: Sequence[float]
+    keep: Sequence[bool]
+
+    def draw(self) -> str:
+        """Gives the picture; it holds no words, so it may be stretched to any width."""
+        ranked = sorted(zip(self.energies, self.keep, strict=True), key=lambda pair: -pair[0])
+        drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
+        top = max((energy for energy, _ in ranked), default=0.0) or 1.0
+        step = WIDTH / max(len(ranked), 1)
+        for style, stays in (("kept", True), ("gone", False)):
+            bars = [
+                _bar(place * step, step, HEIGHT * energy / top)
+                for place, (energy, keep) in enumerate(ranked)
+                if keep == stays and energy > 0
+            ]
+            if bars:
+                drawing.add("path", style, d="".join(bars))
+        self._mark_cut(drawing, [keep for _, keep in ranked], step)
+        self._draw_sum(drawing, ranked, step)
+        return drawing.svg()
+
+    @property
+    def kept_energy(self) -> float:
+        """The share of the head's energy that stays."""
+        return sum(energy for energy, keep in zip(self.energies, self.keep, strict=True) if keep)
+
+    def _mark_cut(self, drawing: Drawing, keep: list[bool], step: float) -> None:
+        rank = sum(keep)
+        if 0 < rank < len(keep) and all(keep[:rank]):  # only a rule that keeps the strongest has a single cut
+            drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=HEIGHT)
+
+    def _draw_sum(self, drawing: Drawing, ranked: list[tuple[float, bool]], step: float) -> None:
+        total, points = 0.0, [f"M0 {HEIGHT:.2f}"]
+        for place, (energy, keep) in enumerate(ranked):
+            total += energy if keep else 0.0
+            points.append(f"L{(place + 1) * step:.2f} {HEIGHT * (1 - total):.2f}")
+        drawing.add("path", "sum", d="".join(points))
+
+    def _in_words(self) -> str:
+        return f"{sum(self.keep)} of {len(self.keep)} directions stay, with {percent(self.kept_energy)} of the energy."
+
+
+def _bar(x: float, step: float, height: float) -> str:
+    gap = step * 0.16
+    return f"M{x + gap:.2f} {HEIGHT:.2f}v{-height:.2f}h{step - 2 * gap:.2f}v{height:.2f}z"

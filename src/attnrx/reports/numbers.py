@@ -1,0 +1,101 @@
+"""Numbers as a reader wants them: as many digits as they carry, true minus signs, units where they belong."""
+
+import math
+from typing import Any
+
+MISSING = "\N{EN DASH}"
+MINUS = "\N{MINUS SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+GAP = "\N{NO-BREAK SPACE}"
+_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+# Units that are written against the number; every other unit is set off by a space that does not break.
+_ATTACHED = {"x": TIMES, TIMES: TIMES}
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """Writes a number with `digits` significant digits; whole numbers are written out, very small and large ones with a power."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
+        return _typeset(f"{int(value):,}")
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(rounded)))
+    if -4 <= exponent < 6:
+        return fixed(rounded, max(0, digits - 1 - exponent))
+    mantissa = fixed(rounded / 10**exponent, digits - 1)
+    return f"{mantissa}{GAP}{TIMES}{GAP}10{str(exponent).translate(_SUPERSCRIPT)}"
+
+
+def fixed(value: float, decimals: int, signed: bool = False) -> str:
+    """Writes a number with a fixed count of decimals, with its sign on request; a rounded-away number is 0, not -0."""
+    if round(value, decimals) == 0:
+        return f"{0:.{decimals}f}"
+    return _typeset(f"{value:{'+' if signed else ''},.{decimals}f}")
+
+
+def with_unit(text: str, unit: str) -> str:
+    """Sets a unit behind a number."""
+    if not unit or text == MISSING:
+        return text
+    return text + _ATTACHED[unit] if unit in _ATTACHED else f"{text}{GAP}{unit}"
+
+
+def percent(share: float | None, digits: int = 3) -> str:
+    """Writes a share, 0.2308, as a percentage, 23.1 %."""
+    return MISSING if share is None else with_unit(number(100.0 * share, digits), "%")
+
+
+def quantity(value: float | None, unit: str = "", low: float | None = None, high: float | None = None) -> str:
+    """Writes a measured value; where its interval is known, with the decimals that the interval justifies."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if unit == "share":
+        return quantity(100 * value, "%", *(None if bound is None else 100 * bound for bound in (low, high)))
+    decimals = _decimals(low, high)
+    signed = unit == "points"
+    if decimals is not None:
+        return with_unit(fixed(value, decimals, signed), unit)
+    text = number(value)
+    return with_unit(f"+{text}" if signed and value > 0 else text, unit)
+
+
+def interval(low: float | None, high: float | None, unit: str = "") -> str:
+    """Writes a 95 % interval, "[−0.48, 0.24]", with two digits of its width; nothing where there is none."""
+    if low is None or high is None:
+        return ""
+    if unit == "share":
+        return interval(100 * low, 100 * high, "%")
+    decimals = _decimals(low, high)
+    if decimals is None:
+        return f"[{number(low)}, {number(high)}]"
+    return f"[{fixed(low, decimals)}, {fixed(high, decimals)}]"
+
+
+def plain(value: Any, longest: int = 8) -> str:
+    """Writes any JSON value on one line; long lists are cut, saying how many entries they have."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: MISSING}[value]
+    if isinstance(value, int):
+        return str(value)  # seeds, sizes and years are names as often as counts: no thousands separators
+    if isinstance(value, float):
+        return number(value, 4)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {plain(item, longest)}" for key, item in value.items()) or MISSING
+    if isinstance(value, list | tuple):
+        shown = ", ".join(plain(item, longest) for item in value[:longest])
+        return f"{shown}, … ({len(value)} in all)" if len(value) > longest else shown or MISSING
+    return str(value)
+
+
+def _decimals(low: float | None, high: float | None) -> int | None:
+    if low is None or high is None or not math.isfinite(high - low) or high <= low:
+        return None
+    decimals = 1 - math.floor(math.log10(high - low))
+    return decimals if 0 <= decimals <= 5 else None
+
+
+def _typeset(text: str) -> str:
+    return text.replace("-", MINUS)

@@ -1,0 +1,39 @@
+"""The ranges of knobs: what a rule's fields may be, refused in one voice."""
+
+import math
+
+from attnrx.errors import InvalidRule
+from attnrx.rules.rule import Rule, rule_name
+
+
+def require_share(rule: Rule, knob: str, value: float) -> None:
+    """Refuses what is not a share: a number in (0, 1]."""
+    if not (_is_number(value) and 0 < value <= 1):
+        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} is a share and must lie in (0, 1], e.g. 0.9.")
+
+
+def require_positive(rule: Rule, knob: str, value: float) -> None:
+    """Refuses what is not a positive, finite number."""
+    if not (_is_number(value) and 0 < value < math.inf):
+        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number.")
+
+
+def require_count(rule: Rule, knob: str, value: int) -> None:
+    """Refuses what is not a whole number from zero on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number, 0 or more.")
+
+
+def require_rule(rule: Rule, value: object) -> None:
+    """Refuses a control that has no rule to match."""
+    if not isinstance(value, Rule):
+        name = rule_name(type(rule))
+        raise InvalidRule(f"{name} was given {value!r}: give the rule that it matches, e.g. {name}(energy_retention:0.9).")
+
+
+def _asked(rule: Rule, knob: str, value: object) -> str:
+    return f"{rule_name(type(rule))} was given {knob}={value!r}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,50 @@
+"""What a rule may rely on: spectra that are whole, strengths that say something, readings that are there."""
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, InvalidRule, NotSupported
+from attnrx.rules.rule import Rule
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+from attnrx.storage import require_finite
+
+
+def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
+    """Gives one layer's spectrum, or refuses a layer that is not there and strengths that are not finite."""
+    if not 0 <= layer < len(diagnosis.layers):
+        raise InvalidInput(f"{rule} was asked about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}.")
+    spectrum = diagnosis.layers[layer].spectrum
+    require_finite({"strength": spectrum.strength}, f"the spectrum of layer {layer}")
+    return spectrum
+
+
+def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
+    """Gives one layer's spectrum, or refuses dense attention, whose strengths are one by definition and rank nothing.
+
+    Equal strengths in a form that learns them are no reason to refuse: there they are a finding.
+    """
+    spectrum = read_spectrum(rule, diagnosis, layer)
+    strength = spectrum.strength[spectrum.used]
+    if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == strength[0]).all()):
+        raise NotSupported(
+            f"{rule} goes by strength, but layer {layer} is dense attention, where every direction has the strength "
+            f"{strength[0].item():g}. Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
+        )
+    return spectrum
+
+
+def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -> Tensor:
+    """Gives one reading in float64, or refuses a missing one, a wrong shape and NaN; its second axis is `per`."""
+    spectrum = read_spectrum(rule, diagnosis, layer)
+    try:
+        reading = diagnosis.layers[layer].reading(name)
+    except InvalidInput as error:
+        raise InvalidRule(f"{rule} cannot decide about layer {layer}: {error}") from error
+    heads, directions = spectrum.strength.shape
+    shapes: dict[str, tuple[int, ...]] = {"head": (heads,), "direction": (heads, directions), "pair": (heads, heads)}
+    if tuple(reading.shape) != shapes[per]:
+        raise InvalidInput(
+            f"{rule} needs {name} of shape {shapes[per]} in layer {layer}, found {tuple(reading.shape)}; "
+            "diagnose the model again."
+        )
+    require_finite({name: reading}, f"the diagnosis of layer {layer}")
+    return reading.double()

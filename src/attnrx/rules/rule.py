@@ -1,0 +1,147 @@
+"""A rule: a diagnosis in, what stays of each layer out. And the two ways of combining rules."""
+
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidRule
+from attnrx.prescription import LayerPrescription
+from attnrx.shapes import Float, Int, Tensor
+
+
+class Rule(ABC):
+    """Decides what stays of a layer.
+
+    Every rule is a frozen dataclass whose fields are its knobs. `needs` names the readings it uses beyond the spectrum.
+    `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from which `parse_rule` makes the same rule.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Says which directions and heads of one layer stay, at what strength, and why."""
+
+    def __and__(self, other: "Rule") -> "And":
+        return And((self, other))
+
+    def __or__(self, other: "Rule") -> "Or":
+        return Or((self, other))
+
+    def __str__(self) -> str:
+        return _spell(self)
+
+
+@dataclass(frozen=True)
+class And(Rule):
+    """Keeps the directions and heads that all of its rules keep, each at the smallest strength that any of them gives it."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "rules", _flat(And, self.rules))
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """The intersection of the decisions."""
+        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
+        keep = torch.stack([decision.keep for decision in decisions]).all(0)
+        heads = torch.stack([decision.heads for decision in decisions]).all(0)
+        strengths = torch.stack([decision.strength for decision in decisions])
+        strength = _taken(strengths, strengths.abs().argmin(0))
+        return LayerPrescription(keep, strength, heads, _reasons(self.rules, decisions, keep, "all agree on"))
+
+
+@dataclass(frozen=True)
+class Or(Rule):
+    """Keeps the directions and heads that any of its rules keeps, each at the largest strength that any of them gives it."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "rules", _flat(Or, self.rules))
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """The union of the decisions."""
+        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
+        keep = torch.stack([decision.keep for decision in decisions]).any(0)
+        heads = torch.stack([decision.heads for decision in decisions]).any(0)
+        strengths = torch.stack([decision.strength for decision in decisions])
+        strength = _taken(strengths, strengths.abs().argmax(0))
+        return LayerPrescription(keep, strength, heads, _reasons(self.rules, decisions, keep, "any one wants"))
+
+
+def rule_name(kind: type[Rule]) -> str:
+    """Gives the name of a rule in text: `EnergyRetention` is `energy_retention`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def parts_of(rule: Rule) -> tuple[Rule, ...]:
+    """Gives the rules that a rule is made of, which are values of its fields."""
+    values = [getattr(rule, field.name) for field in _knobs(rule)]
+    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return tuple(item for item in flat if isinstance(item, Rule))
+
+
+def readings_needed(rule: Rule) -> tuple[str, ...]:
+    """Names the readings that a rule and its parts need, each once, so that a diagnosis can be made to fit."""
+    names = [*rule.needs, *(name for part in parts_of(rule) for name in readings_needed(part))]
+    return tuple(dict.fromkeys(names))
+
+
+def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
+    """Spells out nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
+    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
+    if wrong or len(rules) < 2:
+        raise InvalidRule(f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads())).")
+    return tuple(part for rule in rules for part in (parts_of(rule) if isinstance(rule, kind) else (rule,)))
+
+
+def _taken(
+    strengths: Float[Tensor, "rules heads directions"], chosen: Int[Tensor, "heads directions"]
+) -> Float[Tensor, "heads directions"]:
+    return strengths.gather(0, chosen[None])[0]
+
+
+def _reasons(
+    rules: Sequence[Rule], decisions: Sequence[LayerPrescription], keep: Tensor, how: str
+) -> tuple[str, ...]:
+    ranks = keep.sum(-1).tolist()
+    each = zip(*(decision.reasons for decision in decisions), strict=True)
+    return tuple(
+        f"keeps the {rank} directions that {how}: "
+        + "; ".join(f"[{rule}] {reason}" for rule, reason in zip(rules, reasons, strict=True))
+        for rank, reasons in zip(ranks, each, strict=True)
+    )
+
+
+def _spell(rule: Rule) -> str:
+    if isinstance(rule, And):
+        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in rule.rules)
+    if isinstance(rule, Or):
+        return " | ".join(str(part) for part in rule.rules)
+    inner = "".join(f"({part})" for part in parts_of(rule))
+    return rule_name(type(rule)) + inner + _spell_knobs(rule)
+
+
+def _spell_knobs(rule: Rule) -> str:
+    """Gives the knobs that differ from their defaults; by position as long as no knob is left out, then by name."""
+    said, by_position = [], True
+    for field in _knobs(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, Rule):
+            continue
+        if value == field.default:
+            by_position = False
+            continue
+        said.append(repr(value) if by_position else f"{field.name}={value!r}")
+    return ":" + ",".join(said) if said else ""
+
+
+def _knobs(rule: Rule) -> tuple["dataclasses.Field[Any]", ...]:
+    return dataclasses.fields(rule)  # type: ignore[arg-type]

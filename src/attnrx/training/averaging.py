@@ -1,0 +1,45 @@
+"""A running mean of the weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from attnrx.shapes import Tensor
+
+
+class WeightMean:
+    """The exponential mean of a model's parameters; its buffers are shared with the model."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._decay = decay
+        self._live = dict(model.named_parameters())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+
+    @torch.no_grad()
+    def update_(self, step: int) -> None:
+        """Moves the mean towards the weights of step `step`; at first faster, so that it does not remember the random start."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.tensors.values()), list(self._live.values()), 1 - decay)
+
+    def load_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts back a saved mean."""
+        for name, mean in self.tensors.items():
+            mean.copy_(tensors[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Lets the model carry the mean for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self._live.items():
+            kept = parameter.detach().clone()
+            parameter.copy_(self.tensors[name])
+            self.tensors[name].copy_(kept)

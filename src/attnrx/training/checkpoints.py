@@ -1,0 +1,60 @@
+"""Checkpoints of a run: each one a folder that is whole or absent."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import CheckpointError
+from attnrx.shapes import Tensor
+from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, require_finite, write_json, write_tensors
+
+KIND, SCHEMA = "attnrx training state", 1
+KEPT = 2
+
+
+class Checkpoints:
+    """The last checkpoints of a run, `checkpoints/step-00000420/` with state.json and state.safetensors.
+
+    A new one is filled under a hidden name and renamed, so that a kill at any moment leaves whole ones only; then the oldest go.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "checkpoints"
+
+    def all(self) -> list[Path]:
+        """Gives the checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-*"))
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
+        """Adds a checkpoint, refusing to store weights that are not finite."""
+        require_finite(tensors, f"the state of step {step}")
+        path = self.folder / f"step-{step:08d}"
+        partial = self.folder / f".{path.name}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            file = write_tensors(partial / "state.safetensors", tensors)
+            content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
+            write_json(partial / "state.json", content)
+            if path.exists():  # the same step again, after an interrupted run was resumed
+                shutil.rmtree(path)
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        for old in self.all()[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Gives the newest checkpoint, or None where there is none; a damaged one is refused, never silently passed over."""
+        found = self.all()
+        if not found:
+            return None
+        path = found[-1]
+        try:
+            record = read_json(path / "state.json")
+            check_schema(record, KIND, SCHEMA, path / "state.json")
+            return record, read_tensors(path / "state.safetensors", record.get("sha256"))
+        except CheckpointError as error:
+            before = f"from {found[-2].name}" if len(found) > 1 else "from the beginning"
+            raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error

@@ -1,0 +1,68 @@
+"""Every knob of a training run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attnrx.config import from_dict
+from attnrx.data.augmentation import Augmentation
+from attnrx.errors import InvalidInput
+from attnrx.losses import LOSSES, Loss, Task
+
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is trained. The defaults are the protocol of the SVDA paper for 32x32 images.
+
+    `batch_size` counts the images of all processes together. The learning rate rises linearly over `warmup_epochs` and falls to zero
+    along a cosine, step by step. Weight decay acts on weight matrices only: never on biases, norms or strengths.
+    `augmentation=None` takes the dataset's own; `Augmentation(padding=0, flip=False)` takes none.
+
+    `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is the weight
+    decay of the strengths, and `strength_learning_rate` multiplies their learning rate. What each does to the spectrum is measured
+    in docs/results/strength.md.
+
+    `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last weights.
+    A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
+    """
+
+    epochs: int = 80
+    batch_size: int = 256
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    warmup_epochs: float = 5.0
+    gradient_clip: float | None = 1.0
+    losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
+    augmentation: Augmentation | None = None
+    strength_init: float | None = None
+    strength_decay: float = 0.0
+    strength_learning_rate: float = 1.0
+    precision: Literal["bf16", "fp32"] = "bf16"
+    compile: bool = False
+    ema: float | None = None
+    seed: int = 42
+    checkpoint_every: int = 500
+
+    def __post_init__(self):
+        for name in ("epochs", "batch_size", "learning_rate", "checkpoint_every"):
+            self._require(name, getattr(self, name) > 0, "must be positive")
+        for name in ("weight_decay", "warmup_epochs", "strength_decay", "strength_learning_rate", "seed"):
+            self._require(name, getattr(self, name) >= 0, "may not be negative")
+        for name in ("gradient_clip", "strength_init"):
+            value = getattr(self, name)
+            self._require(name, value is None or 0 < value < float("inf"), "must be positive and finite, or None")
+        self._require("ema", self.ema is None or 0 < self.ema < 1, "is a decay between 0 and 1, or None")
+        self._require("precision", self.precision in PRECISIONS, f"must be one of {', '.join(PRECISIONS)}")
+        names = [loss.name for loss in self.losses]
+        self._require("losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds")
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
+        """Gives the config that `to_dict` described."""
+        return from_dict(record, (cls, Augmentation, *LOSSES))
+
+    def _require(self, name: str, holds: object, what: str) -> None:
+        if not holds:
+            raise InvalidInput(f"TrainingConfig({name}={getattr(self, name)!r}): {name} {what}.")

@@ -1,0 +1,38 @@
+"""The history of a run: one line of JSON for every epoch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import CheckpointError
+from attnrx.storage import write_text
+
+
+class History:
+    """`history.jsonl`: epoch n is line n, whatever was interrupted and repeated meanwhile."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "history.jsonl"
+        self.records: list[dict[str, Any]] = []
+
+    def restore(self, epochs: int) -> None:
+        """Reads the first `epochs` records and forgets later ones: they belong to steps that will be made again."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        try:
+            self.records = [json.loads(line) for line in lines[:epochs]]
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{self.path} is damaged ({error}); delete the run's folder and train again.") from error
+        if len(self.records) < epochs:
+            raise CheckpointError(
+                f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
+                "Put the file back, or delete the run's folder and train again."
+            )
+        self._write()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds the record of one epoch."""
+        self.records.append(record)
+        self._write()
+
+    def _write(self) -> None:
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -1,0 +1,84 @@
+"""Every interchangeable part, listed once, at sizes that take milliseconds; the laws run over all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_, model_fingerprint
+from attnrx.prescription import LayerPrescription, Prescription
+
+TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
+
+# name -> configuration: one head, several, wide heads, heads of one direction, SVDA and dense.
+CONFIGS: dict[str, ViTConfig] = {
+    "svda": ViTConfig.uniform("svda", width=12, depth=2, heads=3, **TINY),
+    "svda-one-head": ViTConfig.uniform("svda", width=8, depth=1, heads=1, **TINY),
+    "svda-deep": ViTConfig.uniform("svda", width=16, depth=3, heads=2, **TINY),
+    "svda-one-direction": ViTConfig.uniform("svda", width=4, depth=1, heads=4, **TINY),
+    "dense": ViTConfig.uniform("dense", width=12, depth=2, heads=3, **TINY),
+}
+
+NORMS = ("renormalized", "exact", "refit")
+
+
+def model(config: ViTConfig, seed: int = 0, spread: float = 1.0) -> VisionTransformer:
+    """A model whose scores matter: weights far from their initial values, strengths spread out, both signs."""
+    vit = initialize_(VisionTransformer(config), seed).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(spread * 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        for name, parameter in vit.named_parameters():
+            if name.endswith("strength"):
+                parameter.copy_(4 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return vit.eval()
+
+
+def images(config: ViTConfig, count: int = 5, seed: int = 1) -> torch.Tensor:
+    """Random images of the size that the model wants."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, config.channels, config.image_size, config.image_size)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of kept ranks: how many directions each head keeps, and which heads stay."""
+
+    ranks: Callable[[int, int], list[int]]
+    removes_head: bool = False
+
+
+PATTERNS: dict[str, Pattern] = {
+    "full": Pattern(lambda heads, directions: [directions] * heads),
+    "half": Pattern(lambda heads, directions: [max(1, directions // 2)] * heads),
+    "ragged": Pattern(lambda heads, directions: [(h * directions) // max(heads - 1, 1) for h in range(heads)]),
+    "ragged-falling": Pattern(lambda heads, directions: [directions - min(h, directions) for h in range(heads)]),
+    "one": Pattern(lambda heads, directions: [1] * heads),
+    "zero": Pattern(lambda heads, directions: [0] * heads),
+    "head-removed": Pattern(lambda heads, directions: [max(1, directions - 1)] * heads, removes_head=True),
+}
+
+
+def prescription(vit: VisionTransformer, pattern: Pattern, seed: int = 0) -> Prescription:
+    """A prescription with that pattern, keeping random directions."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for attention in family_of(vit).attention(vit):
+        spectrum = attention.spectrum()
+        heads, directions = spectrum.strength.shape
+        keep = torch.zeros(heads, directions, dtype=torch.bool)
+        for row, rank in zip(keep, pattern.ranks(heads, directions), strict=True):
+            row[torch.randperm(directions, generator=generator)[:rank]] = True
+        stays = torch.ones(heads, dtype=torch.bool)
+        if pattern.removes_head:
+            stays[0] = heads == 1
+        layers.append(LayerPrescription(keep, spectrum.strength, stays, ("because",) * heads))
+    return Prescription(tuple(layers), {"type": "Test"}, model_fingerprint(vit), {})
+
+
+def with_strength(given: Prescription, factor: float) -> Prescription:
+    """The same prescription with every strength multiplied."""
+    layers = (replace(layer, strength=layer.strength * factor) for layer in given.layers)
+    return replace(given, layers=tuple(layers))

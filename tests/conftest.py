@@ -1,0 +1,43 @@
+"""float64, determinism, warnings as errors, no network: the laws are checked without excuses."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def exact_arithmetic() -> Iterator[None]:
+    """Float64 by default and deterministic kernels, restored afterwards."""
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses every connection that leaves this machine."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: object) -> None:
+        host = address[0] if isinstance(address, tuple) else None
+        if host not in (None, "127.0.0.1", "localhost", "::1"):
+            raise OSError(f"a test tried to reach {host}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """The folder of real datasets beside the checkout, or a skip that says why."""
+    if not REAL_DATA.is_dir():
+        pytest.skip(f"the real datasets are not at {REAL_DATA}")
+    return REAL_DATA

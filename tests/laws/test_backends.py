@@ -1,0 +1,95 @@
+"""Every backend equals the eager one, gradients included, at every rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.attention import Backend, Eager, Fused, Observed, using
+from attnrx.models import family_of, observing
+from attnrx.observation import Observation
+from attnrx.realization import realize
+from cases import CONFIGS, PATTERNS, images, model, prescription
+
+
+def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    layers = family_of(vit).attention(vit)
+    with using(layers, [make() for _ in layers]):
+        logits = vit(inputs)
+        gradients = torch.autograd.grad(
+            logits.square().sum(), [p for p in vit.parameters() if p.numel()], allow_unused=True
+        )
+    return logits, [gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("norms", ["renormalized", "exact"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
+    vit = model(CONFIGS[config])
+    small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
+    inputs = images(CONFIGS[config])
+    logits, gradients = with_backend(small, Fused, inputs)
+    expected, expected_gradients = with_backend(small, Eager, inputs)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    assert len(gradients) == len(expected_gradients)
+    for ours, truth in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_fused_equals_eager_in_lower_precision(pattern: str, dtype: torch.dtype) -> None:
+    config = CONFIGS["svda"]
+    vit = model(config)
+    small = realize(vit, prescription(vit, PATTERNS[pattern])).to(dtype)
+    inputs = images(config).to(dtype)
+    truth = small.double()(inputs.double())
+    small = small.to(dtype)
+    tolerance = 40 * torch.finfo(dtype).eps * truth.abs().max().item()
+    torch.testing.assert_close(small(inputs).double(), truth, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_observing_changes_nothing_and_sees_every_layer(config: str, pattern: str) -> None:
+    vit = model(CONFIGS[config])
+    small = realize(vit, prescription(vit, PATTERNS[pattern]))
+    family, inputs = family_of(small), images(CONFIGS[config])
+    seen: dict[int, Observation] = {}
+    before = [layer.backend for layer in family.attention(small)]
+    with observing(small, family, seen.__setitem__), torch.no_grad():
+        logits = small(inputs)
+    torch.testing.assert_close(logits, small(inputs), rtol=1e-10, atol=1e-10)
+    assert sorted(seen) == list(range(len(family.attention(small))))
+    assert [layer.backend for layer in family.attention(small)] == before
+    for layer, observation in seen.items():
+        spec = family.attention(small)[layer].spec
+        uniform = [head for head, rank in enumerate(spec.ranks) if rank == 0]
+        flat = observation.attention[:, uniform]
+        torch.testing.assert_close(flat, torch.full_like(flat, 1 / flat.shape[-1]))
+
+
+def test_observed_output_is_what_the_layer_adds() -> None:
+    vit = model(CONFIGS["svda"])
+    family = family_of(vit)
+    seen: dict[int, Observation] = {}
+    outputs: list[torch.Tensor] = []
+    attention = family.attention(vit)[0]
+    hook = attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with observing(vit, family, seen.__setitem__), torch.no_grad():
+        vit(images(CONFIGS["svda"]))
+    hook.remove()
+    added = torch.einsum("bhnd,hdw->bnw", seen[0].output, seen[0].readout) + attention.output.bias
+    torch.testing.assert_close(added, outputs[0])
+
+
+def test_backends_come_back_after_an_error() -> None:
+    vit = model(CONFIGS["svda"])
+    layers = family_of(vit).attention(vit)
+    before = [layer.backend for layer in layers]
+    with (
+        pytest.raises(ZeroDivisionError),
+        using(layers, [Observed(lambda seen: 1 / 0, torch.zeros(3, 4, 12)) for _ in layers]),
+    ):
+        vit(images(CONFIGS["svda"]))
+    assert [layer.backend for layer in layers] == before

@@ -1,0 +1,141 @@
+"""The master law: mask == compress, wherever the mathematics makes it exact; and keeping everything changes nothing."""
+
+import pytest
+import torch
+
+from attnrx.data import ImageSet, Normalization, from_tensors
+from attnrx.errors import FingerprintMismatch, InvalidInput, NotSupported
+from attnrx.models import ViTConfig, family_of, observing
+from attnrx.realization import realize
+from cases import CONFIGS, NORMS, PATTERNS, images, model, prescription, with_strength
+
+
+def calibration(config: ViTConfig) -> ImageSet:
+    generator = torch.Generator().manual_seed(5)
+    shape = (24, config.channels, config.image_size, config.image_size)
+    pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    normalization = Normalization((0.5,) * config.channels, (0.25,) * config.channels)
+    return from_tensors("noise", pixels, torch.zeros(24, dtype=torch.long), normalization)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_exact_compression_equals_the_mask(config: str, pattern: str) -> None:
+    vit = model(CONFIGS[config])
+    given = with_strength(prescription(vit, PATTERNS[pattern]), 0.7)
+    inputs = images(CONFIGS[config])
+    masked = realize(vit, given, "mask")(inputs)
+    compressed = realize(vit, given, "compress", "exact")(inputs)
+    torch.testing.assert_close(compressed, masked, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_keeping_everything_changes_no_bit(config: str, norms: str) -> None:
+    vit = model(CONFIGS[config])
+    given, inputs = prescription(vit, PATTERNS["full"]), images(CONFIGS[config])
+    before = vit(inputs)
+    assert torch.equal(realize(vit, given, "mask")(inputs), before)
+    compressed = realize(vit, given, "compress", norms, calibration(CONFIGS[config]))
+    assert torch.equal(compressed(inputs), before)
+
+
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
+    vit = model(CONFIGS[config])
+    given = prescription(vit, PATTERNS[pattern])
+    small = realize(vit, given, "compress", norms, calibration(CONFIGS[config]))
+    for attention, layer, before in zip(
+        family_of(small).attention(small), given.layers, family_of(vit).attention(vit), strict=True
+    ):
+        spec = attention.spec
+        assert sorted(spec.heads) == torch.nonzero(layer.heads).flatten().tolist()
+        assert [layer.ranks[head] for head in spec.heads] == list(spec.ranks)
+        assert list(spec.ranks) == sorted(spec.ranks, reverse=True)
+        assert spec.scale == before.spec.scale
+        assert attention.scores.query.weight.shape[0] == sum(spec.rows)
+        assert attention.value.weight.shape[0] == len(spec.heads) * spec.head_dim
+        if norms != "exact":
+            assert sum(spec.rows) == sum(layer.ranks)
+
+
+@pytest.mark.parametrize("pattern", ["half", "ragged-falling"])
+def test_refit_is_never_worse_than_renormalized_on_its_own_data(pattern: str) -> None:
+    config = CONFIGS["svda-deep"]
+    vit, data = model(config), calibration(config)
+    given = prescription(vit, PATTERNS[pattern])
+    truth: list[torch.Tensor] = []
+    errors = {}
+    pixels = next(iter(data.batches(24))).images.double()
+    with observing(vit, family_of(vit), lambda layer, seen: truth.append(seen.scores)), torch.no_grad():
+        vit(pixels)
+    for norms in ("renormalized", "refit"):
+        small = realize(vit, given, "compress", norms, data)
+        found: list[torch.Tensor] = []
+        with observing(small, family_of(small), lambda layer, seen, to=found: to.append(seen.scores)), torch.no_grad():
+            small(pixels)
+        order = list(family_of(small).attention(small)[0].spec.heads)
+        difference = found[0] - truth[0][:, order]  # only the first layer sees the same tokens
+        errors[norms] = (difference - difference.mean(-1, keepdim=True)).square().sum().item()
+    assert errors["refit"] <= errors["renormalized"] * (1 + 1e-9)
+    assert errors["refit"] < 0.99 * errors["renormalized"] or errors["renormalized"] == 0
+
+
+def test_the_original_stays_as_it_is() -> None:
+    vit = model(CONFIGS["svda"])
+    before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
+    given = prescription(vit, PATTERNS["ragged"])
+    realize(vit, given, "mask")
+    realize(vit, given, "compress", "exact")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vit.state_dict().items())
+
+
+def test_rank_zero_is_not_a_removed_head() -> None:
+    config = CONFIGS["svda"]
+    vit, inputs = model(config), images(config)
+    zero = realize(vit, prescription(vit, PATTERNS["zero"]))
+    removed = prescription(vit, PATTERNS["zero"])
+    for layer in removed.layers:
+        layer.heads[:] = torch.tensor([False, True, True])
+    assert not torch.allclose(realize(vit, removed)(inputs), zero(inputs))
+
+
+def test_all_heads_can_go() -> None:
+    config = CONFIGS["svda"]
+    vit, inputs = model(config), images(config)
+    given = prescription(vit, PATTERNS["full"])
+    for layer in given.layers:
+        layer.heads[:] = False
+    torch.testing.assert_close(realize(vit, given)(inputs), realize(vit, given, "mask")(inputs))
+
+
+def test_a_compressed_model_can_be_compressed_again() -> None:
+    config = CONFIGS["svda"]
+    vit, inputs = model(config), images(config)
+    once = realize(vit, prescription(vit, PATTERNS["ragged-falling"]))
+    twice = realize(once, _strongest(once, 1))
+    assert all(spec.ranks == (1, 1, 1) for spec in twice.config.attention)  # type: ignore[union-attr]
+    assert torch.isfinite(twice(inputs)).all()
+    with pytest.raises(NotSupported, match="compressed to ranks"):
+        realize(once, _strongest(once, 1), "compress", "exact")
+
+
+def _strongest(vit, rank):
+    given = prescription(vit, PATTERNS["full"])
+    for layer, attention in zip(given.layers, family_of(vit).attention(vit), strict=True):
+        layer.keep[:] = False
+        layer.keep[:, :rank] = attention.spectrum().used[:, :rank]
+    return given
+
+
+def test_refusals() -> None:
+    vit, other = model(CONFIGS["svda"]), model(CONFIGS["svda"], seed=9)
+    given = prescription(vit, PATTERNS["half"])
+    with pytest.raises(FingerprintMismatch, match="was made for the model"):
+        realize(other, given)
+    with pytest.raises(InvalidInput, match="calibration"):
+        realize(vit, given, "compress", "refit")
+    with pytest.raises(InvalidInput, match="choose from"):
+        realize(vit, given, "prune")

@@ -1,0 +1,83 @@
+"""Tiny datasets in every storage format, made on the spot: flat colours, so that a picture tells its class and number."""
+
+import io
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def encoded(label: int, number: int = 0, size: tuple[int, int] = (8, 8), kind: str = "png") -> bytes:
+    """One image: red tells the class, green the number; stripes of blue give it a texture."""
+    pixels = np.zeros((*size, 3), dtype=np.uint8)
+    pixels[..., 0] = 40 * label
+    pixels[..., 1] = number % 256
+    pixels[::2, :, 2] = 200
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format=kind)
+    return file.getvalue()
+
+
+def grey(shade: int, size: int) -> bytes:
+    """One grey image of one shade."""
+    file = io.BytesIO()
+    Image.fromarray(np.full((size, size), shade, dtype=np.uint8)).save(file, format="png")
+    return file.getvalue()
+
+
+def rows(count: int, split: str = "train", **options: Any) -> list[dict]:
+    """Rows that go round the classes, as the columns of a hub image dataset."""
+    return [
+        {
+            "image": {"bytes": encoded(i % 3, i, **options), "path": f"{split}/{CLASSES[i % 3]}/{i:04d}.png"},
+            "label": i % 3,
+            "label_name": CLASSES[i % 3],
+            "split": split,
+        }
+        for i in range(count)
+    ]
+
+
+def write_parquet(path: Path, content: list[dict], names: Sequence[str] | None = CLASSES) -> Path:
+    """Writes rows as parquet; `names` go into the schema as the names of the classes."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    table = pa.Table.from_pylist(content)
+    if names is not None:
+        from datasets import ClassLabel, Features
+
+        features = Features.from_arrow_schema(table.schema)
+        features["label"] = ClassLabel(names=list(names))
+        table = table.cast(features.arrow_schema)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, path, row_group_size=7)
+    return path
+
+
+def write_folder(root: Path, counts: dict[str, int], **options: Any) -> Path:
+    """Writes `counts` images of every class into `root/<split>/<class>/`; the split "" writes no folder for it."""
+    for split, count in counts.items():
+        for label, name in enumerate(CLASSES):
+            (root / split / name).mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                (root / split / name / f"{number:03d}.png").write_bytes(encoded(label, number, **options))
+    return root
+
+
+def write_shard(path: Path, first: int, count: int, broken: Sequence[int] = (), **options: Any) -> Path:
+    """Writes a tar shard of samples numbered from `first`; the images of those in `broken` cannot be decoded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number in range(first, first + count):
+            image = b"no image" if number in broken else encoded(number % 3, number, **options)
+            for ending, content in (("png", image), ("cls", str(number % 3).encode())):
+                member = tarfile.TarInfo(f"{number:06d}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path

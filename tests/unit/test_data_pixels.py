@@ -1,0 +1,158 @@
+"""What happens to pixels: decoding, fitting to the model's size, cropping and mirroring, normalising."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pictures import encoded
+from torch.nn import functional
+from torchvision.transforms.v2 import functional as reference
+
+from attnrx.data import Augmentation, Normalization
+from attnrx.data.augmentation import Draws
+from attnrx.data.decoding import decode
+from attnrx.data.geometry import Geometry, guess_geometry
+from attnrx.data.passes import generator
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Tensor
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def saved(image: Image.Image, kind: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format=kind)
+    return file.getvalue()
+
+
+def test_every_crop_is_a_window_of_the_padded_image() -> None:
+    images, augmentation = noise(64, 3, 8, 8), Augmentation(padding=3)
+    draws = augmentation.draw(64, generator(0))
+    found = augmentation.apply(images, draws)
+    padded = functional.pad(images, (3, 3, 3, 3))
+    for i in range(64):
+        down, across = draws.shift[i].tolist()
+        window = padded[i, :, down : down + 8, across : across + 8]
+        assert torch.equal(found[i], window.flip(-1) if draws.mirror[i] else window)
+    assert 10 < draws.mirror.sum() < 54
+    assert draws.shift.min() == 0
+    assert draws.shift.max() == 6
+
+
+def test_no_padding_and_no_flip_change_nothing() -> None:
+    images, augmentation = noise(5, 1, 6, 7), Augmentation(padding=0, flip=False)
+    assert torch.equal(augmentation.apply(images, augmentation.draw(5, generator(0))), images)
+
+
+def test_random_windows_hold_their_share_and_stay_inside() -> None:
+    augmentation = Augmentation(area=(0.2, 0.6))
+    draws = augmentation.draw(200, generator(1))
+    shares = []
+    for window in draws.window:
+        top, left, rows, columns = augmentation.box(90, 130, window)
+        assert top >= 0
+        assert left >= 0
+        assert top + rows <= 90
+        assert left + columns <= 130
+        shares.append(rows * columns / (90 * 130))
+        assert 0.7 < columns / rows < 1.4
+    assert 0.18 < min(shares) < 0.25
+    assert 0.5 < max(shares) < 0.62
+
+
+def test_a_window_that_never_fits_becomes_central() -> None:
+    too_wide = torch.tensor([[1.0, 1.0, 0.5, 0.5]])
+    assert Augmentation(area=(1, 1)).box(300, 40, too_wide) == (123, 0, 53, 40)
+
+
+def test_a_part_of_the_draws_is_the_draws_of_a_part() -> None:
+    augmentation = Augmentation()
+    draws = augmentation.draw(8, generator(2))
+    images = noise(8, 1, 8, 8)
+    assert torch.equal(augmentation.apply(images[2:5], draws.part(slice(2, 5))), augmentation.apply(images, draws)[2:5])
+    assert isinstance(draws.part([1, 3]), Draws)
+
+
+def test_knobs_outside_their_range_are_refused() -> None:
+    for knobs in ({"padding": -1}, {"area": (0.0, 1.0)}, {"area": (0.9, 0.5)}, {"area": (0.5, 1.5)}):
+        with pytest.raises(InvalidInput, match="Augmentation"):
+            Augmentation(**knobs)  # type: ignore[arg-type]
+
+
+def test_normalization_is_undone_by_its_inverse() -> None:
+    scale = Normalization((0.2, 0.5, 0.7), (0.1, 0.3, 2.0))
+    images = torch.rand(4, 3, 5, 5)
+    assert torch.allclose(scale.invert(scale.apply(images)), images, atol=1e-15, rtol=0)
+    assert torch.allclose(scale.apply(images)[:, 1], (images[:, 1] - 0.5) / 0.3)
+    with pytest.raises(InvalidInput, match="1 channels"):
+        scale.apply(torch.rand(2, 1, 5, 5))
+    with pytest.raises(InvalidInput, match="std"):
+        Normalization((0.5,), (0.0,))
+
+
+def test_padding_moves_no_pixel() -> None:
+    picture = noise(1, 28, 28)
+    fitted = Geometry(32, 1, "pad").still(picture)
+    assert torch.equal(fitted[:, 2:30, 2:30], picture)
+    assert fitted.sum() == picture.sum()
+
+
+def test_a_picture_of_the_right_size_is_left_alone() -> None:
+    picture = noise(3, 32, 32)
+    for fit in ("pad", "fill", "photo"):
+        assert torch.equal(Geometry(32, 3, fit).still(picture), picture)
+
+
+@pytest.mark.parametrize(("height", "width"), [(60, 40), (40, 60), (17, 16), (33, 200)])
+def test_photographs_are_resized_and_cropped_as_torchvision_does(height: int, width: int) -> None:
+    picture = noise(3, height, width)
+    short = min(max(min(height, width), 28), 32)
+    scale = short / min(height, width)
+    resized = reference.resize(picture, [max(short, round(height * scale)), max(short, round(width * scale))])
+    expected = reference.center_crop(resized, [28, 28])
+    found = Geometry(28, 3, "photo").still(picture)
+    assert (found.int() - expected.int()).abs().float().mean() < 8  # a centre that is half a pixel off, at most
+    assert found.shape == (3, 28, 28)
+
+
+def test_the_geometry_of_an_unknown_dataset_is_that_of_its_pictures() -> None:
+    small = [noise(1, 28, 28), noise(1, 28, 28), noise(1, 30, 28)]
+    assert guess_geometry(small, None) == Geometry(28, 1, "fill")
+    assert guess_geometry(small, 16) == Geometry(16, 1, "fill")
+    assert guess_geometry([noise(3, 300, 200), noise(1, 400, 300)], None) == Geometry(224, 3, "photo")
+
+
+def test_decoding_keeps_lossless_pixels() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    for kind in ("png", "bmp", "webp"):  # bmp is read by Pillow, the others by torchvision
+        image = Image.fromarray(pixels)
+        content = saved(image, kind) if kind != "webp" else _lossless_webp(image)
+        assert torch.equal(decode(content, 3), torch.from_numpy(pixels).permute(2, 0, 1)), kind
+    assert decode(saved(Image.fromarray(pixels[..., 0]), "png"), None).shape == (1, 9, 7)
+    assert decode(saved(Image.fromarray(pixels).convert("CMYK"), "jpeg"), 3).shape == (3, 9, 7)
+    assert decode(saved(Image.fromarray(pixels[..., 0]), "bmp"), None).shape == (1, 9, 7)
+
+
+def test_sixteen_bits_become_eight() -> None:
+    deep = Image.fromarray((np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024))
+    assert torch.equal(decode(saved(deep, "png"), 1)[0].flatten().long(), torch.arange(64) * 4)
+    with pytest.raises(ValueError, match="8 bits"):
+        decode(saved(deep, "tiff"), 1)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_truncated_image_is_no_image(kind: str, share: float) -> None:
+    content = encoded(1, 7, (32, 32), kind)
+    with pytest.raises(ValueError, match=r"."):
+        decode(content[: int(share * len(content))], 3)
+
+
+def _lossless_webp(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="webp", lossless=True)
+    return file.getvalue()
