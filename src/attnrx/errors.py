@@ -48,6 +48,10 @@ class TrainingDiverged(AttnrxError):
     """A training run whose loss or weights stopped being finite."""
 
 
+class TrainingInterrupted(KeyboardInterrupt):
+    """A training run that was asked to stop, and did so after saving a checkpoint."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Says which valid names are nearest to `name`, or lists them all when none is near."""
     known = sorted(valid)

@@ -1,8 +1,11 @@
 """Corruptions: the published amounts, laws of each kind, and the published formulas as the independent reference."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from attnrx.data import CORRUPTIONS, SEVERITIES, Corruption
@@ -59,6 +62,18 @@ def test_contrast_keeps_the_mean_and_scales_the_rest() -> None:
     spoilt = CORRUPTIONS["contrast"](images, 3)
     assert torch.allclose(spoilt.mean((2, 3)), images.mean((2, 3)))
     assert torch.allclose(spoilt.std((2, 3)), 0.4 * images.std((2, 3)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jpeg_is_that_of_the_benchmark(channels: int) -> None:
+    images = smooth(channels=channels)
+    pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    expected = []
+    for image in pixels:
+        file = io.BytesIO()
+        Image.fromarray(image.squeeze()).save(file, "JPEG", quality=58)
+        expected.append(torch.from_numpy(np.array(Image.open(file))).reshape(32, 32, channels).permute(2, 0, 1))
+    assert torch.allclose(CORRUPTIONS["jpeg"](images, 3), torch.stack(expected) / 255)
 
 
 def test_jpeg_keeps_a_flat_image() -> None:

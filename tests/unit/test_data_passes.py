@@ -99,7 +99,7 @@ def test_what_cannot_be_meant_is_refused(images: MemoryImages) -> None:
     with pytest.raises(DataError, match="has 6 steps"):
         next(images.batches(8, seed=0, start=7))
     with pytest.raises(InvalidInput, match="held decoded"):
-        next(images.batches(8, seed=0, augmentation=Augmentation(area=(0.5, 1))))
+        next(images.batches(8, seed=0, augmentation=Augmentation(area=(0.5, 1.0))))
     with pytest.raises(DataError, match="ask for 1 to 53"):
         images.take(54)
 

@@ -50,8 +50,8 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
-    _labels: list[Tensor] = field(default_factory=list, init=True, repr=False)
-    _logits: dict[nn.Module, Tensor] = field(default_factory=dict, init=True, repr=False)
+    _labels: list[Tensor] = field(default_factory=list, repr=False)
+    _logits: dict[nn.Module, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         if self.batch_size < 1 or self.seed < 0:
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def predictions(self) -> Predictions:
-        """The answers of all models, from one pass over the data that is made when first asked for."""
+        """The answers of all models, from one pass over the data that is made when they are first asked for."""
         missing = {role: model for role, model in self.models.items() if model not in self._logits}
         if missing:
             found = predict(missing, self)

@@ -2,9 +2,10 @@
 
 The amounts are those of CIFAR-C, Tiny-ImageNet-C and ImageNet-C (Hendrycks and Dietterich, "Benchmarking Neural Network
 Robustness to Common Corruptions and Perturbations", ICLR 2019), chosen by the side of the images. All but JPEG are
-tensor operations on the device of the images; JPEG goes through torchvision's encoder and decoder on the CPU.
+tensor operations on the device of the images; JPEG goes through Pillow on the CPU, as in the benchmarks.
 """
 
+import io
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from attnrx.data.decoding import threads
+from attnrx.data.decoding import decode, threads
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 
@@ -101,14 +102,19 @@ def _contrast(images: Tensor, factor: float, _: torch.Generator | None) -> Tenso
 
 def _jpeg(images: Tensor, quality: float, _: torch.Generator | None) -> Tensor:
     """Encodes and decodes every image as JPEG, several at once."""
-    from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg
-
-    mode = ImageReadMode.GRAY if images.shape[1] == 1 else ImageReadMode.RGB
     pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
     with ThreadPoolExecutor(threads()) as pool:
-        encoded = pool.map(lambda image: encode_jpeg(image, quality=int(quality)), pixels)
-        spoilt = pool.map(lambda content: decode_jpeg(content, mode), encoded)
-    return torch.stack([image for image in spoilt if isinstance(image, Tensor)]).to(images.device, images.dtype) / 255
+        spoilt = list(pool.map(lambda image: _through_jpeg(image, int(quality)), pixels))
+    return torch.stack(spoilt).to(images.device, images.dtype) / 255
+
+
+def _through_jpeg(image: Tensor, quality: int) -> Tensor:
+    from PIL import Image
+
+    file = io.BytesIO()
+    plane = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
+    Image.fromarray(plane.numpy()).save(file, format="JPEG", quality=quality)
+    return decode(file.getvalue(), image.shape[0])
 
 
 METHODS: Mapping[str, Callable[[Tensor, float, torch.Generator | None], Tensor]] = {

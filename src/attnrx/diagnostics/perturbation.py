@@ -51,11 +51,15 @@ class PerturbationResponse(Diagnostic):
     def perturb(
         self,
         images: Float[Tensor, "batch channels height width"],
-        draws: Float[Tensor, "batch channels height width"],
+        first: int,
+        seed: int,
         slope: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, "batch channels height width"]:
-        """Gives the perturbed images; `slope` gives the gradient of the loss with respect to images, and only FGSM asks."""
-        direction = draws if self.kind == "gaussian" else slope(images).sign()
+        """Gives the perturbed images, the first of which is image number `first` of the data.
+
+        `slope` gives the gradient of the loss with respect to images; only FGSM asks for it.
+        """
+        direction = noise_like(images, first, seed) if self.kind == "gaussian" else slope(images).sign()
         return images + self.size * direction
 
 
@@ -63,6 +67,17 @@ def response(
     clean: Float[Tensor, "batch heads queries keys"], perturbed: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
     """Gives the Frobenius norm of the change of every attention map (Eq. 33)."""
-    return torch.linalg.matrix_norm(perturbed - clean)
+    return torch.linalg.vector_norm(perturbed - clean, dim=(-2, -1))
 
 
+def noise_like(
+    images: Float[Tensor, "batch channels height width"], first: int, seed: int
+) -> Float[Tensor, "batch channels height width"]:
+    """Draws standard normal noise that depends on the seed and each image's number alone, not on batches or devices."""
+    generator = torch.Generator()
+    draws = []
+    for number in range(first, first + len(images)):
+        state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
+        generator.manual_seed(int(state[0]))
+        draws.append(torch.randn(images.shape[1:], generator=generator, dtype=images.dtype))
+    return torch.stack(draws).to(images.device)

@@ -43,3 +43,9 @@ class WeightMean:
             kept = parameter.detach().clone()
             parameter.copy_(self.tensors[name])
             self.tensors[name].copy_(kept)
+
+    @torch.no_grad()
+    def store_(self) -> None:
+        """Gives the model the mean for good."""
+        for name, parameter in self._live.items():
+            parameter.copy_(self.tensors[name])

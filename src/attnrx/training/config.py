@@ -56,7 +56,9 @@ class TrainingConfig:
         self._require("ema", self.ema is None or 0 < self.ema < 1, "is a decay between 0 and 1, or None")
         self._require("precision", self.precision in PRECISIONS, f"must be one of {', '.join(PRECISIONS)}")
         names = [loss.name for loss in self.losses]
-        self._require("losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds")
+        self._require(
+            "losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds"
+        )
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":

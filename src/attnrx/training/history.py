@@ -15,24 +15,23 @@ class History:
         self.path = folder / "history.jsonl"
         self.records: list[dict[str, Any]] = []
 
-    def restore(self, epochs: int) -> None:
+    def restore(self, epochs: int, write: bool = True) -> None:
         """Reads the first `epochs` records and forgets later ones: they belong to steps that will be made again."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         try:
             self.records = [json.loads(line) for line in lines[:epochs]]
         except json.JSONDecodeError as error:
-            raise CheckpointError(f"{self.path} is damaged ({error}); delete the run's folder and train again.") from error
+            raise CheckpointError(
+                f"{self.path} is damaged ({error}); delete the run's folder and train again."
+            ) from error
         if len(self.records) < epochs:
             raise CheckpointError(
                 f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
                 "Put the file back, or delete the run's folder and train again."
             )
-        self._write()
+        if write:
+            self.write()
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Adds the record of one epoch."""
-        self.records.append(record)
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Puts the records into the file, atomically."""
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -17,7 +17,10 @@ def derived_seed(*parts: int) -> int:
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Asks for deterministic kernels wherever there are some, and leaves the caller's settings and generators as they were."""
-    strict, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     fill = torch.utils.deterministic.fill_uninitialized_memory
     with torch.random.fork_rng():
         try:

@@ -1,0 +1,40 @@
+# `make demo` and `make test` need Python 3.11 or newer and make, nothing else: they create the environment they run in.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DATA ?= digits
+
+.PHONY: demo test setup lint types imports unit clean bench
+
+demo: $(STAMP)  ## The main job, end to end, on an embedded real dataset (DATA=name or path for another)
+	@$(BIN)/attnrx demo --data "$(DATA)"
+
+test: lint types imports unit  ## Everything that CI runs
+
+setup: $(STAMP)  ## The environment: every version pinned and checked by hash
+
+$(STAMP): requirements/constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "attnrx needs Python 3.11 or newer; $(PYTHON) is older. Run: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+imports: $(STAMP)
+	$(BIN)/lint-imports --no-cache
+
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+clean:
+	rm -rf $(VENV) runs build dist

@@ -1,0 +1,73 @@
+"""Accuracy: how many images each model gets right, and what the candidate loses on the same images."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison, Predictions
+from attnrx.checks.statistics import mcnemar, paired_change, proportion
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+
+
+@dataclass(frozen=True)
+class Accuracy(Check):
+    """The paired change of top-1 accuracy, in points, with the accuracy of both models.
+
+    The claim is that the candidate loses at most `most_drop` points. It holds when the whole interval of the change says so, not
+    just its middle: a small set of images cannot show that little is lost. None only reports.
+    """
+
+    name: ClassVar[str] = "accuracy"
+    most_drop: float | None = 1.0
+
+    def __post_init__(self):
+        if self.most_drop is not None and self.most_drop < 0:
+            raise InvalidInput(f"Accuracy(most_drop={self.most_drop}): a drop is given in points and is 0 or more.")
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Counts right answers, image by image."""
+        predictions = comparison.predictions
+        own = [self._of(role, predictions) for role in ("reference", "candidate")]
+        return (*own, self._change(predictions, comparison.seed))
+
+    def _of(self, role: str, predictions: Predictions) -> Finding:
+        correct = int(predictions.correct(role).sum())
+        share = proportion(correct, len(predictions)).scaled(100)
+        return Finding(
+            self.name,
+            f"top-1 accuracy of the {role}",
+            share.value,
+            "%",
+            low=share.low,
+            high=share.high,
+            n=len(predictions),
+            details={"quantity": "accuracy", "model": role, "correct": correct, "interval": "Wilson"},
+        )
+
+    def _change(self, predictions: Predictions, seed: int) -> Finding:
+        before, after = predictions.correct("reference"), predictions.correct("candidate")
+        change = paired_change(before, after, seed).scaled(100)
+        lost, gained = int((before & ~after).sum()), int((~before & after).sum())
+        claim = "change of accuracy, candidate minus reference"
+        if self.most_drop is not None:
+            claim = f"the candidate loses at most {self.most_drop:g} points of accuracy"
+        return Finding(
+            self.name,
+            claim,
+            change.value,
+            "points",
+            limit=None if self.most_drop is None else -self.most_drop,
+            holds=None if self.most_drop is None else change.low >= -self.most_drop,
+            low=change.low,
+            high=change.high,
+            n=len(predictions),
+            seed=seed,
+            details={
+                "quantity": "accuracy change",
+                "lost": lost,
+                "gained": gained,
+                "mcnemar_p": mcnemar(lost, gained),
+                "interval": "paired bootstrap over images",
+            },
+        )

@@ -1,0 +1,71 @@
+"""Costs: parameters and MACs before and after, in closed form and counted."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from attnrx.attention import Eager, using
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison, answer, evaluating
+from attnrx.costs import ModelCosts, count_params, count_product_macs
+from attnrx.evidence import Finding
+from attnrx.models import family_of
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Costs(Check):
+    """What the candidate saves in parameters and MACs, and that the closed forms agree with what is counted on the models.
+
+    Parameters are counted with numel, MACs by torch's counter of operations on the eager backend, which pads nothing.
+    """
+
+    name: ClassVar[str] = "costs"
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Prices both models, then counts."""
+        reference = family_of(comparison.reference).costs(comparison.reference)
+        candidate = family_of(comparison.candidate).costs(comparison.candidate)
+        saving = reference.saving(candidate)
+        batch = next(iter(comparison.data.take(1).batches(1, device=comparison.device)))
+        return (
+            self._saved("parameters", saving.params_share, (reference.params, candidate.params)),
+            self._saved("MACs", saving.macs_share, (reference.macs, candidate.macs)),
+            self._counted("reference", comparison.reference, reference, batch.images),
+            self._counted("candidate", comparison.candidate, candidate, batch.images),
+        )
+
+    def _saved(self, what: str, share: float, amounts: tuple[int, int]) -> Finding:
+        details = {"quantity": what, "reference": amounts[0], "candidate": amounts[1]}
+        return Finding(self.name, f"{what} saved by the candidate", 100 * share, "%", details=details)
+
+    def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
+        params, macs = count_params(model), _counted_macs(model, images)
+        details: dict[str, Any] = {
+            "quantity": "counted costs",
+            "model": role,
+            "params": {"closed_form": closed.params, "counted": params},
+            "macs_of_products": {"closed_form": closed.product_macs, "counted": macs},
+            "parts": closed.to_record()["parts"],
+        }
+        off = abs(params - closed.params) + abs(macs - closed.product_macs)
+        claim = f"parameters and MACs of the {role} are what its closed form says"
+        return Finding(self.name, claim, float(off), "off", limit=0.0, holds=off == 0, n=1, details=details)
+
+
+def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
+    layers = family_of(model).attention(model)
+    with evaluating([model]), using(layers, [Eager()] * len(layers)):
+        return count_product_macs(_Answering(model), images)
+
+
+class _Answering(nn.Module):
+    """A model that takes images of any precision."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return answer(self.model, images)

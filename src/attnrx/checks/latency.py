@@ -1,0 +1,71 @@
+"""Latency and memory: what the candidate is worth on this machine, measured beside the reference in one run."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison
+from attnrx.costs import Conditions, LatencyProtocol, compare_memory
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Latency(Check):
+    """The ratio of forward times, candidate over reference, interleaved, and of peak memory; below 1 is better.
+
+    `batch` images are passed at once. The device is the comparison's; the other conditions are the protocol's. `most_ratio` limits
+    the ratio of times: it holds unless the whole interval lies above it, because a busy machine must not condemn a model.
+    """
+
+    name: ClassVar[str] = "latency"
+    batch: int = 32
+    protocol: LatencyProtocol = LatencyProtocol()
+    most_ratio: float | None = None
+
+    def __post_init__(self):
+        if self.batch < 1 or (self.most_ratio is not None and self.most_ratio <= 0):
+            raise InvalidInput(
+                f"Latency(batch={self.batch}, most_ratio={self.most_ratio}): take at least one image and a positive ratio."
+            )
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Times both models, then measures their memory."""
+        images = _images(comparison, self.batch)
+        conditions = replace(self.protocol.conditions, device=str(comparison.device))
+        return (
+            self._latency(comparison, images, replace(self.protocol, conditions=conditions)),
+            self._memory(comparison, images, conditions),
+        )
+
+    def _latency(self, comparison: Comparison, images: Tensor, protocol: LatencyProtocol) -> Finding:
+        measured = protocol.compare(comparison.candidate, comparison.reference, images)
+        ratio = measured.ratio
+        return Finding(
+            self.name,
+            f"time of a forward pass of {len(images)}, candidate over reference",
+            ratio.value,
+            "x",
+            limit=self.most_ratio,
+            holds=None if self.most_ratio is None else ratio.low <= self.most_ratio,
+            low=ratio.low,
+            high=ratio.high,
+            n=measured.rounds,
+            seed=protocol.seed,
+            details={"quantity": "latency", **asdict(measured)},
+        )
+
+    def _memory(self, comparison: Comparison, images: Tensor, conditions: Conditions) -> Finding:
+        measured = compare_memory(comparison.candidate, comparison.reference, images, conditions)
+        details: dict[str, Any] = {"quantity": "memory", **asdict(measured)}
+        claim = f"peak memory of a forward pass of {len(images)}, candidate over reference"
+        return Finding(self.name, claim, measured.ratio, "x", n=1, details=details)
+
+
+def _images(comparison: Comparison, count: int) -> Float[Tensor, "batch channels height width"]:
+    """Takes the first images, repeated where the data has fewer: time depends on their number, not on what they show."""
+    first = next(iter(comparison.data.batches(min(count, len(comparison.data)), device=comparison.device))).images
+    return first[torch.arange(count, device=first.device) % len(first)]

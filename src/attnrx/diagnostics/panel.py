@@ -1,0 +1,81 @@
+"""A panel of diagnostics that watch the same pass: each is shown what it wants, and all are read together."""
+
+from dataclasses import replace
+
+import torch
+
+from attnrx.diagnostics.diagnostic import Diagnostic
+from attnrx.diagnostics.perturbation import PerturbationResponse
+from attnrx.errors import InvalidInput
+from attnrx.observation import Observation
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+
+
+class Panel:
+    """The accumulators of all diagnostics, for layers with these spectra.
+
+    `perturbation` is the diagnostic that wants paired batches, if there is one; there can be only one, because two would give
+    readings of the same name.
+    """
+
+    def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
+        kinds = [type(diagnostic) for diagnostic in diagnostics]
+        twice = sorted({kind.__name__ for kind in kinds if kinds.count(kind) > 1})
+        if not diagnostics or twice:
+            found = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
+            raise InvalidInput(f"a diagnosis with {found}: choose at least one, and each kind once.")
+        paired = [each for each in diagnostics if isinstance(each, PerturbationResponse)]
+        self.perturbation = paired[0] if paired else None
+        self._paired = [each.start(spectra) for each in paired]
+        self._plain = [each.start(spectra) for each in diagnostics if each is not self.perturbation]
+        for layer, spectrum in enumerate(spectra):
+            if not spectrum.heads:  # it will never compute anything to observe, and its readings are empty
+                self.observe_pairs(layer, _nothing(spectrum))
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Shows an ordinary batch."""
+        _require_finite(layer, observation)
+        for accumulator in self._plain:
+            accumulator.observe(layer, observation)
+
+    def observe_pairs(self, layer: int, observation: Observation) -> None:
+        """Shows a batch whose second half are the images of the first half, perturbed."""
+        self.observe(layer, _first_half(observation))
+        for accumulator in self._paired:
+            accumulator.observe(layer, observation)
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        """Gives the readings of all diagnostics, one dictionary per layer."""
+        every = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
+        return [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
+
+
+def _first_half(observation: Observation) -> Observation:
+    half = observation.query.shape[0] // 2
+    return replace(
+        observation,
+        query=observation.query[:half],
+        key=observation.key[:half],
+        scores=observation.scores[:half],
+        attention=observation.attention[:half],
+        value=observation.value[:half],
+        output=observation.output[:half],
+    )
+
+
+def _require_finite(layer: int, observation: Observation) -> None:
+    # One number that NaN and infinity anywhere in the layer's attention end up in, at a tenth of the cost of looking.
+    if not bool(torch.isfinite(observation.output.float().sum())):
+        raise InvalidInput(
+            f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or the numbers left "
+            "the range of their precision. Check the data, or diagnose the model in float32."
+        )
+
+
+def _nothing(spectrum: Spectrum) -> Observation:
+    """What a layer without heads computes for a pair of images of one token."""
+    rows = torch.zeros(2, 1, 0, spectrum.strength.shape[1])
+    maps, values = torch.zeros(2, 0, 1, 1), torch.zeros(2, 0, 1, 1)
+    strength, readout = torch.zeros(0, rows.shape[-1]), torch.zeros(0, 1, 1)
+    return Observation(rows, rows, strength, spectrum.scale, maps, maps, values, values, readout)

@@ -1,0 +1,101 @@
+"""Redundancy: which heads of a layer have the same spectrum, and which say the same thing.
+
+Similar spectra alone do not make two heads equal, since their projections differ; the similarity of what they output must
+accompany them (Section 3.7).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.observation import Observation
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class Redundancy(Diagnostic):
+    """Reads spectral_redundancy (Eq. 43) and output_similarity, both [heads, heads], symmetric, with ones on the diagonal.
+
+    A head without energy, or one that adds the same to every token of every image, is similar to none, not even itself: its
+    row is zero.
+    """
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Keeps the second moment of the concatenated head outputs of each layer."""
+        return _Outputs(spectra)
+
+
+class _Outputs(Accumulator):
+    def __init__(self, spectra: tuple[Spectrum, ...]):
+        self.spectra = spectra
+        self.moments = [CentredMoment() for _ in spectra]
+        self.readouts: dict[int, Tensor] = {}
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        self.readouts[layer] = observation.readout
+        self.moments[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        return [
+            {
+                "spectral_redundancy": spectral_redundancy(spectrum.strength, spectrum.used),
+                "output_similarity": output_similarity(moment.value, self.readouts[layer].double()).cpu(),
+            }
+            for layer, (spectrum, moment) in enumerate(zip(self.spectra, self.moments, strict=True))
+        ]
+
+
+class CentredMoment:
+    """The sum over rows of (x - mean) (x - mean)^T, of rows that arrive in batches.
+
+    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64. The
+    sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
+    """
+
+    def __init__(self):
+        self.rows = 0
+        self.mean = torch.zeros(())
+        self.value = torch.zeros(())
+
+    def add(self, rows: Float[Tensor, "rows features"]) -> None:
+        """Takes in one batch of rows."""
+        count = rows.shape[0]
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        mean = rows.mean(0)
+        centred = rows - mean
+        step = mean.double() - self.mean.to(mean.device)
+        between = self.rows * count / (self.rows + count) * torch.outer(step, step)
+        self.value = self.value.to(mean.device) + (centred.T @ centred).double() + between
+        self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
+        self.rows += count
+
+
+def spectral_redundancy(
+    strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"] | None = None
+) -> Float[Tensor, "heads heads"]:
+    """Gives the cosine between the |strength| of every two heads (Eq. 43), in [0, 1]."""
+    magnitude = strength.abs() if used is None else strength.abs() * used
+    return _cosines(magnitude @ magnitude.T)
+
+
+def output_similarity(
+    moment: Float[Tensor, "features features"], readout: Float[Tensor, "heads head_dim width"]
+) -> Float[Tensor, "heads heads"]:
+    """Gives the cosine between what every two heads add to the residual stream, in [-1, 1].
+
+    Head h adds output_h @ readout_h to each token. What it adds everywhere, its mean over all tokens of all images, is left
+    out: it is a bias. `moment` is the centred second moment of the concatenated outputs, so nothing of the width of the
+    residual stream is ever formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
+    """
+    heads, head_dim, _ = readout.shape
+    blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)
+    readouts = torch.einsum("gdw,hew->ghde", readout, readout)
+    return _cosines((blocks * readouts).sum((-2, -1)))
+
+
+def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads heads"]:
+    norms = products.diagonal().clamp(min=0).sqrt()
+    inverse = torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
+    return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can leave the interval

@@ -1,0 +1,39 @@
+"""The evidence: every claim with its value, its limit and whether it holds, grouped by the check that made it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.evidence import Finding
+from attnrx.reports.content import ReportContent
+from attnrx.reports.numbers import interval, number, plain, quantity
+from attnrx.reports.sections.section import Section
+
+RESULT = {True: "holds", False: "fails", None: "reported"}
+
+
+def findings(content: ReportContent) -> Section | None:
+    """Gives the evidence table; within a check the order of the findings is kept."""
+    if content.evidence is None:
+        return None
+    checks = dict.fromkeys(finding.check for finding in content.evidence.findings)
+    groups = [(check.replace("_", " "), [row(finding) for finding in content.evidence.of(check)]) for check in checks]
+    return Section("evidence", "Evidence", {"groups": groups})
+
+
+def row(finding: Finding) -> dict[str, Any]:
+    """Sets one finding as the cells of a table."""
+    return {
+        "result": RESULT[finding.holds],
+        "claim": finding.claim,
+        "value": quantity(finding.value, finding.unit, finding.low, finding.high),
+        "limit": "" if finding.limit is None else quantity(finding.limit, finding.unit),
+        "interval": interval(finding.low, finding.high, finding.unit),
+        "n": "" if finding.n is None else number(finding.n),
+        "seed": "" if finding.seed is None else str(finding.seed),
+        "details": described(finding.details),
+    }
+
+
+def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Sets a free record as pairs of words."""
+    return [(str(key).replace("_", " "), plain(value)) for key, value in record.items()]

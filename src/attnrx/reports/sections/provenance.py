@@ -1,0 +1,21 @@
+"""Provenance: what every part of the report was made from, as it was recorded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.reports.content import ReportContent
+from attnrx.reports.sections.findings import described
+from attnrx.reports.sections.section import Section
+
+
+def provenance(content: ReportContent) -> Section | None:
+    """Gives the records that came with the parts, one table each."""
+    parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
+    if content.diagnosis is not None:
+        parts["the diagnosis"] = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
+    if content.prescription is not None:
+        parts["the prescription"] = {"fingerprint": content.prescription.fingerprint, **content.prescription.about}
+    if content.evidence is not None:
+        parts["the evidence"] = content.evidence.about
+    records = [(name, described(record)) for name, record in parts.items() if record]
+    return Section("provenance", "Provenance", {"records": records}) if records else None

@@ -1,0 +1,24 @@
+"""What a section is: a name, a heading, and the data that the template of that name sets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page; `name` is its anchor and the file name of its template."""
+
+    name: str
+    title: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture with its heading and its caption; `note` stands beside the heading."""
+
+    picture: str
+    title: str
+    note: str = ""
+    caption: str = ""

@@ -1,0 +1,55 @@
+"""What was prescribed, and why: the rule, the data it decided on, and one reason per head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.prescription import LayerPrescription
+from attnrx.reports.content import ReportContent
+from attnrx.reports.numbers import number, percent, plain
+from attnrx.reports.sections.section import Section
+
+
+def treatment(content: ReportContent) -> Section | None:
+    """Gives the prescription head by head."""
+    prescription = content.prescription
+    if prescription is None:
+        return None
+    names = original_heads(content)
+    data = {
+        "rule": describe_rule(prescription.rule),
+        "removed": percent(prescription.removed_share),
+        "fingerprint": prescription.fingerprint,
+        "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
+    }
+    return Section("prescription", "Prescription", data)
+
+
+def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
+    """Gives, for every layer, which head of the original model each row is; the diagnosis knows, a prescription alone does not."""
+    if content.diagnosis is not None:
+        return [layer.spectrum.heads for layer in content.diagnosis.layers]
+    layers = content.prescription.layers if content.prescription is not None else ()
+    return [tuple(range(layer.keep.shape[0])) for layer in layers]
+
+
+def describe_rule(rule: Mapping[str, Any]) -> str:
+    """Writes a rule as it would be built, EnergyRetention(rho=0.9)."""
+    knobs = ", ".join(f"{name}={_knob(value)}" for name, value in rule.items() if name != "type")
+    return f"{rule.get('type', 'rule')}({knobs})"
+
+
+def _knob(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = value.get("tuple")
+        return describe_rule(value) if inside is None else f"({', '.join(_knob(item) for item in inside)})"
+    return plain(value)
+
+
+def _layer(index: int, layer: LayerPrescription, names: tuple[int, ...]) -> dict[str, Any]:
+    of = layer.keep.shape[1]
+    rows = [
+        {"head": head, "keeps": number(rank), "stays": bool(stays), "why": why}
+        for head, rank, stays, why in zip(names, layer.ranks, layer.heads, layer.reasons, strict=True)
+    ]
+    removed = 1 - sum(layer.ranks) / layer.keep.numel() if layer.keep.numel() else None
+    return {"index": index, "of": of, "rows": rows, "removed": percent(removed), "ranks": plain(list(layer.ranks), 16)}

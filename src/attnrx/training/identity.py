@@ -1,0 +1,50 @@
+"""What makes a run this run, so that a checkpoint is never continued as another one."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.config import to_dict
+from attnrx.data.splits import Splits
+from attnrx.errors import CheckpointError
+from attnrx.models import family_of
+from attnrx.training.config import TrainingConfig
+
+HARMLESS = {"config.checkpoint_every"}  # may change between the parts of one run
+
+
+def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[str, Any]:
+    """Describes the model, the data and the config of a run as JSON-ready values."""
+    return {
+        "config": to_dict(config),
+        "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
+        "model": family_of(model).describe(model),
+    }
+
+
+def require_same(saved: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+    """Refuses to continue a run as a different one, listing what differs."""
+    before, now = dict(_flat(saved)), dict(_flat(asked))
+    differing = [
+        f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in HARMLESS
+    ]
+    if differing:
+        shown = "; ".join(differing[:8]) + (f"; and {len(differing) - 8} more" if len(differing) > 8 else "")
+        raise CheckpointError(
+            f"{folder} holds another run: {shown}. Train with the same settings to resume it, or choose another folder."
+        )
+
+
+def _flat(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(record, Mapping):
+        for key, value in record.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(record, list | tuple):
+        for index, value in enumerate(record):
+            yield from _flat(value, f"{prefix}.{index}")
+    else:
+        yield prefix, record

@@ -1,0 +1,89 @@
+"""From a model, data and a config to something that can make steps."""
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
+from torch import nn
+
+from attnrx.data.normalization import Normalization
+from attnrx.data.splits import Splits
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import family_of
+from attnrx.training.averaging import WeightMean
+from attnrx.training.config import TrainingConfig
+from attnrx.training.meter import Meter
+from attnrx.training.optimization import build_optimizer, strengths_of
+from attnrx.training.stepping import Learner, Schedule
+
+NEVER = 2**62  # a step that no run reaches
+ONE_COPY = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+
+
+def require_fit(model: nn.Module, splits: Splits) -> Splits:
+    """Gives the data on the scale the model reads, or says why the two do not belong together."""
+    family = family_of(model)
+    shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
+    if shape != found:
+        raise InvalidInput(
+            f"the model reads images of {shape} (channels, height, width) and {splits.name} has {found}; "
+            "load the data with the model's image_size, or build the model for this data."
+        )
+    with torch.no_grad():
+        parameter = next(model.parameters())
+        classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
+    if classes != len(splits.class_names):
+        raise InvalidInput(
+            f"the model answers with {classes} classes and {splits.name} has {len(splits.class_names)}; "
+            "build the model for this data."
+        )
+    normalization = Normalization(*family.normalization(model))
+    return splits if normalization == splits.normalization else splits.renormalized(normalization)
+
+
+def prepare(model: nn.Module, splits: Splits, config: TrainingConfig) -> Learner:
+    """Moves the model to its device and puts the optimizer, the running mean and the processes around it."""
+    schedule = Schedule.of(config, len(splits.train))
+    if not schedule.steps_per_epoch:
+        raise InvalidInput(
+            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
+            "take a smaller one."
+        )
+    if config.strength_init is not None:
+        set_strength_(model, config.strength_init)
+    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
+    unused = any(not parameter.numel() for parameter in model.parameters())
+    # Precision is ours to decide, so that a run does not depend on how it was launched.
+    accelerator = Accelerator(
+        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)]
+    )
+    if accelerator.distributed_type not in ONE_COPY:
+        raise NotSupported(
+            f"training over {accelerator.distributed_type.value} shards the weights, which attnrx does not save; "
+            "launch plain data parallel processes."
+        )
+    model.to(accelerator.device).requires_grad_(True)
+    if config.compile:
+        model.compile()
+    wrapped = accelerator.prepare_model(model)
+    names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
+    return Learner(
+        model=model,
+        wrapped=wrapped,
+        optimizer=build_optimizer(model, config),
+        mean=None if config.ema is None else WeightMean(model, config.ema),
+        meter=Meter(names, accelerator.device),
+        accelerator=accelerator,
+        config=config,
+        schedule=schedule,
+        first_bad=torch.tensor(NEVER, device=accelerator.device),
+    )
+
+
+@torch.no_grad()
+def set_strength_(model: nn.Module, value: float) -> None:
+    """Sets every strength of the model."""
+    strengths = strengths_of(model)
+    if not strengths:
+        raise NotSupported("strength_init was given, but this model has no learned strengths; leave it out.")
+    for strength in strengths:
+        strength.fill_(value)
