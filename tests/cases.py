@@ -5,8 +5,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
 from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_, model_fingerprint
 from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.rules import (
+    ContributionEnergy,
+    EffectiveRank,
+    EnergyRetention,
+    LargestMatched,
+    NormClip,
+    RandomMatched,
+    RemoveHeads,
+    Rule,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    UniformHeads,
+    UniformMatched,
+)
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
 
@@ -20,6 +36,33 @@ CONFIGS: dict[str, ViTConfig] = {
 }
 
 NORMS = ("renormalized", "exact", "refit")
+
+# name -> rule with knobs that bite on strengths of about one.
+RULES: dict[str, Rule] = {
+    "threshold": Threshold(0.6),
+    "energy_retention": EnergyRetention(0.8),
+    "energy_retention-all": EnergyRetention(1.0),
+    "effective_rank": EffectiveRank(),
+    "top_rank": TopRank(2),
+    "top_rank-none": TopRank(0),
+    "contribution_energy": ContributionEnergy(0.8),
+    "shrinkage": Shrinkage(0.4),
+    "norm_clip": NormClip(0.7),
+    "uniform_heads": UniformHeads(0.2),
+    "remove_heads": RemoveHeads(spectral=0.9, output=0.9),
+    "random_matched": RandomMatched(EnergyRetention(0.8), seed=3),
+    "largest_matched": LargestMatched(EnergyRetention(0.8)),
+    "uniform_matched": UniformMatched(EnergyRetention(0.8)),
+    "both": EnergyRetention(0.9) & RemoveHeads(spectral=0.9, output=0.9),
+    "either": (Shrinkage(0.3) & TopRank(3)) | UniformHeads(0.2),
+}
+
+# name -> loss; Distillation needs a saved teacher, which its own test makes.
+LOSSES: dict[str, Loss] = {
+    "task": Task(label_smoothing=0.1),
+    "target_rank": TargetRank(2.0, weight=0.1),
+    "perturbation_robustness": PerturbationRobustness(0.2, weight=0.5),
+}
 
 
 def model(config: ViTConfig, seed: int = 0, spread: float = 1.0) -> VisionTransformer:

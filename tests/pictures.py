@@ -1,6 +1,7 @@
-"""Tiny datasets in every storage format, made on the spot: flat colours, so that a picture tells its class and number."""
+"""Tiny datasets in every storage format, made on the spot; a flat colour tells the class and number of a picture."""
 
 import io
+import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,11 +51,8 @@ def write_parquet(path: Path, content: list[dict], names: Sequence[str] | None =
 
     table = pa.Table.from_pylist(content)
     if names is not None:
-        from datasets import ClassLabel, Features
-
-        features = Features.from_arrow_schema(table.schema)
-        features["label"] = ClassLabel(names=list(names))
-        table = table.cast(features.arrow_schema)
+        features = {"image": {"_type": "Image"}, "label": {"names": list(names), "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=7)
     return path

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pictures import encoded
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as reference
 
@@ -136,7 +135,7 @@ def test_decoding_keeps_lossless_pixels() -> None:
 
 
 def test_sixteen_bits_become_eight() -> None:
-    deep = Image.fromarray((np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024))
+    deep = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024)
     for channels in (1, 3):
         found = decode(saved(deep, "png"), channels)
         assert found.shape == (channels, 8, 8)
@@ -148,6 +147,6 @@ def test_sixteen_bits_become_eight() -> None:
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_a_truncated_image_is_no_image(kind: str, share: float) -> None:
-    content = encoded(1, 7, (32, 32), kind)
+    content = saved(Image.fromarray(noise(32, 32, 3).numpy()), kind)
     with pytest.raises(ValueError, match=r"."):
         decode(content[: int(share * len(content))], 3)

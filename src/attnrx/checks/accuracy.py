@@ -14,8 +14,8 @@ from attnrx.evidence import Finding
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    The claim is that the candidate loses at most `most_drop` points. It holds when the whole interval of the change says so, not
-    just its middle: a small set of images cannot show that little is lost. None only reports.
+    The claim is that the candidate loses at most `most_drop` points. It holds when the whole interval of the change
+    says so, not just its middle: a small set of images cannot show that little is lost. None only reports.
     """
 
     name: ClassVar[str] = "accuracy"
@@ -33,7 +33,7 @@ class Accuracy(Check):
 
     def _of(self, role: str, predictions: Predictions) -> Finding:
         correct = int(predictions.correct(role).sum())
-        share = proportion(correct, len(predictions)).scaled(100)
+        share = proportion(correct, len(predictions)).scaled(100.0)
         return Finding(
             self.name,
             f"top-1 accuracy of the {role}",
@@ -47,7 +47,7 @@ class Accuracy(Check):
 
     def _change(self, predictions: Predictions, seed: int) -> Finding:
         before, after = predictions.correct("reference"), predictions.correct("candidate")
-        change = paired_change(before, after, seed).scaled(100)
+        change = paired_change(before, after, seed).scaled(100.0)
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
         claim = "change of accuracy, candidate minus reference"
         if self.most_drop is not None:

@@ -17,9 +17,9 @@ from attnrx.shapes import Float, Tensor
 class Calibration(Check):
     """The expected calibration error (ECE) of both models and its paired change, in points.
 
-    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The estimate of an ECE is
-    never below zero and so too large on few images; most of that cancels in the change. `most_rise` limits the change, in
-    points, and is only reported when None.
+    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The estimate of
+    an ECE is never below zero and so too large on few images; most of that cancels in the change. `most_rise` limits
+    the change, in points, and is only reported when None.
     """
 
     name: ClassVar[str] = "calibration"
@@ -29,7 +29,8 @@ class Calibration(Check):
     def __post_init__(self):
         if self.bins < 1 or (self.most_rise is not None and self.most_rise < 0):
             raise InvalidInput(
-                f"Calibration(bins={self.bins}, most_rise={self.most_rise}): take at least one bin and a limit of 0 or more."
+                f"Calibration(bins={self.bins}, most_rise={self.most_rise}): take at least one bin, and a limit of "
+                "0 or more, or None."
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

@@ -1,17 +1,19 @@
 """The contract of a check: a comparison in, findings out."""
 
 from abc import ABC, abstractmethod
+from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
 from attnrx.checks.comparison import Comparison
+from attnrx.config import to_dict
 from attnrx.evidence import Finding
 
 
 class Check(ABC):
     """One kind of evidence. Every check is a final frozen dataclass whose fields are its knobs.
 
-    The claim of a finding never holds a measured number, so the same claim can be followed over several runs; the short name of
-    what was measured stands in `details["quantity"]`.
+    The claim of a finding never holds a measured number, so the same claim can be followed over several runs; the
+    short name of what was measured stands in `details["quantity"]`.
     """
 
     name: ClassVar[str]
@@ -22,5 +24,11 @@ class Check(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The name and the knobs, for the record; models and functions among the fields are left out."""
-        plain = {name: knob for name, knob in vars(self).items() if isinstance(knob, bool | int | float | str | tuple)}
-        return {"check": self.name, **plain}
+        knobs = {name: _plain(knob) for name, knob in vars(self).items()}
+        return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
+
+
+def _plain(knob: Any) -> Any:
+    if is_dataclass(knob):
+        return to_dict(knob)
+    return knob if isinstance(knob, bool | int | float | str | tuple) else None

@@ -37,8 +37,9 @@ class Predictions:
 class Comparison:
     """A candidate and its reference on one set of images.
 
-    `masked` is the reference with the prescription realized as zeros, `prescription` and `diagnosis` are those the candidate was
-    made from; each is needed by some findings only. The models lie on `device`; `seed` feeds every random draw of the checks.
+    `masked` is the reference with the prescription realized as zeros, `prescription` and `diagnosis` are those the
+    candidate was made from; each is needed by some findings only. The models lie on `device`; `seed` feeds every
+    random draw of the checks.
     """
 
     candidate: nn.Module
@@ -56,7 +57,7 @@ class Comparison:
     def __post_init__(self):
         if self.batch_size < 1 or self.seed < 0:
             raise InvalidInput(
-                f"batch_size={self.batch_size}, seed={self.seed}: take at least one image at once and a seed of 0 or more."
+                f"batch_size={self.batch_size}, seed={self.seed}: give at least one image and a seed of 0 or more."
             )
         if len(self.data) == 0:
             raise DataError("the data to verify on is empty; give at least one labelled image.")

@@ -16,7 +16,7 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Costs(Check):
-    """What the candidate saves in parameters and MACs, and that the closed forms agree with what is counted on the models.
+    """What the candidate saves in parameters and MACs, and that the closed forms are what is counted on the models.
 
     Parameters are counted with numel, MACs by torch's counter of operations on the eager backend, which pads nothing.
     """
@@ -51,7 +51,7 @@ class Costs(Check):
         }
         off = abs(params - closed.params) + abs(macs - closed.product_macs)
         claim = f"parameters and MACs of the {role} are what its closed form says"
-        return Finding(self.name, claim, float(off), "off", limit=0.0, holds=off == 0, n=1, details=details)
+        return Finding(self.name, claim, float(off), "difference", limit=0.0, holds=off == 0, n=1, details=details)
 
 
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:

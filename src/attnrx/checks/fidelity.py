@@ -35,12 +35,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Fidelity(Check):
-    """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of up to three pairs of models.
+    """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of the models in pairs.
 
-    The paper compares the compressed model with the masked one; that alone says nothing about the original, so masked and candidate
-    are compared with the reference too. `masked` stands in for the comparison's own masked model. `most_discrepancy` (a share)
-    and `least_agreement` (in %) are limits for the candidate against the reference, `most_from_masked` is one for the discrepancy
-    of the candidate from the masked model, e.g. 1e-5 where the compression is meant to be exact.
+    The paper compares the compressed model with the masked one; that alone says nothing about the original, so masked
+    and candidate are compared with the reference too. `masked` stands in for the comparison's own masked model.
+    `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference,
+    `most_from_masked` is one for the discrepancy of the candidate from the masked model, e.g. 1e-5 where the
+    compression is meant to be exact.
     """
 
     name: ClassVar[str] = "fidelity"
@@ -133,7 +134,7 @@ def _discrepancy(pair: Pair, predictions: Predictions, comparison: Comparison) -
 
 def _agreement(pair: Pair, predictions: Predictions) -> Finding:
     agreeing = int((predictions.classes(pair.base) == predictions.classes(pair.other)).sum())
-    share = proportion(agreeing, len(predictions)).scaled(100)
+    share = proportion(agreeing, len(predictions)).scaled(100.0)
     return Finding(
         Fidelity.name,
         f"prediction agreement, {pair.title}",

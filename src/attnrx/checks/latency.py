@@ -1,13 +1,13 @@
 """Latency and memory: what the candidate is worth on this machine, measured beside the reference in one run."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.costs import Conditions, LatencyProtocol, compare_memory
+from attnrx.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Float, Tensor
@@ -17,19 +17,20 @@ from attnrx.shapes import Float, Tensor
 class Latency(Check):
     """The ratio of forward times, candidate over reference, interleaved, and of peak memory; below 1 is better.
 
-    `batch` images are passed at once. The device is the comparison's; the other conditions are the protocol's. `most_ratio` limits
-    the ratio of times: it holds unless the whole interval lies above it, because a busy machine must not condemn a model.
+    `batch` images are passed at once. The device is the comparison's; the other conditions are the protocol's.
+    `most_ratio` limits the ratio of times: it holds unless the whole interval lies above it, because a busy machine
+    must not condemn a model.
     """
 
     name: ClassVar[str] = "latency"
     batch: int = 32
-    protocol: LatencyProtocol = LatencyProtocol()
+    protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
     most_ratio: float | None = None
 
     def __post_init__(self):
         if self.batch < 1 or (self.most_ratio is not None and self.most_ratio <= 0):
             raise InvalidInput(
-                f"Latency(batch={self.batch}, most_ratio={self.most_ratio}): take at least one image and a positive ratio."
+                f"Latency(batch={self.batch}, most_ratio={self.most_ratio}): give an image and a ratio above 0."
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -42,7 +43,7 @@ class Latency(Check):
         )
 
     def _latency(self, comparison: Comparison, images: Tensor, protocol: LatencyProtocol) -> Finding:
-        measured = protocol.compare(comparison.candidate, comparison.reference, images)
+        measured = compare_latency(comparison.candidate, comparison.reference, images, protocol)
         ratio = measured.ratio
         return Finding(
             self.name,
@@ -66,6 +67,6 @@ class Latency(Check):
 
 
 def _images(comparison: Comparison, count: int) -> Float[Tensor, "batch channels height width"]:
-    """Takes the first images, repeated where the data has fewer: time depends on their number, not on what they show."""
+    """Takes the first images, repeated where there are fewer: time depends on their number, not on what they show."""
     first = next(iter(comparison.data.batches(min(count, len(comparison.data)), device=comparison.device))).images
     return first[torch.arange(count, device=first.device) % len(first)]

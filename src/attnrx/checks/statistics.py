@@ -48,9 +48,9 @@ def proportion(successes: int, n: int) -> Estimate:
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
     """Gives the change of a share, after minus before, with a bootstrap interval over images.
 
-    An image changes by -1, 0 or +1, so resampling images is drawing from a trinomial, exactly. Half an image of loss, half
-    of gain and one without change are added to its weights (Agresti and Min, 2005): that a small set shows no change at
-    all must not pass for certainty.
+    An image changes by -1, 0 or +1, so resampling images is drawing from a trinomial, exactly. Half an image of loss,
+    half of gain and one without change are added to its weights (Agresti and Min, 2005): that a small set shows no
+    change at all must not pass for certainty.
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
@@ -80,7 +80,9 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
     for start in range(0, DRAWS, chunk):
         rows = min(chunk, DRAWS - start)
         drawn = torch.randint(n, (rows, n), generator=generator)
-        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, torch.ones(1).double().expand(rows, n))
+        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(
+            1, drawn, torch.ones(1).double().expand(rows, n)
+        )
         means.append(counts @ values / n)
     return torch.cat(means)
 
@@ -97,11 +99,22 @@ def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
     return estimate(float(values.double().mean()), resampled_means(values[:, None], seed)[:, 0])
 
 
+def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
+    """Gives the mean of changes in [-1, 1], as `paired_change` does where an image may change by parts.
+
+    Two images of plus and minus the square root of a half weigh as much in the variance as what is added there.
+    """
+    imagined = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
+    samples = resampled_means(torch.cat([changes.double(), imagined])[:, None], seed)[:, 0]
+    return estimate(float(changes.double().mean()), samples)
+
+
 def student_quantile(probability: float, degrees: int) -> float:
     """Gives the quantile of Student's t with a whole number of degrees of freedom, for a probability in [0.5, 1)."""
     if not 0.5 <= probability < 1 or degrees < 1:
         raise InvalidInput(
-            f"student_quantile({probability}, {degrees}): the probability must lie in [0.5, 1), the degrees be 1 or more."
+            f"student_quantile({probability}, {degrees}): the probability must lie in [0.5, 1), and the degrees be "
+            "1 or more."
         )
     low, high = 0.0, math.pi / 2
     # t = sqrt(degrees) tan(angle), and the angle lies in a bounded range: bisect there.

@@ -35,7 +35,7 @@ class Conditions:
             raise InvalidInput(f"precision={self.precision!r}: choose from {', '.join(PRECISIONS)}.")
         if self.threads is not None and self.threads < 1:
             raise InvalidInput(f"threads={self.threads}: give at least one, or None to leave the number as it is.")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+        if self.on_cuda and not torch.cuda.is_available():
             raise InvalidInput(f"device={self.device!r}: torch sees no CUDA device here; measure on the CPU.")
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -62,6 +62,11 @@ class Conditions:
                 yield
         finally:
             torch.set_num_threads(before)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return torch.device(self.device).type == "cuda"
 
     @property
     def hardware(self) -> str:

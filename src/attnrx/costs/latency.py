@@ -30,6 +30,7 @@ class LatencyComparison:
     batch: int
     image_shape: tuple[int, ...]
     rounds: int
+    clock: str
     conditions: Conditions
     threads: int
     hardware: str
@@ -38,11 +39,16 @@ class LatencyComparison:
 
 @dataclass(frozen=True)
 class LatencyProtocol:
-    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count."""
+    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
+
+    `clock` is "wall", "cpu" (the computing time of the process, for machines that are not idle) or "cuda" (events of
+    the stream); None takes "cuda" on a CUDA device and "wall" elsewhere.
+    """
 
     conditions: Conditions = field(default_factory=Conditions)
     rounds: int = 30
     warmup: int = 5
+    clock: str | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -69,7 +75,8 @@ def compare_latency(
         own: Callable[[], object] = partial(conditions.place(candidate), batch)
         other: Callable[[], object] = partial(conditions.place(reference), batch)
         runs = {"candidate": own, "reference": other}
-        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, device=conditions.device)
+        clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
+        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
         return LatencyComparison(
             candidate=Timing.of(seconds["candidate"]),
             reference=Timing.of(seconds["reference"]),
@@ -79,6 +86,7 @@ def compare_latency(
             batch=len(images),
             image_shape=tuple(images.shape[1:]),
             rounds=protocol.rounds,
+            clock=clock,
             conditions=conditions,
             threads=torch.get_num_threads(),
             hardware=conditions.hardware,

@@ -67,8 +67,7 @@ def compare_memory(
 def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory:
     run = partial(conditions.place(model), batch)
     run()  # the first pass also fills caches and compiles
-    on_cuda = torch.device(conditions.device).type == "cuda"
-    activations = _cuda_peak(run, conditions.device) if on_cuda else profiled(run).peak_bytes
+    activations = _cuda_peak(run, conditions.device) if conditions.on_cuda else profiled(run).peak_bytes
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)
 

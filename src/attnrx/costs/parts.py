@@ -115,10 +115,10 @@ class ModelCosts:
 
     def saving(self, smaller: "ModelCosts") -> Saving:
         """What `smaller` saves of this model; negative where it costs more."""
-        return self._saving(self.params - smaller.params, self.macs - smaller.macs)
+        return self._saving(float(self.params - smaller.params), float(self.macs - smaller.macs))
 
     def saving_without(self, share: float) -> Saving:
-        """What removing this share of the directions saves: the same share in every layer, at least one left in each head.
+        """What removing this share of the directions saves: the same share in every layer, no head left without any.
 
         The saving is linear in the directions, so the share may be a mean over several models.
         """

@@ -8,7 +8,7 @@ from itertools import accumulate
 from torch.profiler import ProfilerActivity, profile
 
 MEMORY_EVENT = "[memory]"
-DISPATCHER = "aten::scaled_dot_product_attention"  # it chooses the kernel and is none itself
+KERNEL_PREFIX = "aten::_scaled_dot_product_"
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,11 @@ class Profile:
     @property
     def attention_kernel(self) -> str:
         """The kernel that scaled_dot_product_attention chose, or that the softmax is written out."""
-        prefix = "aten::_scaled_dot_product_"
-        chosen = sorted(name.removeprefix(prefix) for name in self.operations if name.startswith(prefix))
+        kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
+        chosen = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
         if chosen:
             return " + ".join(chosen)
-        softmax = any("softmax" in name for name in self.operations)
-        return "fused by other means" if DISPATCHER in self.operations else "written out" if softmax else "none"
+        return "written out" if any("softmax" in name for name in self.operations) else "not seen"
 
 
 def profiled(run: Callable[[], object]) -> Profile:

@@ -4,10 +4,11 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 
 DRAWS = 2000
@@ -45,17 +46,18 @@ class Ratio:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, device: str = "cpu"
+    runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, clock: str = "wall"
 ) -> dict[str, Float[Tensor, "runs"]]:
     """Times every run once a round and gives the seconds by name.
 
-    Every second round goes backwards, so that none always runs in the wake of another. On CUDA the time is between
-    two events of the stream; elsewhere it is the wall clock. Garbage is collected before the rounds, not during
-    them.
+    `clock` is one of CLOCKS. Every second round goes backwards, so that none always runs in the wake of another.
+    Garbage is collected before the rounds, not during them.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
-    clock = _cuda_seconds if torch.device(device).type == "cuda" else _wall_seconds
+    if clock not in CLOCKS:
+        raise UnknownName("clock", clock, CLOCKS)
+    measure = CLOCKS[clock]
     for _ in range(warmup):
         for run in runs.values():
             run()
@@ -67,7 +69,7 @@ def interleave(
     try:
         for _ in range(rounds):
             for name, run in order:
-                seconds[name].append(clock(run))
+                seconds[name].append(measure(run))
             order.reverse()
     finally:
         if collecting:
@@ -75,10 +77,10 @@ def interleave(
     return {name: torch.tensor(times, dtype=torch.float64) for name, times in seconds.items()}
 
 
-def _wall_seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _elapsed(now: Callable[[], float], run: Callable[[], object]) -> float:
+    start = now()
     run()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _cuda_seconds(run: Callable[[], object]) -> float:
@@ -94,3 +96,12 @@ def _cuda_seconds(run: Callable[[], object]) -> float:
 def _medians(rows: Float[Tensor, "draws runs"]) -> Float[Tensor, "draws"]:
     # Not torch.median, which takes the lower of the two middle values.
     return torch.quantile(rows, 0.5, dim=-1)
+
+
+# "cpu" is the time that the process computed, on all its threads: on one thread it hardly depends on what else the
+# machine does; on several it counts the waiting of each, so there only "wall" says how long a user waits.
+CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
+    "wall": partial(_elapsed, time.perf_counter),
+    "cpu": partial(_elapsed, time.process_time),
+    "cuda": _cuda_seconds,
+}

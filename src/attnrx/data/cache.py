@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def store(path: Path, decoded: Decoded) -> None:
         write_tensors(path, tensors)
         write_json(path.with_suffix(".json"), about)
     except CheckpointError:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def fetch(path: Path) -> Decoded | None:

@@ -57,8 +57,8 @@ def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UIn
                 return grey.expand(channels or 1, -1, -1)
             if file.mode in ("I", "F"):
                 raise ValueError(f"its pixels are of kind {file.mode!r}, not 8 or 16 bits a channel")
-            alone = channels == 1 or (channels is None and file.mode in ("1", "L", "LA"))
-            pixels = np.array(file.convert("L" if alone else "RGB"))
+            mode = "L" if channels == 1 or (channels is None and file.mode in ("1", "L", "LA")) else "RGB"
+            pixels = np.array(file if file.mode == mode else file.convert(mode))
     except Exception as error:  # Pillow's readers raise whatever they stumble over: SyntaxError, struct.error, EOFError
         raise ValueError(str(error) or type(error).__name__) from error
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

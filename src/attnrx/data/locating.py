@@ -51,7 +51,7 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
         )
     files = _matching(asked)
     if not files:
-        raise _nothing_found(asked)
+        raise _nothing_found(name_or_path)
     root = Path(os.path.commonpath(files))
     name = root.name if root.is_dir() else root.stem
     known = known_as(name.lower())
@@ -104,8 +104,8 @@ def _matching(asked: str) -> list[Path]:
     return sorted(Path(*paths[0].parts[:wild]).glob(str(Path(*paths[0].parts[wild:]))))
 
 
-def _nothing_found(asked: str) -> DataError:
-    if "/" in asked or "\\" in asked or Path(asked).suffix or re.search(r"[*?\[{]", asked):
+def _nothing_found(asked: str | Path) -> DataError:
+    if isinstance(asked, Path) or Path(asked).name != asked or Path(asked).suffix or re.search(r"[*?\[{]", asked):
         return DataError(
             f"there is nothing at {asked} (looked from {Path.cwd()}); give an existing parquet file, image folder or "
             f"shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."

@@ -83,6 +83,8 @@ def from_tensors(
 ) -> MemoryImages:
     """Makes an image set of pixels that are in memory already."""
     if len(pixels) != len(labels) or not len(pixels):
-        raise InvalidInput(f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one.")
+        raise InvalidInput(
+            f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
+        )
     rows = torch.arange(len(labels))
     return MemoryImages(name, PixelStore(pixels, labels, rows), rows, normalization)

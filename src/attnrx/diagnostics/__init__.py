@@ -1,4 +1,4 @@
-"""Diagnostics: what can be read off the spectra of attention layers and off what they compute, without seeing a model."""
+"""Diagnostics: what can be read off the spectra of attention layers and off what they compute. They see no model."""
 
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
 from attnrx.diagnostics.difference import Change, compare

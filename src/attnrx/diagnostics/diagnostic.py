@@ -35,7 +35,7 @@ class Diagnostic(ABC):
 
 
 class Averages(Accumulator):
-    """Averages over images whatever `measure` reads off an observation, summing in float64 on the observation's device."""
+    """Averages over images whatever `measure` reads off an observation; sums are float64, on its device."""
 
     def __init__(self, layers: int, measure: Callable[[Observation], Mapping[str, Tensor]]):
         self.measure = measure

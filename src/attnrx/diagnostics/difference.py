@@ -23,15 +23,15 @@ class Change:
 
 
 def compare(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]:
-    """Gives every per-head reading of both diagnoses side by side, by layer, original head and name, with the rank first.
+    """Gives every per-head reading of both diagnoses side by side, by layer, original head and name, the rank first.
 
-    Heads are matched by their number in the original model, so a model can be compared with its compressed form, whose heads
-    may be stored in another order, or be gone.
+    Heads are matched by their number in the original model, so a model can be compared with its compressed form, whose
+    heads may be stored in another order, or be gone.
     """
     if len(before.layers) != len(after.layers):
         raise InvalidInput(
-            f"the first diagnosis has {len(before.layers)} layers, the second {len(after.layers)}: only diagnoses of models "
-            "with equally many layers can be compared."
+            f"the first diagnosis has {len(before.layers)} layers, the second {len(after.layers)}: "
+            "only diagnoses of models with equally many layers can be compared."
         )
     changes: list[Change] = []
     for layer, (first, second) in enumerate(zip(before.layers, after.layers, strict=True)):

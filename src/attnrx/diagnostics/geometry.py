@@ -1,8 +1,8 @@
 """Geometry: where queries point relative to keys, how selectively a head attends, and the second moments of both.
 
 The moments are those of the rows as they enter the scores: divided by their norms where the form has norms, before the
-strength. Keys are centred over the tokens of their own image, because what all keys of an image share adds a constant to a
-row of scores, and softmax does not see it.
+strength. Keys are centred over the tokens of their own image, because what all keys of an image share adds a constant
+to a row of scores, and softmax does not see it.
 """
 
 import math
@@ -21,8 +21,8 @@ from attnrx.spectrum import Spectrum
 class Geometry(Diagnostic):
     """Reads alignment and selectivity [heads], query_moment and key_moment [heads, directions], and three matrices.
 
-    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments, and
-    score_gram, which gives the mean square of the row-centred scores for any strength (see `score_gram`).
+    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments,
+    and score_gram, which gives the mean square of the row-centred scores for any strength (see `score_gram`).
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
@@ -49,11 +49,11 @@ def alignment(
 ) -> Float[Tensor, "heads"]:
     """Gives the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
-    The strength plays no part. The rows are divided by their norms here, so dense and compressed heads are read alike; a
-    zero row has cosine zero with everything.
+    The strength plays no part. The rows are divided by their norms here, so dense and compressed heads are read alike;
+    a zero row has cosine zero with everything.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
-    cosine = (_unit(query).mean(1) * _unit(key).mean(1)).sum(-1)
+    cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)
     return cosine.mean(0).clamp(-1, 1)  # only rounding can leave the interval
 
 
@@ -65,7 +65,8 @@ def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[T
     attention, keys = _wide(attention), attention.shape[-1]
     if keys == 1:
         return attention.new_zeros(attention.shape[1])
-    entropy = -torch.special.xlogy(attention, attention).sum(-1).mean((0, 2))
+    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
+    entropy = -(attention * logs).sum(-1).mean((0, 2))
     return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can leave the interval
 
 
@@ -73,8 +74,8 @@ def query_grams(
     query: Float[Tensor, "batch queries heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
     """Gives the second moment of every image's query rows, mean over tokens of q q^T."""
-    rows = _wide(query).transpose(1, 2)
-    return rows.transpose(-1, -2) @ rows / rows.shape[-2]
+    rows = _wide(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
+    return (rows.mT @ rows).div_(rows.shape[-2])
 
 
 def key_covariances(
@@ -90,8 +91,8 @@ def score_gram(
 ) -> Float[Tensor, "heads directions directions"]:
     """Gives the matrix M for which scale^2 s^T M s is the mean square of the row-centred scores with the strengths s.
 
-    With s = strength - new_strength it is the exact mean square error that a mask or a new strength makes on these images:
-    M is the mean over images of the elementwise product of the query's second moment and the key's covariance.
+    With s = strength - new_strength it is the exact mean square error that a mask or a new strength makes on these
+    images: M is the mean over images of the elementwise product of the query's second moment and the key's covariance.
     """
     return (query_grams(query) * key_covariances(key)).mean(0)
 
@@ -100,6 +101,8 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _unit(rows: Tensor) -> Tensor:
-    wide = _wide(rows)
-    return F.normalize(wide, dim=-1, eps=torch.finfo(wide.dtype).tiny)
+def _mean_unit(
+    rows: Float[Tensor, "batch tokens heads directions"],
+) -> Float[Tensor, "batch heads directions"]:
+    rows = _wide(rows)
+    return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny).mean(1)

@@ -15,8 +15,8 @@ from attnrx.spectrum import Spectrum
 class Panel:
     """The accumulators of all diagnostics, for layers with these spectra.
 
-    `perturbation` is the diagnostic that wants paired batches, if there is one; there can be only one, because two would give
-    readings of the same name.
+    `perturbation` is the diagnostic that wants paired batches, if there is one; there can be only one, because two
+    would give readings of the same name.
     """
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
@@ -32,6 +32,10 @@ class Panel:
         for layer, spectrum in enumerate(spectra):
             if not spectrum.heads:  # it will never compute anything to observe, and its readings are empty
                 self.observe_pairs(layer, _nothing(spectrum))
+
+    def to_perturb(self, images: int) -> int:
+        """Gives how many of the images must be shown beside their perturbed copies."""
+        return 0 if self.perturbation is None else self.perturbation.count(images)
 
     def observe(self, layer: int, observation: Observation) -> None:
         """Shows an ordinary batch."""
@@ -66,10 +70,11 @@ def _first_half(observation: Observation) -> Observation:
 
 def _require_finite(layer: int, observation: Observation) -> None:
     # One number that NaN and infinity anywhere in the layer's attention end up in, at a tenth of the cost of looking.
-    if not bool(torch.isfinite(observation.output.float().sum())):
+    total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
+    if not bool(torch.isfinite(total)):
         raise InvalidInput(
-            f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or the numbers left "
-            "the range of their precision. Check the data, or diagnose the model in float32."
+            f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
+            "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
         )
 
 

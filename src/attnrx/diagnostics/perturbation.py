@@ -14,27 +14,29 @@ from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
 KINDS = ("gaussian", "fgsm")
+MOST = 256  # images perturbed unless told; the mean response of a head has settled to about a percent by then
 
 
 @dataclass(frozen=True)
 class PerturbationResponse(Diagnostic):
     """Reads perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
 
-    `kind` says what delta is: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along the sign of the
-    loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are perturbed, since each
-    costs a second forward pass. Its accumulator wants paired batches: images, then the same images perturbed.
+    `kind` says what delta is: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along the sign
+    of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
+    perturbed, since each costs a second forward pass; unless told, a fifth of them, at most 256. Its accumulator wants
+    paired batches: images, then the same images perturbed.
     """
 
     kind: str = "gaussian"
     size: float = 0.1
-    images: int = 256
+    images: int | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise InvalidInput(f"PerturbationResponse(kind={self.kind!r}): choose one of {', '.join(KINDS)}.")
         if not (math.isfinite(self.size) and self.size > 0):
             raise InvalidInput(f"PerturbationResponse(size={self.size}): a perturbation needs a positive finite size.")
-        if self.images < 1:
+        if self.images is not None and self.images < 1:
             raise InvalidInput(
                 f"PerturbationResponse(images={self.images}): perturb at least one, or leave the diagnostic out."
             )
@@ -42,6 +44,10 @@ class PerturbationResponse(Diagnostic):
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         """Averages over pairs."""
         return Averages(len(spectra), self.measure)
+
+    def count(self, available: int) -> int:
+        """Gives how many of the available images are perturbed."""
+        return min(available, MOST, -(-available // 5)) if self.images is None else min(available, self.images)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
         """Gives the reading of one paired batch."""

@@ -1,7 +1,7 @@
 """Redundancy: which heads of a layer have the same spectrum, and which say the same thing.
 
-Similar spectra alone do not make two heads equal, since their projections differ; the similarity of what they output must
-accompany them (Section 3.7).
+Similar spectra alone do not make two heads equal, since their projections differ; the similarity of what they output
+must accompany them (Section 3.7).
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Redundancy(Diagnostic):
-    """Reads spectral_redundancy (Eq. 43) and output_similarity, both [heads, heads], symmetric, with ones on the diagonal.
+    """Reads spectral_redundancy (Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the diagonal.
 
-    A head without energy, or one that adds the same to every token of every image, is similar to none, not even itself: its
-    row is zero.
+    A head without energy, or one that adds the same to every token of every image, is similar to none, not even itself:
+    its row is zero.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
@@ -50,8 +50,8 @@ class _Outputs(Accumulator):
 class CentredMoment:
     """The sum over rows of (x - mean) (x - mean)^T, of rows that arrive in batches.
 
-    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64. The
-    sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
+    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64.
+    The sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
     """
 
     def __init__(self):
@@ -85,9 +85,9 @@ def output_similarity(
 ) -> Float[Tensor, "heads heads"]:
     """Gives the cosine between what every two heads add to the residual stream, in [-1, 1].
 
-    Head h adds output_h @ readout_h to each token. What it adds everywhere, its mean over all tokens of all images, is left
-    out: it is a bias. `moment` is the centred second moment of the concatenated outputs, so nothing of the width of the
-    residual stream is ever formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
+    Head h adds output_h @ readout_h to each token. What it adds everywhere, its mean over all tokens of all images, is
+    left out: it is a bias. `moment` is the centred second moment of the concatenated outputs, so nothing of the width
+    of the residual stream is ever formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
     """
     heads, head_dim, _ = readout.shape
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)

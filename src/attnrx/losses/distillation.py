@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.data.normalization import Normalization
+from attnrx.data import Normalization
 from attnrx.errors import InvalidInput
 from attnrx.losses.loss import Loss, LossContext, require_weight
 from attnrx.models import family_of, load_model
@@ -16,9 +16,10 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Distillation(Loss):
-    """The divergence KL(teacher || model) of the softened answers, times temperature^2 so that its gradient keeps its size.
+    """The divergence KL(teacher || model) of the softened answers, times temperature^2.
 
-    `teacher` is a folder that `load_model` reads. A teacher trained on images of other statistics gets them on its own scale.
+    The factor keeps the size of the gradient. `teacher` is a folder that `load_model` reads; a teacher that was trained
+    on images of other statistics gets them on its own scale.
     """
 
     teacher: str

@@ -14,8 +14,8 @@ from attnrx.shapes import Float, Int, Tensor
 class LossContext:
     """One step as a loss sees it.
 
-    `model` is the bare module: neither compiled nor wrapped, so a loss may run it again through `model.forward`. `logits` are in
-    float32 or better. `shard` is (process, processes) and `seed` belongs to this step alone.
+    `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone.
     """
 
     model: nn.Module
@@ -40,7 +40,7 @@ class LossContext:
 class Loss(ABC):
     """One term of the training objective: a frozen dataclass of its knobs, whose call gives the unweighted value.
 
-    Every loss is a mean over the images of its process, so that the average over processes is the mean over the global batch.
+    Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
     """
 
     weight: float

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses.loss import Loss, LossContext, require_weight
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
@@ -13,10 +13,10 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class PerturbationRobustness(Loss):
-    """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34), averaged over images, heads and layers.
+    """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34).
 
-    `scale` is the deviation of the noise on the scale the model reads. Image and noisy image pass once more through the eager
-    attention, so a step costs about three times as much.
+    Averaged over images, heads and layers. `scale` is the deviation of the noise on the scale the model reads. Images
+    and noisy images pass once more, through the eager attention, so a step costs about three times as much.
     """
 
     scale: float = 0.05
@@ -38,4 +38,6 @@ class PerturbationRobustness(Loss):
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
         with observing(context.model, family_of(context.model), observe):
             context.model.forward(images)
+        if not changes:
+            raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
         return torch.stack(changes).mean()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.attention.forms import SvdaForm
+from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses.loss import Loss, LossContext, require_weight
 from attnrx.models import family_of
@@ -30,17 +31,6 @@ class TargetRank(Loss):
         """Gives the mean of (effective rank - rank)^2."""
         ranks = torch.stack([effective_rank(strength) for strength in _strengths(context)])
         return (ranks - self.rank).square().mean()
-
-
-def effective_rank(strength: Float[Tensor, "directions"]) -> Float[Tensor, ""]:
-    """Gives exp of the entropy of one head's energy (Eqs. 22-24), with a gradient that is finite at zero strengths too.
-
-    The entropy is log(total) - sum(square log square) / total, in which a zero contributes zero and has slope zero.
-    """
-    square = strength.square()
-    tiny = torch.finfo(square.dtype).tiny
-    total = square.sum() + tiny
-    return torch.exp(total.log() - (square * (square + tiny).log()).sum() / total)
 
 
 def _strengths(context: LossContext) -> list[Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnrx.costs import ModelCosts
+from attnrx.costs import LatencyComparison, ModelCosts
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
@@ -19,8 +19,8 @@ Interval = tuple[float, float]
 class TradeOffPoint:
     """One realization at one retention ratio rho: what it removes and what that does.
 
-    `kind` names the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` is the relative logit discrepancy to the
-    original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
+    `kind` names the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` is the relative logit
+    discrepancy to the original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
     """
 
     rho: float
@@ -34,10 +34,11 @@ class TradeOffPoint:
 
 @dataclass(frozen=True)
 class AttentionSamples:
-    """Sample images in the unit range and, per model, the attention that each token of them receives (its mean over the queries).
+    """Sample images in the unit range and, per model, the attention that each of their tokens receives.
 
-    `maps` is ordered, the original first: {"original": ..., "masked": ..., "compressed": ...}. The tokens are the patches of a square
-    grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
+    Received attention is the mean over the queries, so that it adds up to 1 over the tokens. `maps` is ordered, the
+    original first: {"original": ..., "masked": ..., "compressed": ...}. The tokens are the patches of a square grid,
+    row by row; a head that was removed holds not-a-number. `labels` say what the images show.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -51,7 +52,8 @@ class AttentionSamples:
             raise InvalidInput("attention samples without images or maps: leave the part out of the report instead.")
         if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
             raise InvalidInput(
-                f"maps of shapes {shapes} for {count} images: every model needs [{count}, layers, heads, tokens] of the same shape."
+                f"maps of shapes {shapes} for {count} images: "
+                f"every model needs [{count}, layers, heads, tokens], all of the same shape."
             )
         if math.isqrt(self.tokens) ** 2 != self.tokens:
             raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; leave class tokens out.")
@@ -73,8 +75,9 @@ class AttentionSamples:
 class ReportContent:
     """Everything one report may say about one candidate.
 
-    `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training run, one per
-    epoch. `costs` are those of the original and of the candidate.
+    `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training
+    run, one per epoch. `costs` are those of the original and of the candidate; where they or `latency` are not given,
+    they are taken from the evidence.
     """
 
     title: str
@@ -86,12 +89,14 @@ class ReportContent:
     attention: AttentionSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()
     costs: tuple[ModelCosts, ModelCosts] | None = None
+    latency: tuple[LatencyComparison, ...] = ()
 
     def __post_init__(self):
         parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs)
-        if all(part is None for part in parts) and not self.trade_off and not self.history:
+        if all(part is None for part in parts) and not (self.trade_off or self.history or self.latency):
             raise InvalidInput(
-                f"the report {self.title!r} has nothing to show: give it evidence, a prescription, a diagnosis or another part."
+                f"the report {self.title!r} has nothing to show: "
+                "give it evidence, a prescription, a diagnosis or another part."
             )
         if self.diagnosis is None or self.prescription is None:
             return

@@ -14,7 +14,7 @@ _ATTACHED = {"x": TIMES, TIMES: TIMES}
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """Writes a number with `digits` significant digits; whole numbers are written out, very small and large ones with a power."""
+    """Writes a number with `digits` significant digits; very small and very large ones get a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
@@ -27,6 +27,12 @@ def number(value: float | int | None, digits: int = 3) -> str:
         return fixed(rounded, max(0, digits - 1 - exponent))
     mantissa = fixed(rounded / 10**exponent, digits - 1)
     return f"{mantissa}{GAP}{TIMES}{GAP}10{str(exponent).translate(_SUPERSCRIPT)}"
+
+
+def short(value: float | None, digits: int = 4) -> str:
+    """Writes a chosen number, such as a limit or the end of a scale: as `number` does, without trailing zeros."""
+    text = number(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 
 
 def fixed(value: float, decimals: int, signed: bool = False) -> str:
@@ -48,26 +54,23 @@ def percent(share: float | None, digits: int = 3) -> str:
     return MISSING if share is None else with_unit(number(100.0 * share, digits), "%")
 
 
-def quantity(value: float | None, unit: str = "", low: float | None = None, high: float | None = None) -> str:
+def quantity(
+    value: float | None, unit: str = "", low: float | None = None, high: float | None = None, signed: bool = False
+) -> str:
     """Writes a measured value; where its interval is known, with the decimals that the interval justifies."""
     if value is None or not math.isfinite(value):
         return MISSING
-    if unit == "share":
-        return quantity(100 * value, "%", *(None if bound is None else 100 * bound for bound in (low, high)))
     decimals = _decimals(low, high)
-    signed = unit == "points"
     if decimals is not None:
         return with_unit(fixed(value, decimals, signed), unit)
     text = number(value)
     return with_unit(f"+{text}" if signed and value > 0 else text, unit)
 
 
-def interval(low: float | None, high: float | None, unit: str = "") -> str:
-    """Writes a 95 % interval, "[−0.48, 0.24]", with two digits of its width; nothing where there is none."""
+def interval(low: float | None, high: float | None) -> str:
+    """Writes an interval, [0.48, 0.62], with two digits of its width; nothing where there is none."""
     if low is None or high is None:
         return ""
-    if unit == "share":
-        return interval(100 * low, 100 * high, "%")
     decimals = _decimals(low, high)
     if decimals is None:
         return f"[{number(low)}, {number(high)}]"
@@ -85,9 +88,13 @@ def plain(value: Any, longest: int = 8) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {plain(item, longest)}" for key, item in value.items()) or MISSING
     if isinstance(value, list | tuple):
-        shown = ", ".join(plain(item, longest) for item in value[:longest])
+        shown = ", ".join(_inside(item, longest) for item in value[:longest])
         return f"{shown}, … ({len(value)} in all)" if len(value) > longest else shown or MISSING
     return str(value)
+
+
+def _inside(item: Any, longest: int) -> str:
+    return f"[{plain(item, longest)}]" if isinstance(item, list | tuple) else plain(item, longest)
 
 
 def _decimals(low: float | None, high: float | None) -> int | None:

@@ -15,7 +15,9 @@ def require_share(rule: Rule, knob: str, value: float) -> None:
 def require_positive(rule: Rule, knob: str, value: float) -> None:
     """Refuses what is not a positive, finite number."""
     if not (_is_number(value) and 0 < value < math.inf):
-        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number.")
+        raise InvalidRule(
+            f"{_asked(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number."
+        )
 
 
 def require_count(rule: Rule, knob: str, value: int) -> None:
@@ -28,7 +30,9 @@ def require_rule(rule: Rule, value: object) -> None:
     """Refuses a control that has no rule to match."""
     if not isinstance(value, Rule):
         name = rule_name(type(rule))
-        raise InvalidRule(f"{name} was given {value!r}: give the rule that it matches, e.g. {name}(energy_retention:0.9).")
+        raise InvalidRule(
+            f"{name} was given {value!r}: give the rule that it matches, e.g. {name}(energy_retention:0.9)."
+        )
 
 
 def _asked(rule: Rule, knob: str, value: object) -> str:

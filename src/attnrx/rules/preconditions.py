@@ -11,7 +11,9 @@ from attnrx.storage import require_finite
 def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Gives one layer's spectrum, or refuses a layer that is not there and strengths that are not finite."""
     if not 0 <= layer < len(diagnosis.layers):
-        raise InvalidInput(f"{rule} was asked about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}.")
+        raise InvalidInput(
+            f"{rule} was asked about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}."
+        )
     spectrum = diagnosis.layers[layer].spectrum
     require_finite({"strength": spectrum.strength}, f"the spectrum of layer {layer}")
     return spectrum
@@ -27,7 +29,8 @@ def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spect
     if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == strength[0]).all()):
         raise NotSupported(
             f"{rule} goes by strength, but layer {layer} is dense attention, where every direction has the strength "
-            f"{strength[0].item():g}. Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
+            f"{strength[0].item():g}. "
+            "Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
         )
     return spectrum
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +12,16 @@ import torch
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
 from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import give_strengths
 from attnrx.shapes import Float, Int, Tensor
 
 
 class Rule(ABC):
     """Decides what stays of a layer.
 
-    Every rule is a frozen dataclass whose fields are its knobs. `needs` names the readings it uses beyond the spectrum.
-    `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from which `parse_rule` makes the same rule.
+    Every rule is a frozen dataclass whose fields are its knobs. `needs` names the readings it uses beyond the
+    spectrum. `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from which
+    `parse_rule` makes the same rule.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -40,7 +42,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class And(Rule):
-    """Keeps the directions and heads that all of its rules keep, each at the smallest strength that any of them gives it."""
+    """Keeps the directions and heads that all of its rules keep, at the smallest strength that any gives them."""
 
     rules: tuple[Rule, ...]
 
@@ -54,12 +56,13 @@ class And(Rule):
         heads = torch.stack([decision.heads for decision in decisions]).all(0)
         strengths = torch.stack([decision.strength for decision in decisions])
         strength = _taken(strengths, strengths.abs().argmin(0))
-        return LayerPrescription(keep, strength, heads, _reasons(self.rules, decisions, keep, "all agree on"))
+        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
+        return replace(own, reasons=_reasons(own, "All of", self.rules, decisions))
 
 
 @dataclass(frozen=True)
 class Or(Rule):
-    """Keeps the directions and heads that any of its rules keeps, each at the largest strength that any of them gives it."""
+    """Keeps the directions and heads that any of its rules keeps, at the largest strength that any gives them."""
 
     rules: tuple[Rule, ...]
 
@@ -73,7 +76,8 @@ class Or(Rule):
         heads = torch.stack([decision.heads for decision in decisions]).any(0)
         strengths = torch.stack([decision.strength for decision in decisions])
         strength = _taken(strengths, strengths.abs().argmax(0))
-        return LayerPrescription(keep, strength, heads, _reasons(self.rules, decisions, keep, "any one wants"))
+        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
+        return replace(own, reasons=_reasons(own, "Any of", self.rules, decisions))
 
 
 def rule_name(kind: type[Rule]) -> str:
@@ -98,7 +102,9 @@ def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
     """Spells out nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong or len(rules) < 2:
-        raise InvalidRule(f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads())).")
+        raise InvalidRule(
+            f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads()))."
+        )
     return tuple(part for rule in rules for part in (parts_of(rule) if isinstance(rule, kind) else (rule,)))
 
 
@@ -109,14 +115,12 @@ def _taken(
 
 
 def _reasons(
-    rules: Sequence[Rule], decisions: Sequence[LayerPrescription], keep: Tensor, how: str
+    own: LayerPrescription, how: str, rules: Sequence[Rule], decisions: Sequence[LayerPrescription]
 ) -> tuple[str, ...]:
-    ranks = keep.sum(-1).tolist()
     each = zip(*(decision.reasons for decision in decisions), strict=True)
     return tuple(
-        f"keeps the {rank} directions that {how}: "
-        + "; ".join(f"[{rule}] {reason}" for rule, reason in zip(rules, reasons, strict=True))
-        for rank, reasons in zip(ranks, each, strict=True)
+        f"{reason}. {how}: " + "; ".join(f"[{rule}] {part}" for rule, part in zip(rules, parts, strict=True))
+        for reason, parts in zip(own.reasons, each, strict=True)
     )
 
 
@@ -130,16 +134,14 @@ def _spell(rule: Rule) -> str:
 
 
 def _spell_knobs(rule: Rule) -> str:
-    """Gives the knobs that differ from their defaults; by position as long as no knob is left out, then by name."""
-    said, by_position = [], True
+    """Gives the knobs: those without a default by position, the others by name where they differ from it."""
+    said = []
     for field in _knobs(rule):
         value = getattr(rule, field.name)
-        if isinstance(value, Rule):
-            continue
-        if value == field.default:
-            by_position = False
-            continue
-        said.append(repr(value) if by_position else f"{field.name}={value!r}")
+        if field.default is not dataclasses.MISSING and value != field.default:
+            said.append(f"{field.name}={value!r}")
+        elif field.default is dataclasses.MISSING and not isinstance(value, Rule):
+            said.append(repr(value))
     return ":" + ",".join(said) if said else ""
 
 

@@ -2,7 +2,7 @@
 
 from attnrx.shapes import Bool, Float, Int, Tensor
 
-# Sums of a head's shares are rounded to about 1e-15. Without this allowance 0.07 of 100 equal directions would be 8 of them.
+# Sums of shares are rounded to about 1e-15. Without this allowance 0.07 of 100 equal directions would be 8 of them.
 TOLERANCE = 1e-12
 
 
@@ -17,7 +17,7 @@ def places(
 def largest(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Chooses as many directions of each head as `ranks` says, those of the largest amount; fewer where a head has fewer."""
+    """Chooses as many directions of each head as `ranks` says, of the largest amount; all where there are fewer."""
     return (places(amount, used) < ranks[:, None]) & used
 
 

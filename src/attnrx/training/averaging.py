@@ -19,7 +19,7 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Moves the mean towards the weights of step `step`; at first faster, so that it does not remember the random start."""
+        """Moves the mean towards the weights after `step` steps; at first faster, to forget the random start."""
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.tensors.values()), list(self._live.values()), 1 - decay)
 

@@ -16,7 +16,7 @@ KEPT = 2
 class Checkpoints:
     """The last checkpoints of a run, `checkpoints/step-00000420/` with state.json and state.safetensors.
 
-    A new one is filled under a hidden name and renamed, so that a kill at any moment leaves whole ones only; then the oldest go.
+    A new one is filled under a hidden name and renamed, so that a kill at any moment leaves whole ones only.
     """
 
     def __init__(self, folder: Path):
@@ -26,18 +26,22 @@ class Checkpoints:
         """Gives the checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*"))
 
+    def path(self, step: int) -> Path:
+        """Gives the folder of a step."""
+        return self.folder / f"step-{step:08d}"
+
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
         """Adds a checkpoint, refusing to store weights that are not finite."""
         require_finite(tensors, f"the state of step {step}")
-        path = self.folder / f"step-{step:08d}"
+        path = self.path(step)
+        if path.exists():
+            return path
         partial = self.folder / f".{path.name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             file = write_tensors(partial / "state.safetensors", tensors)
             content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
             write_json(partial / "state.json", content)
-            if path.exists():  # the same step again, after an interrupted run was resumed
-                shutil.rmtree(path)
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -46,7 +50,7 @@ class Checkpoints:
         return path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Gives the newest checkpoint, or None where there is none; a damaged one is refused, never silently passed over."""
+        """Gives the newest checkpoint, or None where there is none; a damaged one is refused, never passed over."""
         found = self.all()
         if not found:
             return None

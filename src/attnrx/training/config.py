@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attnrx.config import from_dict
-from attnrx.data.augmentation import Augmentation
+from attnrx.data import Augmentation
 from attnrx.errors import InvalidInput
 from attnrx.losses import LOSSES, Loss, Task
 
@@ -16,23 +16,23 @@ PRECISIONS = ("bf16", "fp32")
 class TrainingConfig:
     """How a model is trained. The defaults are the protocol of the SVDA paper for 32x32 images.
 
-    `batch_size` counts the images of all processes together. The learning rate rises linearly over `warmup_epochs` and falls to zero
-    along a cosine, step by step. Weight decay acts on weight matrices only: never on biases, norms or strengths.
-    `augmentation=None` takes the dataset's own; `Augmentation(padding=0, flip=False)` takes none.
+    `batch_size` counts the images of all processes together. The learning rate rises linearly over `warmup_epochs`
+    (None: five, but at most a tenth of the run) and falls to zero along a cosine, step by step. Weight decay acts on
+    matrices only: never on biases, norms or strengths. `augmentation=None` takes the dataset's own;
+    `Augmentation(padding=0, flip=False)` takes none.
 
-    `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is the weight
-    decay of the strengths, and `strength_learning_rate` multiplies their learning rate. What each does to the spectrum is measured
-    in docs/results/strength.md.
+    `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is
+    the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate.
 
-    `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last weights.
-    A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
+    `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
+    weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
     """
 
     epochs: int = 80
     batch_size: int = 256
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
-    warmup_epochs: float = 5.0
+    warmup_epochs: float | None = None
     gradient_clip: float | None = 1.0
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
@@ -48,8 +48,10 @@ class TrainingConfig:
     def __post_init__(self):
         for name in ("epochs", "batch_size", "learning_rate", "checkpoint_every"):
             self._require(name, getattr(self, name) > 0, "must be positive")
-        for name in ("weight_decay", "warmup_epochs", "strength_decay", "strength_learning_rate", "seed"):
+        for name in ("weight_decay", "strength_decay", "strength_learning_rate", "seed"):
             self._require(name, getattr(self, name) >= 0, "may not be negative")
+        warmup = self.warmup_epochs
+        self._require("warmup_epochs", warmup is None or 0 <= warmup < self.epochs, "must be less than epochs, or None")
         for name in ("gradient_clip", "strength_init"):
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < float("inf"), "must be positive and finite, or None")
@@ -59,6 +61,11 @@ class TrainingConfig:
         self._require(
             "losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds"
         )
+
+    @property
+    def warmup(self) -> float:
+        """The epochs of warm-up: as asked, else five, but at most a tenth of the run."""
+        return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":

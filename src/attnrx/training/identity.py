@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.config import to_dict
-from attnrx.data.splits import Splits
+from attnrx.data import Splits
 from attnrx.errors import CheckpointError
 from attnrx.models import family_of
 from attnrx.training.config import TrainingConfig

@@ -22,7 +22,10 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Catches SIGINT and SIGTERM for a while; outside of the main thread, where that is impossible, it changes nothing."""
+    """Catches SIGINT and SIGTERM for a while; a wish that nobody answered is raised at the end.
+
+    Outside of the main thread, where signals cannot be caught, it changes nothing.
+    """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -33,3 +36,5 @@ def interruptible() -> Iterator[Interruption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if interruption.wanted:
+        raise KeyboardInterrupt

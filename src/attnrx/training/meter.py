@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Tensor
 
 
 class Meter:
-    """Named sums in float64. A checkpoint in the middle of an epoch carries them, so the epoch's record does not depend on it."""
+    """Named sums in float64; a checkpoint in the middle of an epoch carries them, so that nothing is lost."""
 
     def __init__(self, names: Sequence[str], device: torch.device):
         self.names = tuple(names)
@@ -16,15 +16,13 @@ class Meter:
 
     def add_(self, values: Sequence[Tensor | float]) -> None:
         """Adds one value for every name."""
-        self.sums += torch.stack(
-            [torch.as_tensor(value, dtype=torch.float64, device=self.sums.device) for value in values]
-        )
+        kind = {"dtype": self.sums.dtype, "device": self.sums.device}
+        self.sums += torch.stack([torch.as_tensor(value, **kind) for value in values])
 
     def reset_(self) -> None:
         """Begins a new epoch."""
         self.sums.zero_()
 
-    def totals(self, sums: Tensor | None = None) -> dict[str, float]:
-        """Gives the sums by name; `sums` may be those of all processes together."""
-        values = (self.sums if sums is None else sums).tolist()
-        return dict(zip(self.names, values, strict=True))
+    def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
+        """Gives sums, of this process or of all together, by name."""
+        return dict(zip(self.names, sums.tolist(), strict=True))

@@ -14,14 +14,14 @@ from attnrx.training.config import TrainingConfig
 
 
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
-    """Gives the share of the full learning rate at a step: a linear rise over `warmup` steps, then a cosine that ends at zero."""
+    """Gives the share of the full learning rate at a step: a linear rise over `warmup` steps, then a cosine to zero."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Gives AdamW over three groups: matrices, which decay; biases and norms, which do not; strengths, with knobs of their own."""
+    """Gives AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs."""
     strengths = {id(strength) for strength in strengths_of(model)}
     groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "strengths": []}
     for parameter in model.parameters():

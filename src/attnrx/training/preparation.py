@@ -5,8 +5,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType
 from torch import nn
 
-from attnrx.data.normalization import Normalization
-from attnrx.data.splits import Splits
+from attnrx.data import Normalization, Splits
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of
 from attnrx.training.averaging import WeightMean

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-EPOCH, STEP, NOISE, PROBE = 0, 1, 2, 3  # what a seed is for, so that no two purposes share random numbers
+EPOCH, STEP, NOISE = 0, 1, 2  # what a seed is for, so that no two purposes share random numbers
 
 
 def derived_seed(*parts: int) -> int:
@@ -16,17 +17,20 @@ def derived_seed(*parts: int) -> int:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Asks for deterministic kernels wherever there are some, and leaves the caller's settings and generators as they were."""
-    strict, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    with torch.random.fork_rng():
+    """Asks for deterministic kernels wherever there are some.
+
+    Leaves the caller's settings and generators as they were.
+    """
+    debugging: Any = torch.utils.deterministic  # its attribute is set at run time, which type checkers cannot see
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = debugging.fill_uninitialized_memory
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+            debugging.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
             yield
         finally:
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            debugging.fill_uninitialized_memory = fill

@@ -154,3 +154,30 @@ def summary(record: Mapping[str, Any]) -> str:
         f"loss {record['loss']:.4f}  train {record['accuracy']:.2%}  validation {record['validation_accuracy']:.2%}  "
         f"{record['images_per_second']:.0f} images/s"
     )
+
+
+class Several(Reporter):
+    """Passes everything on to several reporters."""
+
+    def __init__(self, *reporters: Reporter):
+        self._reporters = reporters
+
+    def started(self, outline: Outline) -> None:
+        """Tells all."""
+        for reporter in self._reporters:
+            reporter.started(outline)
+
+    def stepped(self, step: int, loss: float) -> None:
+        """Tells all."""
+        for reporter in self._reporters:
+            reporter.stepped(step, loss)
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        """Tells all."""
+        for reporter in self._reporters:
+            reporter.epoch_ended(record)
+
+    def ended(self) -> None:
+        """Tells all."""
+        for reporter in self._reporters:
+            reporter.ended()

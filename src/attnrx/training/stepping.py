@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from attnrx.data.images import Batch
+from attnrx.data import Batch
 from attnrx.losses import LossContext
 from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
@@ -30,7 +30,7 @@ class Schedule:
     def of(cls, config: TrainingConfig, images: int) -> "Schedule":
         """Counts the steps over so many training images."""
         per_epoch = images // config.batch_size
-        return cls(config.learning_rate, per_epoch, per_epoch * config.epochs, round(config.warmup_epochs * per_epoch))
+        return cls(config.learning_rate, per_epoch, per_epoch * config.epochs, round(config.warmup * per_epoch))
 
     def rate(self, step: int) -> float:
         """Gives the learning rate of a step."""
@@ -39,7 +39,7 @@ class Schedule:
 
 @dataclass
 class Learner:
-    """The model in training with everything that moves with it. `wrapped` is what runs: `model`, or it inside of DDP."""
+    """The model in training with everything that moves with it; `wrapped` is what runs: the model, or DDP around it."""
 
     model: nn.Module
     wrapped: nn.Module
@@ -79,7 +79,7 @@ class Learner:
             context = LossContext(self.model, images, batch.labels, logits, seed, self.shard)
             terms = [loss(context) for loss in self.config.losses]
         total = torch.stack([loss.weight * term for loss, term in zip(self.config.losses, terms, strict=True)]).sum()
-        # A batch may lack images that could not be decoded: weighted so, the average over processes is still the global mean.
+        # A batch may lack images that could not be decoded: with this factor N processes still equal one.
         self.accelerator.backward(total * (len(batch) * processes / self.config.batch_size))
         norm = self._update_(step)
         self._note_(step, [*(term.detach() for term in terms), total.detach(), norm], logits.detach(), batch.labels)

@@ -1,7 +1,7 @@
 """The training run: epochs of steps, with history, checkpoints and an exact way back."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,30 +10,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data.splits import Splits
+from attnrx.data import Batch, Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.models import load_model, save_model
+from attnrx.shapes import Tensor
 from attnrx.storage import check_schema, read_json, write_json
 from attnrx.training.checkpoints import Checkpoints
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import Score, evaluate
+from attnrx.training.evaluation import evaluate
 from attnrx.training.history import History
 from attnrx.training.identity import identity, require_same
+from attnrx.training.indicators import Probe
 from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.optimization import load_optimizer_, optimizer_tensors
 from attnrx.training.preparation import prepare, require_fit
 from attnrx.training.provenance import provenance
 from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
+from attnrx.training.state import load_state_, state_tensors
 from attnrx.training.stepping import Learner
 
 KIND, SCHEMA = "attnrx training run", 1
-CHECK_EVERY = 16  # steps between looks at a GPU or at other processes, each of which makes the step wait
+CHECK_EVERY = 16  # steps between looks at a GPU or at other processes: each look makes the step wait
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run: the model (with the averaged weights where `ema` was on), one record an epoch, and training.json."""
+    """A finished run: the model (with the mean of its weights where `ema` was on), its history and training.json."""
 
     model: nn.Module
     history: tuple[Mapping[str, Any], ...]
@@ -52,14 +54,14 @@ def train(
 ) -> TrainingRun:
     """Trains the model in place and fills `folder` with the saved model, training.json, history.jsonl and checkpoints.
 
-    A run that was interrupted or killed continues from its last checkpoint when it is asked for again, and ends bit for bit (on a
-    CPU) where it would have ended; a finished one is read back. With several processes (`accelerate launch`) every process calls
-    this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
+    A run that was interrupted or killed goes on from its last checkpoint when it is asked for again, and ends where it
+    would have ended: on a CPU bit for bit. A finished run is read back. With several processes (`accelerate launch`)
+    every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
     """
     folder = Path(folder)
     splits = require_fit(model, splits)
     asked = identity(model, splits, config)
-    if not resume and (folder / "checkpoints").exists():
+    if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
     finished = _finished(folder, model, asked)
     if finished is not None:
@@ -68,7 +70,9 @@ def train(
         learner = prepare(model, splits, config)
         if not learner.accelerator.is_main_process:
             reporter = Silent()
-        return _Run(learner, splits, folder, asked, reporter or default_reporter()).make(interruption)
+        run = _Run(learner, splits, folder, asked)
+        run.restore_()
+        return run.make(reporter or default_reporter(), interruption)
 
 
 def _finished(folder: Path, model: nn.Module, asked: Mapping[str, Any]) -> TrainingRun | None:
@@ -80,76 +84,97 @@ def _finished(folder: Path, model: nn.Module, asked: Mapping[str, Any]) -> Train
     require_same(record["identity"], asked, folder)
     model.load_state_dict(load_model(folder).state_dict())
     history = History(folder)
-    history.restore(record["identity"]["config"]["epochs"])
+    history.restore(asked["config"]["epochs"], write=False)
     return TrainingRun(model.eval(), tuple(history.records), folder, record)
 
 
 class _Run:
-    """The loop. `step` counts the finished steps of the whole run; epoch and position in it follow from that."""
+    """The loop. `step` counts the finished steps of the whole run; the epoch and the place in it follow from that."""
 
-    def __init__(self, learner: Learner, splits: Splits, folder: Path, asked: Mapping[str, Any], reporter: Reporter):
-        self.learner, self.splits, self.folder, self.asked, self.reporter = learner, splits, folder, asked, reporter
+    def __init__(self, learner: Learner, splits: Splits, folder: Path, asked: Mapping[str, Any]):
+        self.learner, self.splits, self.folder, self.asked = learner, splits, folder, asked
+        self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
-        self.accelerator, self.config = learner.accelerator, learner.config
+        self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
-        self.check_every = 1 if self.accelerator.device.type == "cpu" and learner.shard[1] == 1 else CHECK_EVERY
+        waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
+        self.check_every = CHECK_EVERY if waits else 1
 
-    def make(self, interruption: Interruption) -> TrainingRun:
-        self._restore_()
+    def restore_(self) -> None:
+        """Goes back to the last checkpoint, if there is one."""
+        found = self.checkpoints.read()
+        if found is None:
+            return
+        record, tensors = found
+        require_same(record["identity"], self.asked, self.folder)
+        load_state_(self.learner, tensors)
+        self.step, self.seconds = record["step"], record["seconds"]
+        epochs = self.step // self.learner.schedule.steps_per_epoch
+        self.history.restore(epochs, write=self.accelerator.is_main_process)
+
+    def make(self, reporter: Reporter, interruption: Interruption) -> TrainingRun:
+        """Makes the steps that are left."""
         schedule = self.learner.schedule
-        self.reporter.started(Outline(self.config.epochs, schedule.steps_per_epoch, self.step))
+        reporter.started(Outline(self.config.epochs, schedule.steps_per_epoch, self.step))
         try:
             while self.step < schedule.steps:
-                self._epoch_(interruption)
-            return self._finish_()
+                began, before = time.perf_counter(), self.step
+                for _ in self._steps():
+                    self._look(reporter, interruption)
+                self._end_epoch(reporter, self.step - before, time.perf_counter() - began)
+            return self._finish()
         finally:
-            self.reporter.ended()
+            reporter.ended()
 
-    def _epoch_(self, interruption: Interruption) -> None:
-        learner, per_epoch = self.learner, self.learner.schedule.steps_per_epoch
-        epoch, start = divmod(self.step, per_epoch)
-        began = time.perf_counter()
-        learner.model.train()
-        batches = self.splits.train.batches(
+    def _steps(self) -> Iterator[None]:
+        """Makes the rest of the epoch, pausing after every step."""
+        epoch, start = divmod(self.step, self.learner.schedule.steps_per_epoch)
+        self.learner.model.train()
+        for batch in self._batches(epoch, start):
+            self.learner.step_(batch, self.step)
+            self.step += 1
+            yield
+        if self.step != (epoch + 1) * self.learner.schedule.steps_per_epoch:
+            raise DataError(
+                f"epoch {epoch + 1} ended after {self.step} steps instead of "
+                f"{(epoch + 1) * self.learner.schedule.steps_per_epoch}: the training images became fewer. "
+                "Restore them, or train in a new folder."
+            )
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        return self.splits.train.batches(
             self.config.batch_size,
             seed=derived_seed(self.config.seed, EPOCH, epoch),
             augmentation=self.config.augmentation or self.splits.augmentation,
             device=self.accelerator.device,
-            shard=learner.shard,
+            shard=self.learner.shard,
             start=start,
         )
-        for batch in batches:
-            learner.step_(batch, self.step)
-            self.step += 1
-            ended = self.step % per_epoch == 0
-            if self.step % self.check_every == 0 or ended or self.step % self.config.checkpoint_every == 0:
-                self._check_(interruption)
-            if self.step % self.config.checkpoint_every == 0 and not ended:
-                self._save_()
-        if self.step != (epoch + 1) * per_epoch:
-            raise DataError(f"epoch {epoch + 1} gave {self.step % per_epoch} of {per_epoch} batches; the data changed.")
-        self._record_(epoch, per_epoch - start, time.perf_counter() - began)
-        if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
-            self._save_()
 
-    def _check_(self, interruption: Interruption) -> None:
-        """Looks whether the numbers are finite and nobody wants to stop; all processes come to the same answer."""
-        first_bad, wanted = self.learner.first_bad, float(interruption.wanted)
-        if self.learner.shard[1] > 1:
-            signs = torch.stack([-first_bad.double(), torch.full_like(first_bad, wanted).double()])
-            signs = self.accelerator.gather(signs[None]).amax(0)  # type: ignore[union-attr]
-            first_bad, wanted = -signs[0], float(signs[1])
+    def _look(self, reporter: Reporter, interruption: Interruption) -> None:
+        """Now and then: are the numbers finite, does somebody want to stop, is a checkpoint due."""
+        ended = self.step % self.learner.schedule.steps_per_epoch == 0
+        due = self.step % self.config.checkpoint_every == 0
+        if not (ended or due or self.step % self.check_every == 0):
+            return
+        first_bad, wanted = self._agree(interruption)
         if first_bad < self.step:
-            raise self._diverged(int(first_bad))
-        if wanted:
-            path = self._save_()
-            raise TrainingInterrupted(
-                f"training stopped after step {self.step} of {self.learner.schedule.steps}; everything is in {path}. "
-                "Run the same command again to continue."
-            )
+            raise self._diverged(first_bad)
+        if wanted and not ended:
+            self._interrupt()
+        if due and not ended:
+            self._save()
         if self.accelerator.is_main_process:
-            totals = self.learner.meter.totals()
-            self.reporter.stepped(self.step, totals["loss"] / max(1.0, totals["steps"]))
+            sums = self.learner.meter.named(self.learner.meter.sums)
+            reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
+
+    def _agree(self, interruption: Interruption) -> tuple[int, bool]:
+        """Gives the first step that was not finite and whether to stop, the same answer in every process."""
+        signs = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
+        if self.learner.shard[1] > 1:
+            signs = _tensor(self.accelerator.gather(signs[None])).amax(0)
+        first_bad, wanted = signs.tolist()
+        return -first_bad, bool(wanted)
 
     def _diverged(self, step: int) -> TrainingDiverged:
         found = self.checkpoints.all()
@@ -157,99 +182,86 @@ class _Run:
         rate = self.learner.schedule.rate(step)
         return TrainingDiverged(
             f"the loss or the gradient was NaN or infinite at step {step}, with a learning rate of {rate:.3g}; {good}. "
-            "Train again with a lower learning rate, a longer warm-up or stronger clipping."
+            "Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
         )
 
-    def _record_(self, epoch: int, steps: int, seconds: float) -> None:
+    def _interrupt(self) -> None:
+        path = self._save()
+        raise TrainingInterrupted(
+            f"training stopped after step {self.step} of {self.learner.schedule.steps}; everything is in {path}. "
+            "Run the same again to go on."
+        )
+
+    def _end_epoch(self, reporter: Reporter, steps: int, seconds: float) -> None:
         learner = self.learner
-        sums = self.accelerator.reduce(learner.meter.sums, "sum")
-        totals = learner.meter.totals(sums)  # type: ignore[arg-type]
         with learner.mean.in_place() if learner.mean else nullcontext():
-            score = self._score(self.splits.validation)
-        names = [loss.name for loss in self.config.losses]
+            score = evaluate(learner, self.splits.validation)
+            layers = self.probe.read(learner.model)
+        sums = learner.meter.named(_tensor(self.accelerator.reduce(learner.meter.sums, "sum")))
+        learner.meter.reset_()
         record = {
-            "epoch": epoch + 1,
+            "epoch": self.step // learner.schedule.steps_per_epoch,
             "step": self.step,
             "learning_rate": learner.schedule.rate(self.step - 1),
-            **{name: totals[name] / totals["steps"] for name in ("loss", "gradient_norm")},
-            "losses": {name: totals[name] / totals["steps"] for name in names},
-            "accuracy": totals["correct"] / totals["images"],
+            "loss": sums["loss"] / sums["steps"],
+            "gradient_norm": sums["gradient_norm"] / sums["steps"],
+            "losses": {loss.name: sums[loss.name] / sums["steps"] for loss in self.config.losses},
+            "accuracy": sums["correct"] / sums["images"],
             "validation_accuracy": score.accuracy,
             "validation_loss": score.loss,
             "seconds": seconds,
             "images_per_second": steps * self.config.batch_size / seconds,
+            "layers": layers,
         }
-        learner.meter.reset_()
         self.history.records.append(record)
         if self.accelerator.is_main_process:
             self.history.write()
-            self.reporter.epoch_ended(record)
+            reporter.epoch_ended(record)
+        if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
+            self._save()
 
-    def _score(self, images) -> Score:
-        learner = self.learner
-        return evaluate(learner.model, images, self.config.batch_size, self.accelerator, learner.autocast)
-
-    def _save_(self) -> Path:
+    def _save(self) -> Path:
         """Writes a checkpoint from the first process, while the others wait."""
-        learner = self.learner
-        sums = self.accelerator.reduce(learner.meter.sums, "sum")
-        path = self.checkpoints.folder / f"step-{self.step:08d}"
+        sums = _tensor(self.accelerator.reduce(self.learner.meter.sums, "sum"))
         if self.accelerator.is_main_process:
-            tensors = {f"model/{name}": tensor for name, tensor in learner.model.state_dict().items()}
-            tensors |= {f"optimizer/{k}": v for k, v in optimizer_tensors(learner.model, learner.optimizer).items()}
-            tensors |= {f"mean/{k}": v for k, v in (learner.mean.tensors if learner.mean else {}).items()}
-            tensors["meter"] = sums  # type: ignore[assignment]
             seconds = self.seconds + time.perf_counter() - self.began
-            path = self.checkpoints.write(self.step, tensors, {"identity": self.asked, "seconds": seconds})
+            tensors = state_tensors(self.learner, sums)
+            self.checkpoints.write(self.step, tensors, {"identity": self.asked, "seconds": seconds})
         self.accelerator.wait_for_everyone()
-        return path
+        return self.checkpoints.path(self.step)
 
-    def _restore_(self) -> None:
-        found = self.checkpoints.read()
-        if found is None:
-            return
-        state, tensors = found
-        require_same(state["identity"], self.asked, self.folder)
-        parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "mean": {}}
-        meter = tensors.pop("meter")
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            parts[kind][rest] = tensor
+    def _finish(self) -> TrainingRun:
+        """Saves the model, and then training.json, which says that the run is whole."""
         learner = self.learner
-        learner.model.load_state_dict(parts["model"])
-        load_optimizer_(learner.model, learner.optimizer, parts["optimizer"])
-        if learner.mean is not None:
-            learner.mean.load_(parts["mean"])
-        if self.accelerator.is_main_process:  # the sums of all processes: held by one of them
-            learner.meter.sums.copy_(meter)
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.history.restore(self.step // learner.schedule.steps_per_epoch, write=self.accelerator.is_main_process)
-
-    def _finish_(self) -> TrainingRun:
-        learner = self.learner
-        model = learner.model
         if learner.mean is not None:
             learner.mean.store_()
-        model.eval()
-        test = self._score(self.splits.test)
+        test = evaluate(learner, self.splits.test)
         best = max(self.history.records, key=lambda record: record["validation_accuracy"])
+        accuracy = {
+            "test": test.accuracy,
+            "validation": self.history.records[-1]["validation_accuracy"],
+            "best_validation": best["validation_accuracy"],
+            "best_epoch": best["epoch"],
+        }
+        seconds = self.seconds + time.perf_counter() - self.began
         record = {
             "kind": KIND,
             "schema": SCHEMA,
             "identity": self.asked,
-            "accuracy": {
-                "test": test.accuracy,
-                "validation": self.history.records[-1]["validation_accuracy"],
-                "best_validation": best["validation_accuracy"],
-                "best_epoch": best["epoch"],
-            },
+            "accuracy": accuracy,
             "steps": self.step,
-            "seconds": self.seconds + time.perf_counter() - self.began,
+            "seconds": seconds,
+            "images_per_second": self.step * self.config.batch_size / seconds,
             "notes": list(self.splits.notes),
             **provenance(self.accelerator),
         }
         if self.accelerator.is_main_process:
-            save_model(self.folder, model, {"trained_on": self.splits.name, "accuracy": record["accuracy"]})
+            save_model(self.folder, learner.model, {"trained_on": self.splits.name, "accuracy": accuracy})
             write_json(self.folder / "training.json", record)
         self.accelerator.wait_for_everyone()
-        return TrainingRun(model, tuple(self.history.records), self.folder, record)
+        return TrainingRun(learner.model.eval(), tuple(self.history.records), self.folder, record)
+
+
+def _tensor(value: Any) -> Tensor:
+    """What accelerate gives for a tensor is a tensor, which its annotations do not say."""
+    return value

@@ -1,5 +1,6 @@
 """Encoded images and labels in memory-mapped Arrow tables, which parquet files and hub datasets become."""
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from attnrx.shapes import Int, Tensor
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,20 @@ def check_columns(found: list[str], columns: Columns, place: str) -> None:
             )
 
 
-def image_column(dataset: "Dataset", columns: Columns, place: str) -> "pa.ChunkedArray":
+def declared_names(schema: "pa.Schema", column: str) -> tuple[str, ...] | None:
+    """Reads the names of the classes from the note that the `datasets` library leaves in a schema."""
+    try:
+        note = json.loads((schema.metadata or {})[b"huggingface"])
+        return tuple(note["info"]["features"][column]["names"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def image_column(table: "pa.Table", columns: Columns, place: str) -> "pa.ChunkedArray":
     """Gives the column of encoded images, or refuses a column of another type."""
     import pyarrow.types as kinds
 
-    column = dataset.data.column(columns.image)
+    column = table.column(columns.image)
     kind = column.type
     struct = kinds.is_struct(kind) and "bytes" in {field.name for field in kind}
     if not (struct or kinds.is_binary(kind) or kinds.is_large_binary(kind)):
@@ -94,11 +103,11 @@ def image_column(dataset: "Dataset", columns: Columns, place: str) -> "pa.Chunke
     return column
 
 
-def label_column(dataset: "Dataset", columns: Columns, place: str) -> LabelColumn:
+def label_column(table: "pa.Table", columns: Columns, place: str) -> LabelColumn:
     """Reads the labels, with their names from the schema or from a column `<label>_name` beside them."""
     import pyarrow.types as kinds
 
-    column = dataset.data.column(columns.label)
+    column = table.column(columns.label)
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{place} has {column.null_count} rows without a label, the first is row {row}; remove them.")
@@ -110,11 +119,10 @@ def label_column(dataset: "Dataset", columns: Columns, place: str) -> LabelColum
             'Pass columns=Columns(label="...").'
         )
     values = column.to_numpy().astype(np.int64)
-    named = getattr(dataset.features[columns.label], "names", None)
-    names = tuple(named) if named else None
+    names = declared_names(table.schema, columns.label)
     beside = f"{columns.label}_name"
-    if beside in dataset.column_names:
-        names = _names_beside(values, dataset.data.column(beside), names, place)
+    if beside in table.column_names:
+        names = _names_beside(values, table.column(beside), names, place)
     return LabelColumn(values, names)
 
 

@@ -1,6 +1,7 @@
 """Datasets on the Hugging Face hub, by their id."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from attnrx.data.readers.arrow import (
 )
 from attnrx.data.readers.reader import Opened, Reader
 from attnrx.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True)
@@ -32,31 +36,36 @@ class HubReader(Reader):
 
     def open(self) -> Opened:
         """Downloads the dataset, or finds it in the hub's own cache, and reads the labels."""
-        found = {name: split for name, split in self._load().items() if name not in self.ignored}
+        found = {name: table for name, table in self._load().items() if name not in self.ignored}
         if not found:
             raise DataError(f"the hub dataset {self.hub_id} has no split to use; check the name.")
         place = f"the hub dataset {self.hub_id}"
-        for split in found.values():
-            check_columns(split.column_names, self.columns, place)
+        for table in found.values():
+            check_columns(table.column_names, self.columns, place)
         labels, class_names = unify_labels(
-            {name: label_column(split, self.columns, place) for name, split in found.items()}, place
+            {name: label_column(table, self.columns, place) for name, table in found.items()}, place
         )
         splits = {
             name: ArrowRecords(
-                image_column(split, self.columns, place),
+                image_column(table, self.columns, place),
                 labels[name],
-                torch.arange(len(split)),
+                torch.arange(len(table)),
                 lambda row, name=name: f"row {row} of split {name} of {place}",
             )
-            for name, split in found.items()
+            for name, table in found.items()
         }
         return Opened(splits, class_names)
 
-    def _load(self) -> dict:
+    def _load(self) -> "dict[str, pa.Table]":
+        """Gives the memory-mapped table of every split, with the names of the classes in its schema."""
         import datasets
 
         try:
-            return dict(datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision))
+            found = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
+            return {
+                str(name): split.data.table.replace_schema_metadata(split.features.arrow_schema.metadata)
+                for name, split in found.items()
+            }
         except Exception as error:  # five libraries raise their own kinds here: network, gating, cache, disk, parsing
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(

@@ -18,6 +18,7 @@ from attnrx.data.readers.arrow import (
     Columns,
     LabelColumn,
     check_columns,
+    declared_names,
     image_column,
     label_column,
     unify_labels,
@@ -26,7 +27,10 @@ from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
 from attnrx.errors import DataError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    import pyarrow as pa
+
+
+READ_WHOLE = 2**30  # bytes of parquet that are read into memory at once
 
 
 @dataclass(frozen=True)
@@ -46,38 +50,38 @@ class ParquetReader(Reader):
         groups = group_by_split(self.files, self.root)
         place = str(self.root)
         columns = self._columns()
-        datasets = {name: _load(files) for name, files in groups.items()}
-        labels = {name: label_column(dataset, columns, place) for name, dataset in datasets.items()}
-        if list(groups) == [""] and columns.split in datasets[""].column_names:
-            return self._open_by_column(datasets[""], labels[""], columns)
+        tables = {name: _table(files, columns) for name, files in groups.items()}
+        labels = {name: label_column(table, columns, place) for name, table in tables.items()}
+        if list(groups) == [""] and columns.split in tables[""].column_names:
+            return self._open_by_column(tables[""], labels[""], columns)
         numbers, class_names = unify_labels(labels, place)
         splits: dict[str, Records] = {}
-        for name, dataset in datasets.items():
-            images = image_column(dataset, columns, place)
-            rows = torch.arange(len(dataset))
+        for name, table in tables.items():
+            images = image_column(table, columns, place)
+            rows = torch.arange(len(table))
             splits[name or "train"] = ArrowRecords(images, numbers[name], rows, FileRows(groups[name]).name)
         return Opened(splits, class_names)
 
     def _columns(self) -> Columns:
         """Chooses the names of the columns, and checks that every file has them and numbers the same classes."""
-        found = {file: _features(file) for file in self.files}
+        found = {file: _schema(file) for file in self.files}
         first = found[self.files[0]]
-        fitting = (columns for columns in self.candidates if {columns.image, columns.label} <= first.keys())
+        fitting = (columns for columns in self.candidates if {columns.image, columns.label} <= set(first.names))
         columns = next(fitting, self.candidates[0])
-        for file, features in found.items():
-            check_columns(list(features), columns, str(file))
-            if getattr(features[columns.label], "names", None) != getattr(first[columns.label], "names", None):
+        for file, schema in found.items():
+            check_columns(schema.names, columns, str(file))
+            if declared_names(schema, columns.label) != declared_names(first, columns.label):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
                     f"{columns.label!r}; write both with the same list of classes."
                 )
         return columns
 
-    def _open_by_column(self, dataset: "Dataset", labels: LabelColumn, columns: Columns) -> Opened:
+    def _open_by_column(self, table: "pa.Table", labels: LabelColumn, columns: Columns) -> Opened:
         place = str(self.root)
         numbers, class_names = unify_labels({"": labels}, place)
-        images = image_column(dataset, columns, place)
-        belongs = np.asarray(dataset.data.column(columns.split).to_pylist(), dtype=object)
+        images = image_column(table, columns, place)
+        belongs = np.asarray(table.column(columns.split).to_pylist(), dtype=object)
         splits: dict[str, Records] = {}
         for name in dict.fromkeys(belongs.tolist()):
             rows = torch.from_numpy(np.flatnonzero(belongs == name))
@@ -132,37 +136,43 @@ def group_by_split(files: Iterable[Path], root: Path) -> Mapping[str, tuple[Path
     return {name: tuple(sorted(group)) for name, group in groups.items()}
 
 
-def _features(file: Path) -> "Features":
+def _schema(file: Path) -> "pa.Schema":
     import pyarrow.parquet as parquet
-    from datasets import Features
     from pyarrow import ArrowException
 
     try:
-        return Features.from_arrow_schema(parquet.read_schema(file))
+        return parquet.read_schema(file)
     except (ArrowException, OSError) as error:
         raise DataError(f"{file} is not a whole parquet file ({error}); make or copy it again.") from error
 
 
-def _load(files: tuple[Path, ...]) -> "Dataset":
-    import datasets
-    from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowException
+def _table(files: tuple[Path, ...], columns: Columns) -> "pa.Table":
+    """Reads small files into memory; `datasets` makes a memory-mapped copy of large ones."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
 
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()  # reading a local file takes a second
+    wanted = [columns.image, columns.label, f"{columns.label}_name", columns.split]
     try:
-        return datasets.load_dataset(
-            "parquet",
-            data_files={"train": [str(file) for file in files]},
-            split="train",
-            cache_dir=str(cache_folder() / "arrow"),
+        if sum(file.stat().st_size for file in files) > READ_WHOLE:
+            return _mapped(files)
+        names = parquet.read_schema(files[0]).names
+        return pa.concat_tables(
+            parquet.ParquetFile(file).read([name for name in wanted if name in names]) for file in files
         )
-    except (DatasetsError, ArrowException, OSError, ValueError) as error:
-        reason = error.__cause__ or error
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(
-            f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: {reason}. "
+            f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: {error}. "
             "The files of a split must be whole and have the same columns."
         ) from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+
+
+def _mapped(files: tuple[Path, ...]) -> "pa.Table":
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        paths = [str(file) for file in files]
+        place = str(cache_folder() / "arrow")
+        return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=place).data.table
+    except DatasetsError as error:
+        raise ValueError(str(error.__cause__ or error)) from error

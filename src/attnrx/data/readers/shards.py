@@ -4,9 +4,11 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any, NoReturn
 
 from attnrx.data.cache import cache_folder
 from attnrx.data.decoding import decode
@@ -16,6 +18,7 @@ from attnrx.errors import CheckpointError, DataError
 from attnrx.shapes import Tensor, UInt8
 from attnrx.storage import read_json, write_json
 
+BROKEN = (OSError, EOFError, tarfile.TarError)
 CLASS_NAMES = "classnames.txt"  # beside the shards: one class a line, in the order of the numbers
 
 
@@ -86,12 +89,14 @@ class IndexReader(ShardReader):
     index: Path
 
     def open(self) -> OpenedShards:
-        """Reads the index; the split of a shard is the one its url names."""
+        """Reads the index; the split of a shard is its `split`, or the one that its file or folder names."""
         groups: dict[str, list[Shard]] = defaultdict(list)
         try:
             index = read_json(self.index)
             for entry in index["shardlist"]:
-                groups[split_in_path(entry["url"]) or "train"].append(Shard(str(entry["url"]), int(entry["nsamples"])))
+                url = str(entry["url"])
+                split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
+                groups[split].append(Shard(url, int(entry["nsamples"])))
             names = index.get("class_names") or read_class_names(self.index.parent)
         except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
@@ -112,81 +117,102 @@ def read_class_names(folder: Path) -> tuple[str, ...] | None:
 
 
 def scan(file: Path) -> Shard:
-    """Counts the images of a local shard and lists its labels, from the headers and the small label members alone."""
+    """Counts the images of a local shard and lists its labels, without reading the images."""
     known = cache_folder() / "shards" / f"{stamp([file])[:24]}.json"
     try:
         record = read_json(known)
         return Shard(str(file), record["count"], tuple(record["labels"]))
     except (CheckpointError, KeyError, TypeError):
-        count, labels = _scan(file)
-    if not count:
-        raise DataError(f"the shard {file} holds no images; expected members <key>.jpg beside <key>.cls.")
-    try:
-        write_json(known, {"shard": str(file), "count": count, "labels": list(labels)})
-    except CheckpointError:  # no room for the note: the next run scans again
         pass
-    return Shard(str(file), count, labels)
+    try:
+        with tarfile.open(file, "r:") as tar:
+            labels = [sample.label for sample in _samples(tar, str(file), images=False)]
+    except BROKEN as error:
+        raise DataError(f"{file} is not a whole tar file ({error}); copy it again.") from error
+    if not labels:
+        raise DataError(f"the shard {file} holds no images; expected members <key>.jpg beside <key>.cls.")
+    shard = Shard(str(file), len(labels), tuple(sorted(set(labels))))
+    with suppress(CheckpointError):  # no room for the note: the next run scans again
+        write_json(known, {"shard": str(file), "count": shard.count, "labels": list(shard.labels)})
+    return shard
 
 
 def read(shard: Shard) -> Iterator[Sample]:
-    """Reads a shard from front to back; needs the `webdataset` extra."""
-    try:
-        from webdataset.pipeline import DataPipeline
-        from webdataset.shardlists import SimpleShardList
-        from webdataset.tariterators import tarfile_to_samples
-    except ImportError as error:
-        raise DataError("reading tar shards needs webdataset: pip install 'attnrx[webdataset]'.") from error
-
+    """Reads a shard from front to back, up to its count."""
     number = 0
-    pipeline = DataPipeline(SimpleShardList([shard.url]), tarfile_to_samples())
     try:
-        for number, sample in enumerate(pipeline):
-            if number == shard.count:
-                return
-            yield _sample(sample, shard)
-    except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+        stream = _open(shard.url)
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
+                for sample in islice(_samples(tar, shard.url), shard.count):
+                    yield sample
+                    number += 1
+        finally:
+            with suppress(OSError):  # a download that is stopped early complains
+                stream.close()
+    except BROKEN as error:
         raise DataError(f"cannot read the shard {shard.url} after image {number}: {error}. Copy it again.") from error
+    if number < shard.count:
+        raise DataError(f"the shard {shard.url} holds {number} images, not {shard.count}; correct the index.")
 
 
-def _sample(found: Mapping[str, object], shard: Shard) -> Sample:
-    key = str(found["__key__"])
-    content = next((value for name, value in found.items() if f".{name}" in IMAGES), None)
-    if not isinstance(content, bytes):
-        raise DataError(f"sample {key} of the shard {shard.url} has no image ({', '.join(found)}).")
-    return Sample(key, content, _label(found.get("cls"), key, shard.url), shard.url)
-
-
-def _label(content: object, key: str, url: str) -> int:
+def _open(url: str) -> Any:
+    """Opens a local path, or a url through `webdataset`, but no shell command: an index is data."""
+    if "://" not in url and not url.startswith("pipe:"):
+        return Path(url).open("rb")
+    if url.startswith("pipe:"):
+        raise DataError(f"the shard {url} is a shell command, which is not run; give a path or an https or gs url.")
     try:
-        return int(content.decode()) if isinstance(content, bytes) else int(str(content))
+        from webdataset.gopen import gopen
+    except ImportError as error:
+        raise DataError(
+            f"the shard {url} is remote, which needs webdataset: pip install 'attnrx[webdataset]'."
+        ) from error
+    return gopen(url, "rb")
+
+
+def _samples(tar: tarfile.TarFile, url: str, images: bool = True) -> Iterator[Sample]:
+    """Pairs every image with the label beside it; the members of a sample follow one another."""
+    current, content, label = "", None, None
+    for member in tar:
+        above, _, name = member.name.rpartition("/")
+        key, _, ending = name.partition(".")
+        is_image = f".{ending.lower()}" in IMAGES
+        if not member.isfile() or not (is_image or ending == "cls"):
+            continue
+        if current and current != f"{above}/{key}":
+            _incomplete(current, url)
+        current = f"{above}/{key}"
+        if is_image:
+            content = _bytes(tar, member) if images else b""
+        else:
+            label = _label(_bytes(tar, member), key, url)
+        if content is not None and label is not None:
+            yield Sample(key, content, label, url)
+            current, content, label = "", None, None
+    if current:
+        _incomplete(current, url)
+
+
+def _incomplete(key: str, url: str) -> NoReturn:
+    raise DataError(
+        f"sample {key.lstrip('/')} of the shard {url} has an image but no .cls label, or the reverse; "
+        "write both members of a sample one after the other."
+    )
+
+
+def _bytes(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    return file.read() if file is not None else b""
+
+
+def _label(content: bytes, key: str, url: str) -> int:
+    try:
+        return int(content.decode())
     except ValueError:
         raise DataError(
-            f"sample {key} of the shard {url} has the label {content!r}; its member {key}.cls must hold a class number."
+            f"sample {key} of the shard {url} has the label {content[:40]!r}; {key}.cls must hold a class number."
         ) from None
-
-
-def _scan(file: Path) -> tuple[int, tuple[int, ...]]:
-    images: set[str] = set()
-    labels: dict[str, int] = {}
-    try:
-        with tarfile.open(file, "r:") as tar:
-            for member in tar:
-                above, _, name = member.name.rpartition("/")
-                key, _, ending = name.partition(".")
-                if member.isfile() and f".{ending.lower()}" in IMAGES:
-                    images.add(f"{above}/{key}")
-                elif member.isfile() and ending == "cls":
-                    content = tar.extractfile(member)
-                    labels[f"{above}/{key}"] = _label(content.read() if content else None, key, str(file))
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise DataError(f"{file} is not a whole tar file ({error}); copy it again.") from error
-    alone = sorted(images ^ labels.keys())
-    if alone:
-        raise DataError(
-            f"sample {alone[0].lstrip('/')} of the shard {file} has an image but no .cls label, or the reverse; "
-            f"{len(alone)} samples are like that. Write both members for every sample."
-        )
-    return len(images), tuple(sorted(set(labels.values())))
 
 
 def _numbered(shards: list[Shard]) -> tuple[Shard, ...]:

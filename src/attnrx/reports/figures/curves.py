@@ -1,5 +1,6 @@
 """Curves over a common axis, with intervals or bands, each told apart by its colour and by its marker."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from attnrx.reports.figures.drawing import Drawing
 from attnrx.reports.figures.scale import Scale, log_span, span
 from attnrx.reports.numbers import number
 
+MOST_MARKERS = 12  # a long curve is marked only now and then
+DODGE = 5.0  # curves with intervals stand this far apart, or their whiskers would hide each other
 WIDTH, HEIGHT = 360.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0
 
@@ -34,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in order of x; `style` is the class that gives the colour and `marker` an index of MARKERS, or None for a bare line."""
+    """Points in order of x; `style` is the class of its colour, `marker` a place in MARKERS or None for a bare line."""
 
     name: str
     points: tuple[Point, ...]
@@ -44,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes; `level` draws a horizontal line, such as no change, and `band` fills intervals as an area."""
+    """Curves that share their axes; `level` draws a horizontal line, and `band` fills the intervals as an area."""
 
     title: str
     x_label: str
@@ -60,15 +63,17 @@ class Chart:
         x, y = self._scales()
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
-            drawing.add("line", "level", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
+            drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
         for curve in self.curves:
             if self.band:
                 _draw_band(drawing, curve, x, y)
-        for curve in self.curves:
-            _draw_line(drawing, curve, x, y)
+        for index, curve in enumerate(self.curves):
+            shift = 0.0 if self.band or not self._has_intervals else DODGE * (index - (len(self.curves) - 1) / 2)
+            own = Scale(x.low, x.high, x.start + shift, x.stop + shift)
+            _draw_line(drawing, curve, own, y)
             if not self.band:
-                _draw_intervals(drawing, curve, x, y)
-            _draw_markers(drawing, curve, x, y)
+                _draw_intervals(drawing, curve, own, y)
+            _draw_markers(drawing, curve, own, y)
         return drawing.svg()
 
     def _scales(self) -> tuple[Scale, Scale]:
@@ -78,6 +83,10 @@ class Chart:
         low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
         left, right = span((point.x for point in points), room=0.04)
         return Scale(left, right, LEFT, RIGHT), Scale(low, high, BOTTOM, TOP, self.logarithmic)
+
+    @property
+    def _has_intervals(self) -> bool:
+        return any(point.low is not None for curve in self.curves for point in curve.points)
 
     def _in_words(self) -> str:
         ends = (
@@ -93,7 +102,9 @@ def marker_picture(curve: Curve) -> str:
     drawing = Drawing(26, 12, curve.name)
     drawing.add("path", f"curve {curve.style}", d="M1 6H25")
     if curve.marker is not None:
-        drawing.add("path", f"marker {curve.style}", d=MARKERS[curve.marker % len(MARKERS)], transform="translate(13 6)")
+        drawing.add(
+            "path", f"marker {curve.style}", d=MARKERS[curve.marker % len(MARKERS)], transform="translate(13 6)"
+        )
     return drawing.svg()
 
 
@@ -103,19 +114,21 @@ def _heights(points: Sequence[Point]) -> Iterator[float]:
 
 
 def _draw_axes(drawing: Drawing, x: Scale, y: Scale, labels: tuple[str, str]) -> None:
-    for tick in y.ticks():
+    for tick, words in y.labels():
         drawing.add("line", "grid", x1=LEFT, x2=RIGHT, y1=y(tick), y2=y(tick))
-        drawing.text(LEFT - 6, y(tick) + 4, number(tick), "label", "end")
-    for tick in x.ticks(5):
+        drawing.text(LEFT - 6, y(tick) + 4, words, "label", "end")
+    for tick, words in x.labels(5):
         drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=BOTTOM, y2=BOTTOM + 4)
-        drawing.text(x(tick), BOTTOM + 17, number(tick), "label", "middle")
+        drawing.text(x(tick), BOTTOM + 17, words, "label", "middle")
     drawing.add("line", "axis", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM)
     drawing.text(RIGHT, HEIGHT - 6, labels[0], "label", "end")
     drawing.text(4, 12, labels[1], "label")
 
 
 def _draw_band(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
-    bounded = [(point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None]
+    bounded = [
+        (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
+    ]
     if len(bounded) > 1:
         upper = [(x(place), y(high)) for place, _, high in bounded]
         lower = [(x(place), y(low)) for place, low, _ in reversed(bounded)]
@@ -136,13 +149,14 @@ def _draw_intervals(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
 
 
 def _draw_markers(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
-    for point in curve.points:
-        place = f"translate({x(point.x):.2f} {y(point.y):.2f})"
-        if curve.marker is not None:
+    every = math.ceil(len(curve.points) / MOST_MARKERS)
+    for place, point in enumerate(curve.points):
+        where = f"translate({x(point.x):.2f} {y(point.y):.2f})"
+        if curve.marker is not None and (len(curve.points) - 1 - place) % every == 0:
             shape = MARKERS[curve.marker % len(MARKERS)]
-            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=place)
+            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=where)
         elif point.tip:
-            drawing.add("circle", "target", point.tip, r=5, transform=place)
+            drawing.add("circle", "target", point.tip, r=5, transform=where)
 
 
 def _polyline(places: list[tuple[float, float]]) -> str:

@@ -1,4 +1,4 @@
-"""SVG pictures, element by element: whatever is written into one is escaped, and every picture says in words what it shows."""
+"""SVG pictures, element by element: every word in them is escaped, and every picture says in words what it shows."""
 
 from xml.etree import ElementTree
 

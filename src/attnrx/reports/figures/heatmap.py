@@ -1,5 +1,6 @@
 """A map of layers and heads: one cell each, coloured by its value, with the value written in it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,14 +21,16 @@ class HeatMap:
     low: float
     high: float
     write: Callable[[float], str] = number
+    dense: bool = False  # smaller cells, for many heads
 
     def draw(self) -> str:
         """Gives the picture."""
         columns = max(len(row) for row in self.values)
-        width, height, left, top = (46, 32, 54, 22) if columns <= 8 else (33, 26, 54, 22)
+        width, height, left, top = (33, 26, 54, 22) if self.dense else (46, 32, 54, 22)
         drawing = Drawing(left + columns * width, top + len(self.values) * height, self.title, self._in_words())
         for head in range(columns):
-            drawing.text(left + (head + 0.5) * width, top - 8, _column_name(head, columns), "label", "middle")
+            name = str(head) if self.dense else f"head {head}"
+            drawing.text(left + (head + 0.5) * width, top - 8, name, "label", "middle")
         for layer, row in enumerate(self.values):
             middle = top + (layer + 0.5) * height
             drawing.text(left - 8, middle + 4, f"layer {layer}", "label", "end")
@@ -38,13 +41,13 @@ class HeatMap:
 
     def level(self, value: float) -> int:
         """Gives the colour step of a value; values outside the range take the nearest end."""
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
 
     def _cell(self, drawing: Drawing, corner: tuple[float, float], size: tuple[float, float], cell: tuple) -> None:
         (x, y), (width, height), (layer, head, value) = corner, size, cell
         words = "removed" if value is None else self.write(value)
-        step = "absent" if value is None else f"level-{self.level(value)}"
+        step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
         tip = f"layer {layer}, head {head}: {words}"
         box = {"x": x + 0.75, "y": y + 0.75, "width": width - 1.5, "height": height - 1.5, "rx": 3}
         drawing.add("rect", f"cell {step}", tip, **box)
@@ -57,7 +60,3 @@ class HeatMap:
             for layer, row in enumerate(self.values)
         )
         return "; ".join(rows) + "."
-
-
-def _column_name(head: int, columns: int) -> str:
-    return f"head {head}" if columns <= 8 else str(head)

@@ -7,7 +7,7 @@ from attnrx.reports.figures.drawing import Drawing
 from attnrx.reports.figures.scale import Scale
 from attnrx.reports.numbers import number
 
-WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 10.0
+WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 14.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class IntervalRow:
         x = Scale(*axis, MARGIN, WIDTH - MARGIN)
         middle = HEIGHT / 2
         if axis[0] < 0 < axis[1]:
-            drawing.add("line", "level", x1=x(0), x2=x(0), y1=0, y2=HEIGHT)
+            drawing.add("line", "zero", x1=x(0), x2=x(0), y1=0, y2=HEIGHT)
         drawing.add("line", "grid", x1=MARGIN, x2=WIDTH - MARGIN, y1=middle, y2=middle)
         for value in self.draws:
             drawing.add("line", "draw", number(value), x1=x(value), x2=x(value), y1=middle - 8, y2=middle + 8)
@@ -50,7 +50,7 @@ def axis_picture(axis: tuple[float, float], title: str) -> str:
     drawing = Drawing(WIDTH, 24, title)
     x = Scale(*axis, MARGIN, WIDTH - MARGIN)
     drawing.add("line", "axis", x1=MARGIN, x2=WIDTH - MARGIN, y1=1, y2=1)
-    for tick in x.ticks():
+    for tick, words in x.labels():
         drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)
-        drawing.text(x(tick), 18, number(tick), "label", "middle")
+        drawing.text(x(tick), 18, words, "label", "middle")
     return drawing.svg()

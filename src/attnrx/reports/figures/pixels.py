@@ -50,7 +50,7 @@ def overlay(
         map[None, None], size=image.shape[-2:], mode="bilinear", align_corners=False
     )
     grey = image.mean(0, keepdim=True).expand(3, -1, -1).to(map.dtype)
-    return 0.45 * grey + 0.55 * colour(stretched[0, 0], low, high)
+    return 0.35 * grey + 0.65 * colour(stretched[0, 0], low, high)
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:

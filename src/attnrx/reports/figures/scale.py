@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from attnrx.reports.numbers import fixed, short
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -30,6 +32,15 @@ class Scale:
         candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
         inside = [value for value in candidates if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
         return inside if len(inside) > 1 else [self.low, self.high]
+
+    def labels(self, count: int = 4) -> list[tuple[float, str]]:
+        """Gives the ticks with their words: on a linear axis all with the same decimals."""
+        ticks = self.ticks(count)
+        if self.logarithmic or len(ticks) < 2:
+            return [(tick, short(tick)) for tick in ticks]
+        step = ticks[1] - ticks[0]
+        decimals = next((places for places in range(6) if abs(round(step, places) - step) < step * 1e-6), 6)
+        return [(tick, fixed(tick, decimals)) for tick in ticks]
 
     def _transform(self, value: float) -> float:
         return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value

@@ -6,10 +6,14 @@ import torch
 
 from attnrx.reports.content import AttentionSamples, ReportContent
 from attnrx.reports.figures import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
-from attnrx.reports.numbers import TIMES, number
+from attnrx.reports.numbers import TIMES, number, short
 from attnrx.reports.sections.section import Section
 from attnrx.shapes import Float, Tensor
 
+LEAST_REACH, MOST_REACH = (
+    0.05,
+    3.0,
+)  # in powers of two: the colour scale ends between 1.04 and 8 times uniform attention
 OVERLAY_SIDE = 224  # small images are enlarged to this before a map is laid over them, so that it looks smooth
 
 
@@ -18,7 +22,7 @@ def attention(content: ReportContent) -> Section | None:
     samples = content.attention
     if samples is None:
         return None
-    # In units of uniform attention, on a logarithmic scale: twice as much and half as much lie equally far from the middle.
+    # In units of uniform attention, by logarithm: twice as much and half as much lie equally far from the middle.
     relative = {name: (maps.double() * samples.tokens).clamp(min=1e-6).log2() for name, maps in samples.maps.items()}
     low, high = _limits(torch.stack(list(relative.values())))
     images = [_image(samples, relative, index, (low, high)) for index in range(samples.images.shape[0])]
@@ -28,8 +32,7 @@ def attention(content: ReportContent) -> Section | None:
         "layers": first.shape[1],
         "heads": first.shape[2],
         "ramp": colour_ramp(),
-        "low": number(2**low, 2) + TIMES,
-        "high": number(2**high, 2) + TIMES,
+        "reach": short(2**high, 3) + TIMES,
     }
     return Section("attention", "Attention maps", data)
 
@@ -38,7 +41,8 @@ def _limits(maps: Float[Tensor, "models images layers heads tokens"]) -> tuple[f
     """Gives a range around uniform attention that holds all but the most extreme hundredth of the values."""
     finite = maps[~maps.isnan()].abs()
     reach = float(torch.quantile(finite[:: max(1, finite.numel() // 1_000_000)], 0.99)) if finite.numel() else 0.0
-    reach = max(reach, 0.01)  # uniform heads would otherwise show nothing but amplified rounding
+    # Uniform heads must not show amplified rounding, nor one extreme head make all others look uniform.
+    reach = min(max(reach, LEAST_REACH), MOST_REACH)
     return -reach, reach
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from attnrx.evidence import Finding
@@ -16,7 +17,9 @@ CHECK = "controls"
 
 def controls(content: ReportContent) -> Section | None:
     """Gives a plot of dots and intervals, on one axis per unit."""
-    found = [finding for finding in (content.evidence.of(CHECK) if content.evidence else ()) if finding.value is not None]
+    found = [
+        finding for finding in (content.evidence.of(CHECK) if content.evidence else ()) if finding.value is not None
+    ]
     if not found:
         return None
     by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
@@ -26,14 +29,14 @@ def controls(content: ReportContent) -> Section | None:
 
 def _plot(unit: str, group: Sequence[Finding]) -> dict[str, Any]:
     rows = [_row(finding) for finding in group]
-    axis = span((value for row in rows for value in row.values()), room=0.08)
+    axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
     lines = [
         {
             "claim": finding.claim,
             "result": RESULT[finding.holds],
             "picture": row.draw(axis),
             "value": quantity(finding.value, finding.unit, finding.low, finding.high),
-            "interval": interval(finding.low, finding.high, finding.unit),
+            "interval": interval(finding.low, finding.high),
         }
         for finding, row in zip(group, rows, strict=True)
     ]
@@ -41,6 +44,15 @@ def _plot(unit: str, group: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _row(finding: Finding) -> IntervalRow:
-    draws = finding.details.get("draws", ())
-    numbers = [float(draw) for draw in draws if isinstance(draw, int | float)] if isinstance(draws, list | tuple) else []
-    return IntervalRow(finding.claim, finding.value, finding.low, finding.high, numbers, finding.limit)
+    return IntervalRow(finding.claim, finding.value, finding.low, finding.high, _advantages(finding), finding.limit)
+
+
+def _advantages(finding: Finding) -> list[float]:
+    """Gives the candidate's advantage over every single draw of the control, so that their mean is the value."""
+    draws, candidate = finding.details.get("draws"), finding.details.get("candidate")
+    if not isinstance(draws, list | tuple) or not draws or candidate is None:
+        return []
+    over = [draw - candidate for draw in draws]
+    # Of a discrepancy less is better, of an accuracy more: the value itself says which way round it was taken.
+    forwards = abs(fmean(over) - finding.value) <= abs(fmean(over) + finding.value)
+    return over if forwards else [-advantage for advantage in over]

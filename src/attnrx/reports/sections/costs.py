@@ -1,58 +1,105 @@
-"""Costs: parameters and MACs part by part, before and after, and what that is in time."""
+"""Costs: parameters and MACs part by part, before and after, and what that is in time.
 
+What the content does not hold is taken from the evidence, whose findings record the same facts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from attnrx.costs import LatencyComparison, ModelCosts
-from attnrx.costs.timing import Timing
+from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import MISSING, TIMES, fixed, interval, number
+from attnrx.reports.numbers import MISSING, TIMES, fixed, interval, number, with_unit
 from attnrx.reports.sections.section import Section
+
+NAMES = {
+    "query_key": "query and key",
+    "value_output": "value and output",
+    "read_out": f"attention {TIMES} values",
+    "mlp": "MLP",
+}
+ROLES = ("reference", "candidate")
+
+Record = Mapping[str, Any]
 
 
 def costs(content: ReportContent) -> Section | None:
     """Gives the two tables, each where it is known."""
-    if content.costs is None and not content.latency:
+    records, times = cost_records(content), latency_records(content)
+    if records is None and not times:
         return None
-    parts = _parts(*content.costs) if content.costs is not None else []
-    return Section("costs", "Costs", {"parts": parts, "latency": [_latency(entry) for entry in content.latency]})
+    parts = [] if records is None else _parts(*records)
+    return Section("costs", "Costs", {"parts": parts, "latency": [_latency(record) for record in times]})
 
 
-def _parts(before: ModelCosts, after: ModelCosts) -> list[dict[str, Any]]:
-    names = [name for name in before.parts if before.parts[name].params or before.parts[name].macs]
-    rows = [_row(name.replace("_", " "), before, (before.parts[name], after.parts[name])) for name in names]
-    return [*rows, {**_row("whole model", before, (before.total, after.total)), "total": True}]
+def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
+    """Gives the costs of the original and of the candidate, part by part."""
+    if content.costs is not None:
+        before, after = (own.to_record()["parts"] for own in content.costs)
+        return before, after
+    found = {finding.details.get("model"): finding for finding in _told(content, "costs", "counted costs")}
+    if not all(isinstance(found[role].details.get("parts"), Mapping) if role in found else False for role in ROLES):
+        return None
+    return found["reference"].details["parts"], found["candidate"].details["parts"]
 
 
-def _row(name: str, whole: ModelCosts, pair: tuple) -> dict[str, Any]:
-    old, new = pair
-    return {
-        "name": name,
-        "params": (number(old.params), number(new.params), _change(old.params, new.params)),
-        "macs": (number(old.macs), number(new.macs), _change(old.macs, new.macs)),
-        "share": round(old.macs / max(whole.macs, 1), 4),
-        "total": False,
-    }
+def latency_records(content: ReportContent) -> list[Record]:
+    """Gives every comparison of latency."""
+    if content.latency:
+        return [asdict(entry) for entry in content.latency]
+    return [finding.details for finding in _told(content, "latency", "latency") if "ratio" in finding.details]
 
 
-def _change(old: int, new: int) -> str:
+def total(record: Record, unit: str) -> int:
+    """Adds up "params" or "macs" over all parts."""
+    return sum(part[unit] for part in record.values())
+
+
+def change(old: int, new: int) -> str:
+    """Writes by how much a cost changed, in percent of the old one."""
     if not old or old == new:
         return MISSING
-    return f"{fixed(100 * (new - old) / old, 2, signed=True)} %"
+    return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")
 
 
-def _latency(entry: LatencyComparison) -> dict[str, str]:
-    kernels = dict.fromkeys((entry.reference_kernel, entry.candidate_kernel))
+def _told(content: ReportContent, check: str, quantity: str) -> Iterator[Finding]:
+    findings = content.evidence.of(check) if content.evidence is not None else ()
+    return (finding for finding in findings if finding.details.get("quantity") == quantity)
+
+
+def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
+    none = {"params": 0, "macs": 0}
+    names = [name for name, part in before.items() if part["params"] or part["macs"]]
+    whole = total(before, "macs")
+    rows = [_row(NAMES.get(name, name.replace("_", " ")), before[name], after.get(name, none), whole) for name in names]
+    sums = [{unit: total(record, unit) for unit in none} for record in (before, after)]
+    return [*rows, {**_row("whole model", sums[0], sums[1], whole), "total": True}]
+
+
+def _row(name: str, old: Record, new: Record, whole: int) -> dict[str, Any]:
+    cells = {unit: (number(old[unit]), number(new[unit]), change(old[unit], new[unit])) for unit in ("params", "macs")}
+    return {"name": name, **cells, "share": round(old["macs"] / max(whole, 1), 4), "total": False}
+
+
+def _latency(record: Record) -> dict[str, str]:
+    ratio, conditions = record["ratio"], record["conditions"]
+    kernels = dict.fromkeys((record["reference_kernel"], record["candidate_kernel"]))
+    where = [
+        record["hardware"],
+        f"{record['threads']} threads",
+        conditions["precision"],
+        f"torch {record['torch_version']}",
+    ]
     return {
-        "batch": str(entry.batch),
-        "reference": _milliseconds(entry.reference),
-        "candidate": _milliseconds(entry.candidate),
-        "ratio": fixed(entry.ratio.value, 3) + TIMES,
-        "interval": interval(entry.ratio.low, entry.ratio.high),
+        "batch": str(record["batch"]),
+        "reference": _milliseconds(record["reference"]),
+        "candidate": _milliseconds(record["candidate"]),
+        "ratio": fixed(ratio["value"], 3) + TIMES,
+        "interval": interval(ratio["low"], ratio["high"]),
         "kernel": " → ".join(kernels),
-        "where": f"{entry.hardware}, {entry.threads} threads, {entry.conditions.precision}"
-        + (", compiled" if entry.conditions.compiled else ""),
+        "where": ", ".join([*where, "compiled"] if conditions["compiled"] else where),
     }
 
 
-def _milliseconds(timing: Timing) -> str:
-    return f"{number(1000 * timing.median)} ({number(1000 * timing.low)} to {number(1000 * timing.high)})"
+def _milliseconds(timing: Record) -> str:
+    return f"{number(1000 * timing['median'])} ({number(1000 * timing['low'])} to {number(1000 * timing['high'])})"

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import interval, number, plain, quantity
+from attnrx.reports.numbers import interval, number, plain, quantity, short
 from attnrx.reports.sections.section import Section
 
 RESULT = {True: "holds", False: "fails", None: "reported"}
@@ -26,14 +26,21 @@ def row(finding: Finding) -> dict[str, Any]:
         "result": RESULT[finding.holds],
         "claim": finding.claim,
         "value": quantity(finding.value, finding.unit, finding.low, finding.high),
-        "limit": "" if finding.limit is None else quantity(finding.limit, finding.unit),
-        "interval": interval(finding.low, finding.high, finding.unit),
+        "limit": "" if finding.limit is None else short(finding.limit),
+        "interval": interval(finding.low, finding.high),
         "n": "" if finding.n is None else number(finding.n),
         "seed": "" if finding.seed is None else str(finding.seed),
         "details": described(finding.details),
     }
 
 
-def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Sets a free record as pairs of words."""
-    return [(str(key).replace("_", " "), plain(value)) for key, value in record.items()]
+def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:
+    """Sets a free record as pairs of words; what lies inside another record is named by its path."""
+    pairs: list[tuple[str, str]] = []
+    for key, value in record.items():
+        name = inside + str(key).replace("_", " ")
+        if isinstance(value, Mapping):
+            pairs += described(value, f"{name} · ")
+        elif value is not None:
+            pairs.append((name, plain(value)))
+    return pairs

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from attnrx.diagnosis import Diagnosis
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap
-from attnrx.reports.numbers import number
+from attnrx.reports.numbers import MISSING, fixed, number, short
 from attnrx.reports.sections.section import Figure, Section
 from attnrx.reports.sections.treatment import original_heads
 
-# What the readings mean to a reader, in the order in which they are shown. A reading that is not listed here is shown after these.
+# What the readings mean to a reader, in the order in which they are shown; those not listed here come after these.
 MEANING = {
     "effective_rank": "How many directions the energy is spread over (Eq. 24).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
@@ -21,26 +21,31 @@ MEANING = {
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
 MAIN = ("effective_rank", "selectivity")
+DENSE = 9  # from this many heads on the cells are small and hold fewer digits
+
+Rows = Sequence[Sequence[float | None]]
 
 
 def maps(content: ReportContent) -> Section | None:
     """Gives effective rank, kept rank and selectivity at once, and the other readings on request."""
     names = original_heads(content)
     readings = {} if content.diagnosis is None else _readings(content.diagnosis)
-    main = [_map(name, readings[name], names, _most(content)) for name in MAIN if name in readings]
+    figures = {name: _reading(name, _placed(rows, names), _most(content)) for name, rows in readings.items()}
+    main = [figures.pop(name) for name in MAIN if name in figures]
     kept = _kept(content, names)
     if kept is not None:
         main.insert(1 if "effective_rank" in readings else 0, kept)
-    rest = [_map(name, table, names, _most(content)) for name, table in readings.items() if name not in MAIN]
-    if not main and not rest:
+    if not main and not figures:
         return None
-    return Section("maps", "Layers and heads", {"main": main, "rest": rest, "steps": range(LEVELS)})
+    dense = any(max(heads, default=0) >= DENSE - 1 for heads in names)
+    data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
+    return Section("maps", "Layers and heads", data)
 
 
-def _readings(diagnosis: Diagnosis) -> dict[str, list[list[float]]]:
+def _readings(diagnosis: Diagnosis) -> dict[str, Rows]:
     """Gives the readings with one number per head that every layer has, known ones first."""
     shared = [
-        {name for name, reading in layer.readings.items() if reading.ndim == 1 and len(reading) == len(layer.spectrum.heads)}
+        {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers
     ]
     names = set.intersection(*shared) if shared else set()
@@ -63,34 +68,38 @@ def _kept(content: ReportContent, names: list[tuple[int, ...]]) -> Figure | None
         [float(rank) if stays else None for rank, stays in zip(layer.ranks, layer.heads.tolist(), strict=True)]
         for layer in content.prescription.layers
     ]
-    grid = _placed(rows, names)
-    picture = HeatMap("Kept rank of every head", grid, 0, _most(content), lambda value: f"{value:.0f}").draw()
-    return Figure(picture, "Kept rank", f"0 to {_most(content)}", "How many directions the prescription leaves each head.")
+    caption = "How many directions the prescription leaves each head."
+    return _figure("Kept rank", _placed(rows, names), (0.0, float(_most(content))), (0, 0), caption)
 
 
-def _map(name: str, rows: list[list[float]], names: list[tuple[int, ...]], most: int) -> Figure:
-    low, high = _limits(name, rows, most)
-    title = name.replace("_", " ").capitalize()
-    picture = HeatMap(f"{title} of every head", _placed(rows, names), low, high, _writer(high)).draw()
-    return Figure(picture, title, f"{number(low)} to {number(high)}", MEANING.get(name, ""))
+def _reading(name: str, grid: Rows, most: int) -> Figure:
+    values = [value for row in grid for value in row if value is not None and math.isfinite(value)] or [0.0]
+    dense = len(grid[0]) >= DENSE
+    limits = {"effective_rank": (0.0, float(most)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
+    low, high = limits.get(name, (min(values), max(values)))
+    largest = max(abs(low), abs(high))
+    # Cells have room for three digits: what is very small or very large is written in units of a power of ten.
+    power = 0 if largest == 0 or 0.01 <= largest < 1000 else math.floor(math.log10(largest))
+    decimals = max(0, (2 if dense else 3) - (1 if largest / 10**power < 2 else 2))
+    decimals = 1 if name == "effective_rank" else max(decimals, 2 if largest <= 1 else 0)
+    return _figure(name.replace("_", " ").capitalize(), grid, (low, high), (decimals, power), MEANING.get(name, ""))
 
 
-def _limits(name: str, rows: list[list[float]], most: int) -> tuple[float, float]:
-    if name == "effective_rank":
-        return 0.0, float(most)
-    if name in ("selectivity", "sparsity"):
-        return 0.0, 1.0
-    values = [value for row in rows for value in row if math.isfinite(value)] or [0.0]
-    return min(values), max(values)
+def _figure(title: str, grid: Rows, limits: tuple[float, float], digits: tuple[int, int], caption: str) -> Figure:
+    """Draws a map; `digits` are the decimals in the cells and the power of ten that they count in."""
+    decimals, power = digits
+    heat_map = HeatMap(
+        f"{title} of every head",
+        grid,
+        *limits,
+        write=lambda value: fixed(value / 10**power, decimals) if math.isfinite(value) else MISSING,
+        dense=len(grid[0]) >= DENSE,
+    )
+    unit = f", cells in units of {number(10.0**power, 1)}" if power else ""
+    return Figure(heat_map.draw(), title, f"{short(limits[0], 3)} to {short(limits[1], 3)}{unit}", caption)
 
 
-def _writer(high: float):
-    if high >= 10:
-        return lambda value: f"{value:.1f}"
-    return lambda value: number(value, 2)
-
-
-def _placed(rows: Sequence[Sequence[float | None]], names: list[tuple[int, ...]]) -> list[list[float | None]]:
+def _placed(rows: Rows, names: list[tuple[int, ...]]) -> Rows:
     """Puts every value into the column of its original head; columns without a head stay empty."""
     columns = 1 + max((head for heads in names for head in heads), default=0)
     grid: list[list[float | None]] = [[None] * columns for _ in rows]

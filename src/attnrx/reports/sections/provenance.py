@@ -14,8 +14,16 @@ def provenance(content: ReportContent) -> Section | None:
     if content.diagnosis is not None:
         parts["the diagnosis"] = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
     if content.prescription is not None:
-        parts["the prescription"] = {"fingerprint": content.prescription.fingerprint, **content.prescription.about}
+        parts["the prescription"] = _new(
+            {"fingerprint": content.prescription.fingerprint, **content.prescription.about}, parts
+        )
     if content.evidence is not None:
         parts["the evidence"] = content.evidence.about
     records = [(name, described(record)) for name, record in parts.items() if record]
     return Section("provenance", "Provenance", {"records": records}) if records else None
+
+
+def _new(record: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Leaves out what the diagnosis has already said, which a prescription repeats."""
+    said = parts.get("the diagnosis", {})
+    return {name: value for name, value in record.items() if name not in said or said[name] != value}

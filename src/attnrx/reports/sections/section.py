@@ -16,9 +16,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its heading and its caption; `note` stands beside the heading."""
+    """A picture with heading and caption; `note` stands beside the heading, `legend` pairs small pictures with names."""
 
     picture: str
     title: str
     note: str = ""
     caption: str = ""
+    legend: tuple[tuple[str, str], ...] = ()

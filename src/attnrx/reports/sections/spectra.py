@@ -20,7 +20,11 @@ def spectra(content: ReportContent) -> Section | None:
     prescribed = content.prescription.layers if content.prescription is not None else (None,) * len(diagnosed)
     layers = [_layer(own, plan) for own, plan in zip(diagnosed, prescribed, strict=True)]
     panels = sum(len(layer) for layer in layers)
-    data = {"layers": layers, "open": len(layers) if panels <= OPEN_PANELS else 1, "cut": content.prescription is not None}
+    data = {
+        "layers": layers,
+        "open": len(layers) if panels <= OPEN_PANELS else 1,
+        "cut": content.prescription is not None,
+    }
     return Section("spectra", "Spectra", data)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnrx.reports.content import ReportContent, TradeOffPoint
 from attnrx.reports.figures import Chart, Curve, Point, marker_picture
-from attnrx.reports.numbers import interval, number, percent, quantity
+from attnrx.reports.numbers import interval, number, percent, quantity, short
 from attnrx.reports.sections.section import Figure, Section
 
 
@@ -21,14 +21,24 @@ def trade_off(content: ReportContent) -> Section | None:
     across = "% of directions removed"
     charts = [
         Chart("Change of accuracy over removed directions", across, "accuracy change in points", changes, level=0.0),
-        Chart("Relative logit discrepancy over removed directions", across, "logit discrepancy (Eq. 46)", discrepancies, positive),
+        Chart(
+            "Relative logit discrepancy over removed directions",
+            across,
+            "logit discrepancy (Eq. 46)",
+            discrepancies,
+            positive,
+        ),
     ]
     figures = [Figure(chart.draw(), chart.title) for chart in charts]
     legend = [(marker_picture(curve), curve.name) for curve in changes]
-    return Section("trade-off", "Trade-off", {"figures": figures, "legend": legend, "rows": [_row(point) for point in points]})
+    return Section(
+        "trade-off", "Trade-off", {"figures": figures, "legend": legend, "rows": [_row(point) for point in points]}
+    )
 
 
-def _curves(points: Sequence[TradeOffPoint], kinds: list[str], read: Callable[[TradeOffPoint], tuple]) -> tuple[Curve, ...]:
+def _curves(
+    points: Sequence[TradeOffPoint], kinds: list[str], read: Callable[[TradeOffPoint], tuple]
+) -> tuple[Curve, ...]:
     curves = []
     for index, kind in enumerate(kinds):
         own = sorted((point for point in points if point.kind == kind), key=lambda point: point.removed_share)
@@ -38,17 +48,17 @@ def _curves(points: Sequence[TradeOffPoint], kinds: list[str], read: Callable[[T
 
 def _point(point: TradeOffPoint, value: float, within: tuple[float, float] | None) -> Point:
     low, high = within or (None, None)
-    tip = f"{point.kind}, rho {number(point.rho)}: {percent(point.removed_share)} removed, {number(value)}"
+    tip = f"{point.kind}, rho {short(point.rho)}: {percent(point.removed_share)} removed, {number(value)}"
     return Point(100 * point.removed_share, value, low, high, f"{tip} {interval(low, high)}".rstrip())
 
 
 def _row(point: TradeOffPoint) -> dict[str, Any]:
     change, discrepancy = point.accuracy_interval or (None, None), point.discrepancy_interval or (None, None)
     return {
-        "rho": number(point.rho),
+        "rho": short(point.rho),
         "kind": point.kind,
         "removed": percent(point.removed_share),
-        "change": quantity(point.accuracy_change, "points", *change),
+        "change": quantity(point.accuracy_change, "points", *change, signed=True),
         "change_interval": interval(*change),
         "discrepancy": quantity(point.discrepancy, "", *discrepancy),
         "discrepancy_interval": interval(*discrepancy),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import number, percent, plain
 from attnrx.reports.sections.section import Section
@@ -16,7 +16,7 @@ def treatment(content: ReportContent) -> Section | None:
         return None
     names = original_heads(content)
     data = {
-        "rule": describe_rule(prescription.rule),
+        "rule": rule_text(prescription),
         "removed": percent(prescription.removed_share),
         "fingerprint": prescription.fingerprint,
         "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
@@ -25,11 +25,16 @@ def treatment(content: ReportContent) -> Section | None:
 
 
 def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
-    """Gives, for every layer, which head of the original model each row is; the diagnosis knows, a prescription alone does not."""
+    """Gives, for every layer, which head of the original model each row is, which only the diagnosis knows for sure."""
     if content.diagnosis is not None:
         return [layer.spectrum.heads for layer in content.diagnosis.layers]
     layers = content.prescription.layers if content.prescription is not None else ()
     return [tuple(range(layer.keep.shape[0])) for layer in layers]
+
+
+def rule_text(prescription: Prescription) -> str:
+    """Gives the rule as it was asked for, or spelled out from its knobs."""
+    return str(prescription.about.get("rule") or describe_rule(prescription.rule))
 
 
 def describe_rule(rule: Mapping[str, Any]) -> str:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import TIMES, fixed, interval, number, percent, quantity
+from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
+from attnrx.reports.sections.costs import change, cost_records, latency_records, total
 from attnrx.reports.sections.section import Section
 
 
@@ -33,22 +34,22 @@ def sentence(evidence: Evidence | None) -> str:
     """Says in one sentence whether the claims hold."""
     if evidence is None:
         return "Nothing was verified: this report holds no evidence."
-    limited = [finding for finding in evidence.findings if finding.holds is not None]
-    reported = len(evidence.findings) - len(limited)
-    more = f" {_counted(reported, 'more quantity is', 'more quantities are')} reported without a limit." if reported else ""
+    limited = sum(finding.holds is not None for finding in evidence.findings)
+    failing, reported = len(evidence.failures), len(evidence.findings) - limited
+    more = ""
+    if reported:
+        more = f" {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
+    if failing:
+        claims, do = "claim" if limited == 1 else "claims", "does" if failing == 1 else "do"
+        return f"{failing} of {limited} {claims} {do} not hold.{more}"
     if not limited:
         return f"No claim has a limit to hold.{more}"
-    failing = len(evidence.failures)
-    if failing:
-        return f"{failing} of {_counted(len(limited), 'claim does', 'claims do')} not hold.{more}"
-    verb = "The one claim holds." if len(limited) == 1 else f"All {len(limited)} claims hold."
-    return verb + more
+    return ("The one claim holds." if limited == 1 else f"All {limited} claims hold.") + more
 
 
 def tiles(content: ReportContent) -> list[Tile]:
     """Gives the headline numbers that the content knows."""
-    found = [_removed(content), *_savings(content), _accuracy(content.evidence)]
-    found.extend(_speed(content))
+    found = [_removed(content), *_savings(content), _accuracy(content.evidence), _speed(content)]
     return [tile for tile in found if tile is not None]
 
 
@@ -62,41 +63,39 @@ def _removed(content: ReportContent) -> Tile | None:
 
 
 def _savings(content: ReportContent) -> list[Tile]:
-    if content.costs is None:
+    records = cost_records(content)
+    if records is None:
         return []
-    before, after = content.costs
-    saved = before.saving(after)
-    pairs = (("parameters", before.params, after.params, saved.params_share), ("MACs", before.macs, after.macs, saved.macs_share))
-    return [
-        Tile(f"{fixed(-100 * share, 2, signed=True)} %", name, f"{number(old)} → {number(new)}")
-        for name, old, new, share in pairs
-    ]
+    units = (("params", "parameters"), ("macs", "MACs of an image"))
+    amounts = [(name, total(records[0], unit), total(records[1], unit)) for unit, name in units]
+    return [Tile(change(old, new), name, f"{number(old)} → {number(new)}") for name, old, new in amounts]
 
 
 def _accuracy(evidence: Evidence | None) -> Tile | None:
-    """Takes the first finding of the accuracy check that is a change, in points."""
-    findings = evidence.of("accuracy") if evidence else ()
-    changes = [finding for finding in findings if finding.unit == "points"]
+    """Takes the accuracy check's finding about a change, which is in points."""
+    changes = [finding for finding in (evidence.of("accuracy") if evidence else ()) if finding.unit == "points"]
     if not changes:
         return None
     first = changes[0]
     within = interval(first.low, first.high)
-    return Tile(quantity(first.value, first.unit, first.low, first.high), "accuracy", f"95 % interval {within}" if within else "")
+    value = quantity(first.value, first.unit, first.low, first.high, signed=True)
+    return Tile(value, "of accuracy", f"95{GAP}% interval {within}" if within else "")
 
 
-def _speed(content: ReportContent) -> list[Tile]:
-    if not content.latency:
-        return []
-    first = content.latency[0]
-    note = f"{interval(first.ratio.low, first.ratio.high)}, batch {first.batch}"
-    return [Tile(fixed(first.ratio.value, 2) + TIMES, "time of a forward pass", note)]
+def _speed(content: ReportContent) -> Tile | None:
+    records = latency_records(content)
+    if not records:
+        return None
+    ratio = records[0]["ratio"]
+    note = f"{interval(ratio['low'], ratio['high'])}, batch of {records[0]['batch']}"
+    return Tile(fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note)
 
 
 def _failure(finding: Finding) -> dict[str, str]:
     return {
         "claim": finding.claim,
         "value": quantity(finding.value, finding.unit, finding.low, finding.high),
-        "limit": quantity(finding.limit, finding.unit),
+        "limit": "" if finding.limit is None else with_unit(short(finding.limit), finding.unit),
     }
 
 
@@ -104,7 +103,3 @@ def _state(evidence: Evidence | None) -> str:
     if evidence is None or all(finding.holds is None for finding in evidence.findings):
         return "open"
     return "holds" if evidence.holds else "fails"
-
-
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

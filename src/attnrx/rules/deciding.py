@@ -1,7 +1,8 @@
-"""Decisions with their reasons: one sentence per head, with the numbers that a reviewer would ask for."""
+"""Decisions and their reasons: one sentence per head, with the numbers that a reviewer would ask for."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 
 import torch
@@ -13,33 +14,36 @@ from attnrx.shapes import Bool, Float, Tensor
 from attnrx.spectrum import Spectrum
 
 
-def keeping(
-    spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()
+def keep_only(
+    spectrum: Spectrum,
+    keep: Bool[Tensor, "heads directions"],
+    notes: Sequence[str] = (),
+    heads: Bool[Tensor, "heads"] | None = None,
 ) -> LayerPrescription:
-    """Decides that these directions stay as they are, and all heads; `notes` adds a remark per head to its reason.
+    """Decides that these directions stay as they are, and these heads (all, if not said); `notes` remarks on each head.
 
     What does not stay has strength zero, so that decisions can be compared and combined by strength alone.
     """
     keep = keep & spectrum.used
-    strength = torch.where(keep, spectrum.strength.double(), 0.0)
-    return with_reasons(spectrum, keep, strength, notes)
+    return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes, heads)
 
 
-def with_reasons(
+def give_strengths(
     spectrum: Spectrum,
     keep: Bool[Tensor, "heads directions"],
     strength: Float[Tensor, "heads directions"],
     notes: Sequence[str] = (),
+    heads: Bool[Tensor, "heads"] | None = None,
 ) -> LayerPrescription:
-    """Decides that these directions stay with these strengths, and all heads."""
-    heads = torch.ones(keep.shape[0], dtype=torch.bool)
-    silent = LayerPrescription(keep, strength, heads, ("",) * keep.shape[0])
-    bounds = score_bound(spectrum, silent).tolist()
-    sentences = []
-    for head, bound in enumerate(bounds):
+    """Decides that these directions stay, with these strengths, and these heads (all, if not said)."""
+    stays = torch.ones(keep.shape[0], dtype=torch.bool) if heads is None else heads
+    decision = LayerPrescription(keep, strength, stays, ("",) * keep.shape[0])
+    reasons = []
+    for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
         note = f" ({notes[head]})" if notes else ""
-        sentences.append(_kept(spectrum, keep, head) + note + _lost(spectrum, keep, head) + _promise(bound))
-    return LayerPrescription(keep, strength, heads, tuple(sentences))
+        rest = _lost(spectrum, keep, head) + _promise(bound) if stays[head] else ""
+        reasons.append(_kept(spectrum, decision, head) + note + rest)
+    return replace(decision, reasons=tuple(reasons))
 
 
 def at_most(value: float) -> str:
@@ -47,8 +51,10 @@ def at_most(value: float) -> str:
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
 
 
-def _kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
-    rank, total = int(keep[head].sum()), int(spectrum.used[head].sum())
+def _kept(spectrum: Spectrum, decision: LayerPrescription, head: int) -> str:
+    rank, total = int(decision.keep[head].sum()), int(spectrum.used[head].sum())
+    if not decision.heads[head]:
+        return "is removed"
     if not total:
         return "has no directions"
     if not rank:

@@ -1,0 +1,125 @@
+"""Forward passes of a compressed SVDA model beside the original: how much of the saved arithmetic becomes saved time.
+
+    python benchmarks/latency.py --ranks 48 32 16 --batches 1 64 256 --precisions float32 bfloat16 --out latency.json
+
+Both models take turns in one run; a ratio is the median over rounds of candidate / original, with its 95 % interval.
+Weights are random: latency does not depend on them. `uniform` ranks are the same in every head, `ragged` ones spread
+around the same mean, as an energy rule leaves them.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attnrx.costs import (
+    Conditions,
+    LatencyComparison,
+    LatencyProtocol,
+    MemoryComparison,
+    compare_latency,
+    compare_memory,
+)
+from attnrx.models import VisionTransformer, ViTConfig, config_costs, initialize_, named_config
+from attnrx.storage import write_json
+
+HEADER = (
+    f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"
+    f"{'time ratio (95 %)':>22}{'MAC ratio':>11}{'memory':>8}  kernel"
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the arithmetic promised, and what time and memory say."""
+
+    rank: int
+    pattern: str
+    macs_ratio: float
+    latency: LatencyComparison
+    memory: MemoryComparison
+
+    def __str__(self) -> str:
+        latency, ratio = self.latency, self.latency.ratio
+        mode = "compiled" if latency.conditions.compiled else "eager"
+        return (
+            f"{f'{self.rank} {self.pattern}':<14}{latency.batch:>6} {latency.conditions.precision:<10}{mode:<9}"
+            f"{1000 * latency.reference.median:>12.2f}{1000 * latency.candidate.median:>13.2f}"
+            f"{f'{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})':>22}"
+            f"{self.macs_ratio:>11.3f}{self.memory.ratio:>8.3f}  {latency.candidate_kernel}"
+        )
+
+
+def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
+    """The configuration with `rank` directions a head, in every head or on average, heads sorted by falling rank."""
+    full = config.attention[0]
+    heads = len(full.heads)
+    # Evenly spaced around the mean, so that the mean and with it the MACs stay the same.
+    reach = min(rank, full.original_rank - rank) // 2 if pattern == "ragged" else 0
+    ranks = tuple(rank + round(reach * (1 - 2 * head / max(heads - 1, 1))) for head in range(heads))
+    return replace(config, attention=tuple(spec.with_ranks(ranks, spec.heads, spec.norms) for spec in config.attention))
+
+
+def settings(asked: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
+    """Every combination that was asked for."""
+    for mode in asked.modes:
+        for precision in asked.precisions:
+            conditions = Conditions(asked.device, precision, asked.threads, mode == "compiled")
+            protocol = LatencyProtocol(conditions, rounds=asked.rounds, clock=asked.clock)
+            for batch in asked.batches:
+                for rank in asked.ranks:
+                    for pattern in asked.patterns:
+                        yield rank, pattern, batch, protocol
+
+
+def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: LatencyProtocol) -> Result:
+    """Compares the smaller model with the original."""
+    smaller = compressed(config, rank, pattern)
+    original, candidate = (initialize_(VisionTransformer(shape), seed=0) for shape in (config, smaller))
+    images = torch.randn(batch, config.channels, config.image_size, config.image_size)
+    return Result(
+        rank,
+        pattern,
+        config_costs(smaller).macs / config_costs(config).macs,
+        compare_latency(candidate, original, images, protocol),
+        compare_memory(candidate, original, images, protocol.conditions),
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenario", default="cifar10", help="configuration, e.g. cifar10 or food101")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 48, 32, 16], help="directions a head")
+    parser.add_argument("--patterns", nargs="+", default=["uniform"], choices=["uniform", "ragged"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="images at once")
+    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--clock", choices=["wall", "cpu", "cuda"], help="cpu: for a machine that is busy")
+    parser.add_argument("--threads", type=int, help="CPU threads; all that torch takes if not given")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    asked = parse(arguments)
+    config = named_config("svda", asked.scenario)
+    results = []
+    print(HEADER)
+    for setting in settings(asked):
+        results.append(measure(config, *setting))
+        print(results[-1], flush=True)
+    if asked.out:
+        record = {"benchmark": "latency", "results": [asdict(result) for result in results]}
+        print(f"written to {write_json(asked.out, record)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

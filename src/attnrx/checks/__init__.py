@@ -1,0 +1,49 @@
+"""Checks: a candidate and its reference in, findings out. Each is a frozen dataclass whose fields are its knobs.
+
+comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
+findings = [finding for check in standard() for finding in check(comparison)]
+"""
+
+from torch import nn
+
+from attnrx.checks.accuracy import Accuracy
+from attnrx.checks.aggregation import aggregate
+from attnrx.checks.bounds import Bounds
+from attnrx.checks.calibration import Calibration
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison, Predictions
+from attnrx.checks.controls import Controls
+from attnrx.checks.costs import Costs
+from attnrx.checks.fidelity import Fidelity
+from attnrx.checks.latency import Latency
+from attnrx.checks.robustness import Robustness
+
+CHECKS: dict[str, type[Check]] = {
+    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Robustness)
+}
+
+__all__ = [
+    "CHECKS",
+    "Accuracy",
+    "Bounds",
+    "Calibration",
+    "Check",
+    "Comparison",
+    "Controls",
+    "Costs",
+    "Fidelity",
+    "Latency",
+    "Predictions",
+    "Robustness",
+    "aggregate",
+    "standard",
+]
+
+
+def standard(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
+    """Gives every check with its defaults; controls take part when given, since they must be prescribed and realized.
+
+    `masked`, the reference with the prescription realized as zeros, lets fidelity and bounds speak of it too.
+    """
+    checks = (Accuracy(), Fidelity(masked), Calibration(), Costs(), Latency(), Bounds(masked), Robustness())
+    return checks if controls is None else (*checks, controls)

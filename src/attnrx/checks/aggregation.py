@@ -1,0 +1,73 @@
+"""Evidence over several runs, e.g. seeds: what holds of the method and not of one training."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from attnrx.checks.statistics import t_interval
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Evidence, Finding
+
+
+def aggregate(runs: Sequence[Evidence]) -> Evidence:
+    """Gives one finding per claim: the mean over the runs with its t interval, their deviation and every value.
+
+    A claim holds when it held in every run. The runs are to be independent (other seeds of the training) and to have
+    been verified by the same checks; `n` counts the runs.
+    """
+    if not runs:
+        raise InvalidInput("aggregate was given no evidence; give the evidence of at least one run.")
+    claims = [(finding.check, finding.claim) for finding in runs[0].findings]
+    for number, run in enumerate(runs):
+        other = [(finding.check, finding.claim) for finding in run.findings]
+        different = sorted(set(claims) ^ set(other))
+        if different or len(other) != len(claims):
+            raise InvalidInput(
+                f"run {number} does not make the same claims as run 0 ({len(other)} against {len(claims)}; the first "
+                f"difference: {different[0] if different else 'one is made twice'}). Verify all by the same checks."
+            )
+    merged = tuple(_merge([_find(run, *claim) for run in runs]) for claim in claims)
+    return Evidence(merged, {"runs": len(runs), **_shared([run.about for run in runs])})
+
+
+def _find(run: Evidence, check: str, claim: str) -> Finding:
+    return next(finding for finding in run.findings if (finding.check, finding.claim) == (check, claim))
+
+
+def _merge(findings: list[Finding]) -> Finding:
+    first = findings[0]
+    values = [finding.value for finding in findings]
+    several = len(values) > 1
+    interval = t_interval(values) if several else None
+    limits = {finding.limit for finding in findings}
+    limit = first.limit if len(limits) == 1 else None
+    return Finding(
+        first.check,
+        first.claim,
+        fmean(values),
+        first.unit,
+        limit=limit,
+        holds=None if limit is None else all(finding.holds for finding in findings),
+        low=interval.low if interval else first.low,
+        high=interval.high if interval else first.high,
+        n=len(values),
+        details={
+            "quantity": first.details.get("quantity"),
+            "interval": "t over runs" if several else "of the one run",
+            "deviation": stdev(values) if several else None,
+            "runs": [
+                {"value": run.value, "low": run.low, "high": run.high, "holds": run.holds, "n": run.n, "seed": run.seed}
+                for run in findings
+            ],
+        },
+    )
+
+
+def _shared(abouts: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keeps what all runs have in common as it is, and lists what differs run by run."""
+    names = dict.fromkeys(name for about in abouts for name in about)
+    merged: dict[str, Any] = {}
+    for name in names:
+        values = [about.get(name) for about in abouts]
+        merged[name] = values[0] if all(value == values[0] for value in values) else values
+    return merged

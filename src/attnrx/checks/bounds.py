@@ -1,0 +1,159 @@
+"""Bounds: the paper's theorems, held against what the reference really computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison, evaluating
+from attnrx.checks.spectral_change import SpectralChange, spectral_changes
+from attnrx.checks.theorems import (
+    Bounded,
+    Rows,
+    head_scores,
+    proposition_1,
+    proposition_1_half_range,
+    proposition_1_prior,
+    proposition_4,
+    theorem_1,
+)
+from attnrx.diagnostics.spectral_shape import effective_rank
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.models import family_of, observing
+from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
+
+CLAIMS = {
+    "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",
+    "Theorem 1, Eq. 13": "no score moves by more than the threshold of its head allows (Theorem 1, Eq. 13)",
+    "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
+    "Proposition 1, half range": "no attention row moves by more than half the range of its scores' change",
+    "Proposition 1 with Theorem 1": "no attention row moves by more than the removed strengths allow for any input",
+    "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
+}
+
+# Rows computed in float32 are of unit length to about 1e-7 only, and every bound inherits that.
+ROUNDING = 1e-5
+AT_ONCE = 16  # images; every score of every head is held in float64
+
+
+@dataclass(frozen=True)
+class Bounds(Check):
+    """Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
+
+    The theorems are about one layer and one input: each layer sees the reference's own activations, and only its
+    strengths change. (A masked model's second layer sees other inputs already.) A finding's value is the worst ratio
+    of what was measured to its bound, over images, layers and heads: at most 1, and the nearer to 1 the less the
+    bound gives away.
+
+    What was removed is read from the comparison's prescription, else from `masked` or the comparison's own masked
+    model. Without any of them, and in layers without strengths, Theorem 1 and Proposition 1 have nothing to say and
+    are left out. Heads that lose nothing are not counted. Eq. 13 speaks only of heads that lost their weakest
+    directions; its threshold is the smallest strength that was kept. Proposition 4 perturbs the images with Gaussian
+    noise of deviation `noise`, on the model's scale.
+    """
+
+    name: ClassVar[str] = "bounds"
+    masked: nn.Module | None = None
+    images: int = 256
+    noise: float = 0.1
+
+    def __post_init__(self):
+        if self.images < 1 or self.noise <= 0:
+            raise InvalidInput(
+                f"Bounds(images={self.images}, noise={self.noise}): take at least one image and noise above 0."
+            )
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Observes the reference on clean and on perturbed images."""
+        comparison = comparison.with_masked(self.masked).taking(self.images)
+        tally = Tally(spectral_changes(comparison))
+        generator = torch.Generator().manual_seed(comparison.seed)
+        model = comparison.reference
+        dtype = next(model.parameters()).dtype
+        with evaluating([model]), observing(model, family_of(model), tally.observe):
+            for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
+                noise = self.noise * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
+                images = batch.images.to(dtype)
+                model(torch.cat([images, images + noise.to(images.device)]))
+        found = [self._finding(name, tally.ratios[name], comparison) for name in CLAIMS if name in tally.ratios]
+        return (*found, self._effective_rank(comparison))
+
+    def _finding(self, name: str, layers: Mapping[int, list[Tensor]], comparison: Comparison) -> Finding:
+        ratios = {layer: torch.cat(parts) for layer, parts in layers.items()}
+        worst = max(float(ratio.max()) for ratio in ratios.values())
+        return self._bounded(name, CLAIMS[name], worst, comparison, _where(ratios))
+
+    def _effective_rank(self, comparison: Comparison) -> Finding:
+        """Eq. 25 for every head that has any energy."""
+        spectra = [layer.spectrum() for layer in family_of(comparison.reference).attention(comparison.reference)]
+        ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
+        directions = torch.cat([spectrum.rank for spectrum in spectra])
+        ranks, directions = ranks[ranks > 0], directions[ranks > 0]
+        worst = torch.maximum(ranks / directions, 1 / ranks).max() if len(ranks) else ranks.new_zeros(())
+        details = {"effective_ranks": ranks.tolist(), "directions": directions.tolist()}
+        claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
+        return self._bounded("Eq. 25", claim, float(worst), comparison, details)
+
+    def _bounded(
+        self, name: str, claim: str, worst: float, comparison: Comparison, details: Mapping[str, Any]
+    ) -> Finding:
+        return Finding(
+            self.name,
+            claim,
+            worst,
+            "of the bound",
+            limit=1.0,
+            holds=worst <= 1 + ROUNDING,
+            n=len(comparison.data),
+            seed=comparison.seed,
+            details={"quantity": name, "slack": 1 - worst, "rounding": ROUNDING, **details},
+        )
+
+
+@dataclass
+class Tally:
+    """Collects the ratios of measured to bound: for every claim and layer, per image and counted head."""
+
+    changes: Mapping[int, SpectralChange]
+    ratios: dict[str, dict[int, list[Float[Tensor, "batch counted"]]]] = field(default_factory=dict)
+
+    def observe(self, layer: int, seen: Observation) -> None:
+        """Measures one layer on a batch whose second half is the first half, perturbed."""
+        query, key = seen.query.double().chunk(2), seen.key.double().chunk(2)
+        strength = torch.ones_like(query[0][0, 0]) if seen.strength is None else seen.strength.double()
+        clean, perturbed = Rows(query[0], key[0]), Rows(query[1], key[1])
+        self._add("Proposition 4", layer, proposition_4(clean, perturbed, strength, seen.scale))
+        if seen.strength is not None and layer in self.changes:
+            self._observe_change(layer, clean, strength, seen.scale)
+
+    def _observe_change(self, layer: int, rows: Rows, strength: Tensor, scale: float) -> None:
+        change = self.changes[layer].on(strength)
+        scores = head_scores(rows.query, rows.key, strength, scale)
+        # The difference is computed by itself: as one of two scores it would drown in their rounding.
+        lost = head_scores(rows.query, rows.key, change.lost, scale)
+        moved = (scores - lost).softmax(-1) - scores.softmax(-1)
+        most = scale * change.lost.abs().amax(-1)
+        self._add("Theorem 1, Eq. 12", layer, theorem_1(lost, most), change.counted)
+        self._add("Theorem 1, Eq. 13", layer, theorem_1(lost, scale * change.threshold), change.thresholded)
+        self._add("Proposition 1", layer, proposition_1(lost, moved), change.counted)
+        self._add("Proposition 1, half range", layer, proposition_1_half_range(lost, moved), change.counted)
+        self._add("Proposition 1 with Theorem 1", layer, proposition_1_prior(moved, most), change.counted)
+
+    def _add(self, name: str, layer: int, bounded: Bounded, heads: Tensor | None = None) -> None:
+        ratio = bounded.ratio if heads is None else bounded.ratio[:, heads]
+        if ratio.numel():
+            self.ratios.setdefault(name, {}).setdefault(layer, []).append(ratio.cpu())
+
+
+def _where(ratios: Mapping[int, Float[Tensor, "images counted"]]) -> dict[str, Any]:
+    """Says how near the bound is reached: on average, and at worst per layer."""
+    return {
+        "mean_ratio": float(torch.cat([ratio.flatten() for ratio in ratios.values()]).mean()),
+        "worst_per_layer": {str(layer): float(ratio.max()) for layer, ratio in ratios.items()},
+        "compared": sum(ratio.numel() for ratio in ratios.values()),
+    }

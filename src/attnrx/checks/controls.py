@@ -1,0 +1,131 @@
+"""Controls: whether the prescription is worth more than removing as many other directions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison, predict
+from attnrx.checks.fidelity import discrepancy, squared_distances
+from attnrx.checks.statistics import estimate, resampled_means
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.prescription import Prescription
+from attnrx.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class Controls(Check):
+    """The candidate against matched controls, which remove as many directions without asking its rule which ones.
+
+    `prescriptions` holds, per kind ("random", "largest", "uniform"), one prescription or many draws of it, and
+    `realize` makes a model of each in the very way the candidate was made. Two findings per kind: by how much the
+    candidate is nearer to the reference (the control's discrepancy minus its own, Eq. 46), and by how many points
+    more accurate. Above 0 the candidate is better. Intervals resample the images, paired, and the draws too where
+    there are several. For the kinds in `must_beat`, being nearer is a claim: it holds when the whole interval lies
+    above 0.
+    """
+
+    name: ClassVar[str] = "controls"
+    prescriptions: Mapping[str, tuple[Prescription, ...]]
+    realize: Callable[[Prescription], nn.Module]
+    must_beat: tuple[str, ...] = ("largest",)
+
+    def __post_init__(self):
+        if not self.prescriptions or not all(self.prescriptions.values()):
+            raise InvalidInput(
+                "Controls without prescriptions have nothing to compare with; give at least one per kind."
+            )
+        missing = sorted(set(self.must_beat) - self.prescriptions.keys())
+        if missing:
+            raise InvalidInput(
+                f"Controls(must_beat={self.must_beat}): there is no prescription of the kind {', '.join(missing)}; "
+                f"there are {', '.join(self.prescriptions)}."
+            )
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Realizes one control after another, so that memory holds only one, and compares."""
+        predictions = comparison.predictions
+        reference, labels = predictions.logits["reference"], predictions.labels
+        candidate = tallied(reference, predictions.logits["candidate"], labels)
+        findings: list[Finding] = []
+        for kind, draws in self.prescriptions.items():
+            models = [candidate]
+            for prescription in draws:
+                control = predict({kind: self.realize(prescription)}, comparison)
+                models.append(tallied(reference, control.logits[kind], labels))
+            findings += self._against(kind, torch.stack(models, dim=1), comparison.seed)
+        return tuple(findings)
+
+    def _against(self, kind: str, models: Float[Tensor, "images models 3"], seed: int) -> tuple[Finding, Finding]:
+        resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
+        controls = resample_draws(resampled[:, 1:], seed)
+        means = models.mean(0)
+        distances, accuracies = discrepancy(means[:, :2]).tolist(), (100 * means[:, 2]).tolist()
+        nearer = estimate(
+            fmean(distances[1:]) - distances[0],
+            discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),
+        )
+        better = estimate(accuracies[0] - fmean(accuracies[1:]), 100 * (resampled[:, 0, 2] - controls[..., 2].mean(1)))
+        limit = 0.0 if kind in self.must_beat else None
+        return (
+            Finding(
+                self.name,
+                f"the candidate is nearer to the reference than the {kind}-matched control",
+                nearer.value,
+                limit=limit,
+                holds=None if limit is None else nearer.low > limit,
+                low=nearer.low,
+                high=nearer.high,
+                n=len(models),
+                seed=seed,
+                details={"kind": kind, **spread("discrepancy", distances, lower_is_better=True)},
+            ),
+            Finding(
+                self.name,
+                f"the candidate is more accurate than the {kind}-matched control",
+                better.value,
+                "points",
+                low=better.low,
+                high=better.high,
+                n=len(models),
+                seed=seed,
+                details={"kind": kind, **spread("accuracy", accuracies, lower_is_better=False)},
+            ),
+        )
+
+
+def tallied(
+    reference: Float[Tensor, "images classes"], logits: Float[Tensor, "images classes"], labels: Int[Tensor, "images"]
+) -> Float[Tensor, "images 3"]:
+    """Gives, per image, the two sums of Eq. 46 and whether the answer is right."""
+    correct = (logits.argmax(-1) == labels).double()
+    return torch.cat([squared_distances(reference, logits), correct[:, None]], dim=1)
+
+
+def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Float[Tensor, "samples draws 3"]:
+    """Draws the controls of every bootstrap sample anew from those at hand: they too are only a sample."""
+    samples, draws, columns = controls.shape
+    chosen = torch.randint(draws, (samples, draws, 1), generator=torch.Generator().manual_seed(seed))
+    return controls.gather(1, chosen.expand(-1, -1, columns))
+
+
+def spread(quantity: str, values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
+    """Describes the candidate (the first value) among the draws of its control.
+
+    `p` is the share of draws that do at least as well, the candidate counted among them: no draw can make it 0.
+    """
+    candidate, draws = values[0], values[1:]
+    as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)
+    return {
+        "quantity": quantity,
+        "candidate": candidate,
+        "control": fmean(draws),
+        "draws": draws,
+        "deviation": stdev(draws) if len(draws) > 1 else None,
+        "p": (1 + as_good) / (1 + len(draws)),
+    }

@@ -1,0 +1,101 @@
+"""The paper's bounds as pure functions: a quantity as measured, and the most it can be.
+
+All take float64 rows of one layer: query and key as they enter the scores, one row per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.shapes import Float, Tensor
+
+# A bound below this is smaller than the rounding of what it bounds, and counts as this.
+FLOOR = 1e-9
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What was measured, and its bound, per image and head."""
+
+    measured: Float[Tensor, "batch heads"]
+    bound: Float[Tensor, "batch heads"]
+
+    @property
+    def ratio(self) -> Float[Tensor, "batch heads"]:
+        """The measured part of the bound: above 1 the bound is violated."""
+        return self.measured / self.bound.clamp(min=FLOOR)
+
+
+def head_scores(
+    query: Float[Tensor, "batch queries heads directions"],
+    key: Float[Tensor, "batch keys heads directions"],
+    strength: Float[Tensor, "heads directions"],
+    scale: float,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Gives the scores that these rows have under these strengths (Eq. 2)."""
+    return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
+
+
+def theorem_1(change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]) -> Bounded:
+    """The largest change of a score is at most `most`: scale times the largest change of a strength (Eq. 12).
+
+    With `most` = scale times a threshold below which every removed strength lies it is Eq. 13. Needs rows of unit
+    length.
+    """
+    measured = change.abs().amax((-2, -1))
+    return Bounded(measured, most.expand_as(measured))
+
+
+def proposition_1(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Bounded:
+    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (Eq. 21, C_sm = 1).
+
+    C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
+    mass of the raised entries. Reported for the row of each head that comes nearest to its bound.
+    """
+    return _worst_row(moved.abs().sum(-1), change.abs().amax(-1))
+
+
+def proposition_1_half_range(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Bounded:
+    """The same with half the range of the row's change: softmax sees no constant, so the best one is taken off."""
+    return _worst_row(moved.abs().sum(-1), (change.amax(-1) - change.amin(-1)) / 2)
+
+
+def proposition_1_prior(moved: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]) -> Bounded:
+    """The same with Theorem 1's bound in place of the measured change of scores: known before any image is seen."""
+    measured = moved.abs().sum(-1).amax(-1)
+    return Bounded(measured, most.expand_as(measured))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query and key rows of one layer for one batch."""
+
+    query: Float[Tensor, "batch tokens heads directions"]
+    key: Float[Tensor, "batch tokens heads directions"]
+
+
+def proposition_4(clean: Rows, perturbed: Rows, strength: Float[Tensor, "heads directions"], scale: float) -> Bounded:
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (Eq. 36)."""
+    before = head_scores(clean.query, clean.key, strength, scale)
+    after = head_scores(perturbed.query, perturbed.key, strength, scale)
+    measured = torch.linalg.vector_norm(after - before, dim=(-2, -1))
+    query_change = torch.linalg.vector_norm(perturbed.query - clean.query, dim=(1, 3))
+    key_change = torch.linalg.vector_norm(perturbed.key - clean.key, dim=(1, 3))
+    reach = query_change * spectral_norm(perturbed.key) + spectral_norm(clean.query) * key_change
+    return Bounded(measured, scale * strength.abs().amax(-1) * reach)
+
+
+def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
+    """Gives the largest singular value of every head's rows, from their Gram matrix."""
+    gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()
+
+
+def _worst_row(measured: Float[Tensor, "batch heads queries"], bound: Float[Tensor, "batch heads queries"]) -> Bounded:
+    worst = Bounded(measured.flatten(0, 1), bound.flatten(0, 1)).ratio.argmax(-1).unflatten(0, measured.shape[:2])
+    pick = worst[..., None]
+    return Bounded(measured.gather(-1, pick)[..., 0], bound.gather(-1, pick)[..., 0])

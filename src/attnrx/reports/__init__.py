@@ -1,0 +1,15 @@
+"""Reports: what was diagnosed, prescribed and verified, as one HTML page that stands alone, and as a model card."""
+
+from attnrx.reports.card import model_card
+from attnrx.reports.content import AttentionSamples, ReportContent, TradeOffPoint
+from attnrx.reports.page import write_report
+from attnrx.reports.sampling import sample_attention
+
+__all__ = [
+    "AttentionSamples",
+    "ReportContent",
+    "TradeOffPoint",
+    "model_card",
+    "sample_attention",
+    "write_report",
+]

@@ -1,0 +1,88 @@
+"""The model card: README.md of a saved model, in plain Markdown, saying nothing that was not measured or recorded."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attnrx.evidence import Evidence, Finding
+from attnrx.prescription import Prescription
+from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
+from attnrx.reports.sections.treatment import rule_text
+from attnrx.reports.sections.verdict import sentence
+
+RESULT = {True: "✓ holds", False: "✗ **fails**", None: "reported"}
+
+USE = """\
+```python
+import attnrx as rx
+
+model = rx.load("path/to/this/folder")
+logits = model(images)  # images normalized as config.json says
+```"""
+
+
+def model_card(
+    facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
+) -> str:
+    """Gives the card; `facts` are set as a table, and its "name" is the heading."""
+    blocks = [
+        "---\nlibrary_name: attnrx\ntags:\n- vision-transformer\n- attention\n---",
+        f"# {_escaped(facts.get('name', 'A model'))}",
+        *_introduction(evidence, prescription),
+        _table(("", ""), ((name.replace("_", " "), plain(value)) for name, value in facts.items() if name != "name")),
+        "## How to use it",
+        USE,
+        *_prescribed(prescription),
+        *_evidence(evidence),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _introduction(evidence: Evidence | None, prescription: Prescription | None) -> list[str]:
+    words = []
+    if prescription is not None:
+        words.append(f"{percent(prescription.removed_share)} of the original model's score directions were removed.")
+    words.append(_escaped(sentence(evidence)))
+    return [" ".join(words)]
+
+
+def _prescribed(prescription: Prescription | None) -> list[str]:
+    if prescription is None:
+        return []
+    rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
+    of = max((layer.keep.shape[1] for layer in prescription.layers), default=0)
+    rule = f"Rule: `{rule_text(prescription)}`, for the model with the fingerprint `{prescription.fingerprint}`."
+    return ["## Prescription", rule, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
+
+
+def _evidence(evidence: Evidence | None) -> list[str]:
+    if evidence is None:
+        return []
+    columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
+    compared = [f"{name.replace('_', ' ')}: {plain(value)}" for name, value in evidence.about.items()]
+    measured = f"Measured with {_escaped('; '.join(compared))}." if compared else ""
+    return ["## Evidence", measured, _table(columns, (_row(finding) for finding in evidence.findings))]
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    return (
+        RESULT[finding.holds],
+        finding.check,
+        finding.claim,
+        quantity(finding.value, finding.unit, finding.low, finding.high),
+        "" if finding.limit is None else short(finding.limit),
+        interval(finding.low, finding.high),
+        "" if finding.n is None else number(finding.n),
+    )
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    body = [f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows]
+    if not body:
+        return ""
+    return "\n".join([f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *body])
+
+
+def _escaped(words: Any) -> str:
+    # A line break would end a table row, a pipe its cell, and a bracket or an angle could start a link or markup.
+    return re.sub(r"([\\|<>\[\]`_])", r"\\\1", " ".join(str(words).split()))

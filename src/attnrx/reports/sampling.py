@@ -1,0 +1,58 @@
+"""Attention samples taken from models: how much attention every patch of a few images receives in each head."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.models import Family, family_of, observing
+from attnrx.observation import Observation
+from attnrx.reports.content import AttentionSamples
+from attnrx.shapes import Float, Tensor
+
+
+def sample_attention(
+    models: Mapping[str, nn.Module],
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+) -> AttentionSamples:
+    """Runs the models, the original first, on normalized images and gives what a report shows of their attention.
+
+    Heads are put where they were in the original model, whatever order a compressed one stores them in.
+    """
+    if not models or not len(images):
+        raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
+    original = next(iter(models.values()))
+    family = family_of(original)
+    heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
+    maps = {name: _received(model, images, heads) for name, model in models.items()}
+    return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
+
+
+def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
+    family = family_of(model)
+    layers = family.attention(model)
+    found: dict[int, Tensor] = {}
+
+    def observe(layer: int, seen: Observation) -> None:
+        received = seen.attention.mean(-2).double().cpu()
+        placed = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
+        placed[:, list(layers[layer].spec.heads)] = received
+        found[layer] = placed
+
+    weight, training = next(model.parameters()), model.training
+    model.eval()
+    try:
+        with observing(model, family, observe), torch.no_grad():
+            model(images.to(weight.device, weight.dtype))
+    finally:
+        model.train(training)
+    tokens = max(placed.shape[-1] for placed in found.values())
+    empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # a layer that lost all its heads
+    return torch.stack([found.get(layer, empty) for layer in range(len(layers))], dim=1)
+
+
+def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+    mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
+    return (images.cpu().float() * std + mean).clamp(0, 1)

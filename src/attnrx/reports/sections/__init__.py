@@ -1,0 +1,35 @@
+"""The sections of a report: report content in, what a template needs out; None where the data is not there."""
+
+from collections.abc import Callable
+
+from attnrx.reports.content import ReportContent
+from attnrx.reports.sections.attention import attention
+from attnrx.reports.sections.controls import controls
+from attnrx.reports.sections.costs import costs
+from attnrx.reports.sections.findings import findings
+from attnrx.reports.sections.maps import maps
+from attnrx.reports.sections.provenance import provenance
+from attnrx.reports.sections.robustness import robustness
+from attnrx.reports.sections.section import Section
+from attnrx.reports.sections.spectra import spectra
+from attnrx.reports.sections.trade_off import trade_off
+from attnrx.reports.sections.training import training
+from attnrx.reports.sections.treatment import treatment
+from attnrx.reports.sections.verdict import verdict
+
+# In the order of the page; the verdict comes before all of them.
+SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    treatment,
+    maps,
+    spectra,
+    findings,
+    controls,
+    robustness,
+    trade_off,
+    costs,
+    attention,
+    training,
+    provenance,
+)
+
+__all__ = ["SECTIONS", "Section", "verdict"]

@@ -1,0 +1,89 @@
+"""Training: losses and accuracies over the epochs, and how the indicators of every layer moved with them."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from attnrx.reports.content import ReportContent
+from attnrx.reports.figures import LEVELS, Chart, Curve, Point, marker_picture
+from attnrx.reports.numbers import number
+from attnrx.reports.sections.section import Figure, Section
+
+SCALARS = (("loss", "Loss"), ("accuracy", "Accuracy"))
+
+Record = Mapping[str, Any]
+
+
+def training(content: ReportContent) -> Section | None:
+    """Gives one chart for the losses, one for the accuracies, and one per indicator with a curve for each layer."""
+    if not content.history:
+        return None
+    scalars = [figure for figure in (_scalar(content.history, *kind) for kind in SCALARS) if figure is not None]
+    names = list(dict.fromkeys(name for record in content.history for name in record.get("indicators", {})))
+    charts = [_indicator(content.history, name) for name in names]
+    legend = [(marker_picture(curve), curve.name) for curve in charts[0].curves] if charts else []
+    indicators = [Figure(chart.draw(), chart.title) for chart in charts]
+    if not scalars and not indicators:
+        return None
+    data = {"scalars": scalars, "indicators": indicators, "legend": legend, "epochs": len(content.history)}
+    return Section("training", "Training", data)
+
+
+def _scalar(history: Sequence[Record], word: str, title: str) -> Figure | None:
+    """Draws every number of the records whose name holds the word."""
+    names = dict.fromkeys(
+        name for record in history for name, value in record.items() if word in name and isinstance(value, int | float)
+    )
+    curves = tuple(
+        Curve(_spelled(name), _points(history, name), f"style-{index % 6}", index) for index, name in enumerate(names)
+    )
+    if not curves:
+        return None
+    chart = Chart(f"{title} over the epochs", "epoch", title.lower(), curves)
+    legend = tuple((marker_picture(curve), curve.name) for curve in curves)
+    return Figure(chart.draw(), title, legend=legend if len(legend) > 1 else ())
+
+
+def _spelled(name: str) -> str:
+    """Names a curve; a record calls what was seen in training by its bare name."""
+    return name.replace("_", " ") if "_" in name else f"training {name}"
+
+
+def _points(history: Sequence[Record], name: str) -> tuple[Point, ...]:
+    found = [(_epoch(record, place), record.get(name)) for place, record in enumerate(history)]
+    return tuple(
+        Point(epoch, value, tip=f"epoch {epoch:g}: {number(value, 4)}") for epoch, value in found if value is not None
+    )
+
+
+def _indicator(history: Sequence[Record], name: str) -> Chart:
+    """Draws the mean over the heads of each layer, with a band from the lowest head to the highest."""
+    depth = max(len(record.get("indicators", {}).get(name, ())) for record in history)
+    curves = tuple(
+        Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}")
+        for layer in range(depth)
+    )
+    title = name.replace("_", " ")
+    return Chart(title.capitalize(), "epoch", title, curves, band=True)
+
+
+def _layer_points(history: Sequence[Record], name: str, layer: int) -> tuple[Point, ...]:
+    points = []
+    for place, record in enumerate(history):
+        layers = record.get("indicators", {}).get(name, ())
+        heads = [value for value in (layers[layer] if layer < len(layers) else ()) if value is not None]
+        if heads:
+            epoch, mean = _epoch(record, place), fmean(heads)
+            among = f"{number(min(heads))} to {number(max(heads))} among the heads"
+            tip = f"epoch {epoch:g}, layer {layer}: {number(mean)} ({among})"
+            points.append(Point(epoch, mean, min(heads), max(heads), tip))
+    return tuple(points)
+
+
+def _epoch(record: Record, place: int) -> float:
+    return float(record.get("epoch", place))
+
+
+def _step(layer: int, depth: int) -> int:
+    # The palest steps would vanish on the page.
+    return LEVELS - 1 if depth < 2 else 3 + round(layer * (LEVELS - 4) / (depth - 1))

@@ -1,0 +1,75 @@
+"""Rules: a diagnosis in; which directions and heads stay, at what strength and why, out. They see no model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.config import from_dict
+from attnrx.rules.bounds import score_bound
+from attnrx.rules.contribution_energy import ContributionEnergy
+from attnrx.rules.effective_rank import EffectiveRank
+from attnrx.rules.energy_retention import EnergyRetention
+from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.norm_clip import NormClip
+from attnrx.rules.parsing import parse_text
+from attnrx.rules.prescribing import prescribe
+from attnrx.rules.random_matched import RandomMatched
+from attnrx.rules.remove_heads import RemoveHeads
+from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
+from attnrx.rules.shrinkage import Shrinkage
+from attnrx.rules.threshold import Threshold
+from attnrx.rules.top_rank import TopRank
+from attnrx.rules.uniform_heads import UniformHeads
+from attnrx.rules.uniform_matched import UniformMatched
+
+# Every rule by its name in text; the last three are controls, which match another rule.
+RULES: Mapping[str, type[Rule]] = {
+    rule_name(kind): kind
+    for kind in (
+        EnergyRetention,
+        Threshold,
+        TopRank,
+        EffectiveRank,
+        ContributionEnergy,
+        Shrinkage,
+        NormClip,
+        UniformHeads,
+        RemoveHeads,
+        RandomMatched,
+        LargestMatched,
+        UniformMatched,
+    )
+}
+
+__all__ = [
+    "RULES",
+    "And",
+    "ContributionEnergy",
+    "EffectiveRank",
+    "EnergyRetention",
+    "LargestMatched",
+    "NormClip",
+    "Or",
+    "RandomMatched",
+    "RemoveHeads",
+    "Rule",
+    "Shrinkage",
+    "Threshold",
+    "TopRank",
+    "UniformHeads",
+    "UniformMatched",
+    "parse_rule",
+    "prescribe",
+    "readings_needed",
+    "rule_from_dict",
+    "score_bound",
+]
+
+
+def parse_rule(text: str) -> Rule:
+    """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`; see parsing.py."""
+    return parse_text(text, RULES)
+
+
+def rule_from_dict(record: Mapping[str, Any]) -> Rule:
+    """Builds the rule that a prescription recorded."""
+    return from_dict(record, (*RULES.values(), And, Or))

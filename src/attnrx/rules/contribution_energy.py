@@ -1,0 +1,47 @@
+"""Contribution energy: what a direction adds to the scores on real images, not what its strength alone suggests."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.knobs import require_share
+from attnrx.rules.preconditions import read, read_spectrum
+from attnrx.rules.rule import Rule
+from attnrx.rules.selection import fewest_holding
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class ContributionEnergy(Rule):
+    """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
+
+    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in
+    the scores, its keys centred over the tokens of an image because the softmax ignores what is constant along
+    a row. Ties and extremes are those of EnergyRetention. It works for every form, dense included. It has no
+    law: terms of different directions may cancel.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
+
+    rho: float
+
+    def __post_init__(self):
+        require_share(self, "rho", self.rho)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Fills every head up to its share."""
+        spectrum = read_spectrum(self, diagnosis, layer)
+        moments = [read(self, diagnosis, layer, name, per="direction") for name in self.needs]
+        if any(bool((moment < 0).any()) for moment in moments):
+            raise InvalidInput(f"{self} found a negative second moment in layer {layer}; diagnose the model again.")
+        amount = spectrum.strength.double().square() * moments[0] * moments[1]
+        keep = fewest_holding(self.rho, amount, spectrum.used)
+        return keep_only(spectrum, keep, _notes(amount * spectrum.used, amount * (keep & spectrum.used)))
+
+
+def _notes(amount: Float[Tensor, "heads directions"], kept: Float[Tensor, "heads directions"]) -> list[str]:
+    shares = zip(amount.sum(-1).tolist(), kept.sum(-1).tolist(), strict=True)
+    return [f"{100 * part / whole:.1f} % of the contribution" if whole else "no contribution" for whole, part in shares]

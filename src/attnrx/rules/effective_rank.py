@@ -1,0 +1,29 @@
+"""Effective rank: keep as many directions as the spectrum's entropy says are in use."""
+
+from dataclasses import dataclass
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.diagnostics import spectral_shape
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.rule import Rule
+from attnrx.rules.selection import largest
+
+ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
+
+
+@dataclass(frozen=True)
+class EffectiveRank(Rule):
+    """Keeps the strongest directions of each head, as many as its effective rank (Eq. 24), rounded up.
+
+    A head whose strengths are all zero has effective rank 0 and keeps none, which changes nothing. Needs
+    learned strengths.
+    """
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Rounds every head's effective rank up."""
+        spectrum = read_learned_spectrum(self, diagnosis, layer)
+        effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)
+        keep = largest(spectrum.strength.abs(), spectrum.used, (effective - ROUNDING).ceil().long())
+        return keep_only(spectrum, keep, [f"effective rank {rank:.3g}" for rank in effective.tolist()])

@@ -1,0 +1,28 @@
+"""Threshold: keep what is strong enough."""
+
+from dataclasses import dataclass
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.knobs import require_positive
+from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.rule import Rule
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Keeps the directions with |strength| >= tau (Eqs. 8-10); a head may keep none.
+
+    Masked, no score moves by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
+    """
+
+    tau: float
+
+    def __post_init__(self):
+        require_positive(self, "tau", self.tau)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Compares every strength with tau."""
+        spectrum = read_learned_spectrum(self, diagnosis, layer)
+        return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)

@@ -1,0 +1,32 @@
+"""Top rank: the same number of directions for every head."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.knobs import require_count
+from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.rule import Rule
+from attnrx.rules.selection import largest
+
+
+@dataclass(frozen=True)
+class TopRank(Rule):
+    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties go by index.
+
+    Of all sets of that size it moves the masked scores' bound of Theorem 1 least. Needs learned strengths.
+    """
+
+    rank: int
+
+    def __post_init__(self):
+        require_count(self, "rank", self.rank)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Cuts every head at the same rank."""
+        spectrum = read_learned_spectrum(self, diagnosis, layer)
+        ranks = torch.full((spectrum.strength.shape[0],), self.rank)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))

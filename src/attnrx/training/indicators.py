@@ -1,0 +1,74 @@
+"""The indicators of every head, read after every epoch on the same few images."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet
+from attnrx.diagnostics.geometry import alignment, selectivity
+from attnrx.diagnostics.perturbation import noise_like, response
+from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sparsity
+from attnrx.models import family_of, observing
+from attnrx.observation import Observation
+from attnrx.shapes import Bool, Float, Tensor
+
+Readings = dict[str, list[float]]
+
+IMAGES = 32
+NOISE = 0.1  # deviation of the perturbation, on the scale the model reads
+RETAINED = 0.9  # the energy that `retained_rank` directions hold
+
+
+class Probe:
+    """A fixed batch and its noisy copy, shown to the model in evaluation mode."""
+
+    def __init__(self, images: ImageSet, device: torch.device):
+        count = min(IMAGES, len(images))
+        clean = next(images.take(count).batches(count)).images
+        self._pairs = torch.cat([clean, clean + NOISE * noise_like(clean, first=0, seed=0)]).to(device)
+
+    @torch.no_grad()
+    def read(self, model: nn.Module) -> list[Readings]:
+        """Gives the indicators of every layer, each a list with one number a head."""
+        family, was_training = family_of(model), model.training
+        layers = family.attention(model)
+        readings = [spectral(*_strengths(layer)) if layer.spec.form == "svda" else {} for layer in layers]
+
+        def observe(index: int, seen: Observation) -> None:
+            readings[index] |= geometric(seen)
+
+        model.eval()
+        with observing(model, family, observe):
+            model.forward(self._pairs.to(next(model.parameters()).dtype))
+        model.train(was_training)
+        return readings
+
+
+def spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]) -> Readings:
+    """Gives what the strengths alone say; `retained_rank` counts the directions that hold 90 % of the energy."""
+    shares = energy(strength, used).sort(dim=-1, descending=True).values
+    readings: Mapping[str, Tensor] = {
+        "entropy": entropy(strength, used),
+        "effective_rank": effective_rank(strength, used),
+        "sparsity": sparsity(strength, used=used),
+        "max_strength": strength.abs().amax(-1),
+        "retained_rank": ((shares.cumsum(-1) - shares < RETAINED) & (shares > 0)).sum(-1).double(),
+    }
+    return {name: reading.tolist() for name, reading in readings.items()}
+
+
+def geometric(seen: Observation) -> Readings:
+    """Gives what the layer's attention says about the clean images, and how far it moved with the noise."""
+    clean, noisy = seen.attention.chunk(2)
+    readings = {
+        "alignment": alignment(seen.query.chunk(2)[0], seen.key.chunk(2)[0]),
+        "selectivity": selectivity(clean),
+        "perturbation_response": response(clean, noisy).mean(0),
+    }
+    return {name: reading.tolist() for name, reading in readings.items()}
+
+
+def _strengths(layer) -> tuple[Tensor, Tensor]:
+    spectrum = layer.spectrum()
+    return spectrum.strength, spectrum.used

@@ -1,0 +1,35 @@
+"""Everything that a checkpoint holds, as named tensors, and its way back."""
+
+from collections.abc import Mapping
+
+from attnrx.shapes import Tensor
+from attnrx.training.optimization import load_optimizer_, optimizer_tensors
+from attnrx.training.stepping import Learner
+
+
+def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
+    """Gives weights, running mean, optimizer state and the sums of the epoch so far.
+
+    Random numbers need no place here: every step seeds its own from the config's seed and its number.
+    """
+    parts: dict[str, Mapping[str, Tensor]] = {
+        "model": learner.model.state_dict(),
+        "mean": learner.mean.tensors if learner.mean else {},
+        "optimizer": optimizer_tensors(learner.model, learner.optimizer),
+        "meter": {"sums": sums},
+    }
+    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """Puts back what `state_tensors` gave; the sums, which are those of all processes, go to the first one."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        part, _, name = key.partition("/")
+        parts.setdefault(part, {})[name] = tensor
+    learner.model.load_state_dict(parts["model"])
+    load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
+    if learner.mean is not None:
+        learner.mean.load_(parts["mean"])
+    if learner.accelerator.is_main_process:
+        learner.meter.sums.copy_(parts["meter"]["sums"])

@@ -1,0 +1,51 @@
+"""Reports to TensorBoard."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import NotSupported
+from attnrx.training.reporters import Outline, Reporter
+
+
+class TensorBoard(Reporter):
+    """Writes every number of every epoch as a curve into `folder/tensorboard`; resuming replaces repeated epochs."""
+
+    def __init__(self, folder: Path | str):
+        self._folder = Path(folder) / "tensorboard"
+        self._writer: Any = None
+
+    def started(self, outline: Outline) -> None:
+        """Opens the log."""
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise NotSupported(
+                "TensorBoard was asked for and is not installed; install attnrx with its extra: attnrx[tensorboard]."
+            ) from error
+        self._writer = SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
+
+    def stepped(self, step: int, loss: float) -> None:
+        """Nothing: the history is by epoch."""
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        """Writes the numbers of the record."""
+        for name, value in curves(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def ended(self) -> None:
+        """Closes the log."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def curves(record: Mapping[str, Any]) -> dict[str, float]:
+    """Gives every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
+    numbers: dict[str, float] = {
+        f"training/{name}": value for name, value in record.items() if isinstance(value, int | float)
+    }
+    numbers |= {f"losses/{name}": value for name, value in record["losses"].items()}
+    for layer, readings in enumerate(record["layers"]):
+        for name, heads in readings.items():
+            numbers |= {f"layer {layer}/{name}/head {head}": value for head, value in enumerate(heads)}
+    return numbers

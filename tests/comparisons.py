@@ -1,0 +1,75 @@
+"""Comparisons for the tests of the checks: tiny models, random pixels, a prescription realized in the way asked for."""
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import cases
+from attnrx.checks import Comparison
+from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.models import VisionTransformer
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
+
+
+def pixels(config: cases.ViTConfig, count: int, seed: int = 3) -> MemoryImages:
+    """Random pictures with random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, config.channels, config.image_size, config.image_size)
+    raw = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    labels = torch.randint(config.classes, (count,), generator=generator)
+    return from_tensors("random", raw, labels, Normalization(config.mean, config.std))
+
+
+def weakest_removed(vit: VisionTransformer, count: int) -> Prescription:
+    """A prescription that removes the `count` weakest directions of every head, as a threshold would."""
+    full = cases.prescription(vit, cases.PATTERNS["full"])
+    layers = []
+    for layer in full.layers:
+        weakest = layer.strength.abs().argsort(-1)[:, :count]
+        layers.append(replace(layer, keep=layer.keep.scatter(1, weakest, False)))
+    return replace(full, layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A reference, a prescription, and its realizations."""
+
+    reference: VisionTransformer
+    prescription: Prescription
+
+    @classmethod
+    def of(cls, config: str = "svda", pattern: str = "half", spread: float = 1.0) -> "Setting":
+        """Takes both from the case table."""
+        vit = cases.model(cases.CONFIGS[config], spread=spread)
+        return cls(vit, cases.prescription(vit, cases.PATTERNS[pattern]))
+
+    @property
+    def masked(self) -> nn.Module:
+        """The prescription as zeros."""
+        return realize(self.reference, self.prescription, by="mask")
+
+    @property
+    def compressed(self) -> nn.Module:
+        """The paper's smaller model."""
+        return realize(self.reference, self.prescription, by="compress")
+
+    def comparison(self, candidate: nn.Module, images: int = 40, batch_size: int = 64) -> Comparison:
+        """Compares a candidate on random pictures."""
+        return Comparison(
+            candidate,
+            self.reference,
+            pixels(self.reference.config, images),
+            prescription=self.prescription,
+            batch_size=batch_size,
+        )
+
+
+def poisoned(model: nn.Module) -> nn.Module:
+    """A copy with NaN in its last bias."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        list(model.parameters())[-1].fill_(torch.nan)
+    return model

@@ -1,0 +1,102 @@
+"""The bounds check as a reader of findings sees it: what counts, where it is read from, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnrx.checks import Bounds
+from attnrx.checks.spectral_change import SpectralChange
+from attnrx.errors import FingerprintMismatch, InvalidInput
+from cases import PATTERNS, prescription
+from comparisons import Setting, weakest_removed
+
+
+def change(before: list[float], after: list[float], stays: bool = True) -> SpectralChange:
+    return SpectralChange.between(torch.tensor([before]), torch.tensor([after]), torch.tensor([stays]))
+
+
+def test_a_head_counts_when_it_loses_something_and_stays():
+    assert bool(change([1.0, 2.0], [0.0, 2.0]).counted)
+    assert not bool(change([1.0, 2.0], [1.0, 2.0]).counted)
+    assert not bool(change([1.0, 2.0], [0.0, 0.0], stays=False).counted)
+
+
+def test_equation_13_speaks_of_heads_that_lost_their_weakest_directions_only():
+    weakest = change([1.0, -2.0, 3.0], [0.0, -2.0, 3.0])
+    assert bool(weakest.thresholded)
+    assert float(weakest.threshold) == 2
+    assert not bool(change([1.0, -2.0, 3.0], [1.0, 0.0, 3.0]).thresholded)
+    assert not bool(change([1.0, -2.0, 3.0], [0.0, -1.0, 2.0]).thresholded)  # soft threshold: the kept ones change too
+    emptied = change([1.0, -2.0], [0.0, 0.0])
+    assert bool(emptied.thresholded)
+    assert float(emptied.threshold) == 2
+
+
+def test_prescription_and_masked_model_tell_the_same():
+    setting = Setting.of("svda-deep", "ragged")
+    comparison = setting.comparison(setting.compressed, images=8)
+    from_prescription = Bounds(images=8)(comparison)
+    from_masked = Bounds(setting.masked, images=8)(replace(comparison, prescription=None))
+    assert [(f.claim, f.value) for f in from_prescription] == [(f.claim, f.value) for f in from_masked]
+
+
+def test_without_either_only_what_concerns_the_reference_alone_is_claimed():
+    setting = Setting.of("svda")
+    findings = Bounds(images=4)(replace(setting.comparison(setting.compressed), prescription=None))
+    assert {f.details["quantity"] for f in findings} == {"Proposition 4", "Eq. 25"}
+
+
+def test_findings_say_how_near_the_bound_is_reached():
+    setting = Setting.of("svda-deep")
+    findings = Bounds(images=8)(setting.comparison(setting.compressed, images=40))
+    for finding in findings:
+        assert finding.n == 8
+        assert finding.limit == 1
+        assert finding.details["slack"] == pytest.approx(1 - finding.value)
+    theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
+    assert set(theorem.details["worst_per_layer"]) == {"0", "1", "2"}
+    assert max(theorem.details["worst_per_layer"].values()) == theorem.value
+    assert 0 < theorem.details["mean_ratio"] < theorem.value
+    assert theorem.details["compared"] == 3 * 2 * 8
+
+
+def test_rows_that_are_not_of_unit_length_are_caught(monkeypatch: pytest.MonkeyPatch):
+    """A defect of the attention, planted: without the norms Theorem 1 does not hold, and the check must say so."""
+    monkeypatch.setattr("attnrx.attention.forms.unit_rows", lambda rows: 10 * rows)
+    setting = Setting.of("svda-deep")
+    setting = Setting(setting.reference, weakest_removed(setting.reference, 6))
+    findings = Bounds(images=8)(setting.comparison(setting.reference, images=8))
+    broken = {f.details["quantity"] for f in findings if not f.holds}
+    assert "Theorem 1, Eq. 12" in broken
+
+
+def test_the_result_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPatch):
+    setting = Setting.of("svda")
+    comparison = setting.comparison(setting.compressed, images=12)
+    at_once = Bounds(images=12)(comparison)
+    monkeypatch.setattr("attnrx.checks.bounds.AT_ONCE", 5)
+    for whole, cut in zip(at_once, Bounds(images=12)(comparison), strict=True):
+        assert cut.value == pytest.approx(whole.value, rel=1e-9)
+
+
+def test_float32_models_reach_their_bounds_and_hold_them():
+    """With one direction a row is 1 or -1, so every score moves by exactly its bound: rounding must not condemn it."""
+    setting = Setting.of("svda-one-direction", "zero")
+    reference = setting.reference.float()
+    comparison = replace(setting.comparison(reference, images=8), prescription=None)
+    findings = Bounds(Setting(reference, prescription(reference, PATTERNS["zero"])).masked, images=8)(comparison)
+    theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
+    assert theorem.value == pytest.approx(1, abs=1e-6)
+    assert all(f.holds for f in findings)
+
+
+def test_what_belongs_to_another_model_is_refused():
+    setting, other = Setting.of("svda"), Setting.of("svda-deep")
+    with pytest.raises(FingerprintMismatch):
+        Bounds(images=4)(replace(setting.comparison(setting.compressed), prescription=other.prescription))
+    without = replace(setting.comparison(setting.compressed), prescription=None)
+    with pytest.raises(InvalidInput, match="mask the reference itself"):
+        Bounds(other.masked, images=4)(without)
+    with pytest.raises(InvalidInput, match="noise above 0"):
+        Bounds(noise=0.0)

@@ -1,0 +1,52 @@
+"""Costs, latency and memory as evidence."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from attnrx.checks import Costs, Latency
+from attnrx.costs import LatencyProtocol, count_params
+from attnrx.errors import InvalidInput
+from comparisons import Setting
+
+
+@pytest.mark.parametrize("config", ["svda", "dense", "svda-deep"])
+@pytest.mark.parametrize("pattern", ["half", "ragged", "zero", "head-removed"])
+def test_closed_forms_are_what_is_counted(config: str, pattern: str):
+    setting = Setting.of(config, pattern)
+    params, macs, reference, candidate = Costs()(setting.comparison(setting.compressed))
+    assert reference.holds and candidate.holds, (reference, candidate)
+    assert params.details["reference"] == count_params(setting.reference)
+    assert params.details["candidate"] == count_params(setting.compressed)
+    assert params.value > 0 and macs.value > 0
+
+
+def test_a_wrong_closed_form_is_caught(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnrx.checks.costs.count_params", lambda model: count_params(model) + 3)
+    setting = Setting.of("svda")
+    *_, reference, _ = Costs()(setting.comparison(setting.compressed))
+    assert reference.holds is False
+    assert reference.value == 3
+
+
+def test_latency_and_memory_name_their_conditions():
+    setting = Setting.of("svda")
+    check = Latency(batch=4, protocol=LatencyProtocol(rounds=3, warmup=1))
+    time, memory = check(setting.comparison(setting.compressed, images=3))
+    assert time.low is not None and time.high is not None and time.low <= time.value <= time.high
+    assert (time.n, time.details["batch"], time.details["conditions"]["precision"]) == (3, 4, "float32")
+    assert time.details["candidate_kernel"] and time.details["hardware"]
+    assert memory.value == pytest.approx(
+        sum(memory.details["candidate"].values()) / sum(memory.details["reference"].values())
+    )
+    json.dumps([asdict(time), asdict(memory)])
+
+
+def test_a_latency_limit_fails_only_beyond_the_interval():
+    setting = Setting.of("svda")
+    comparison, protocol = setting.comparison(setting.compressed), LatencyProtocol(rounds=3, warmup=1)
+    assert Latency(batch=2, protocol=protocol, most_ratio=1e-6)(comparison)[0].holds is False
+    assert Latency(batch=2, protocol=protocol, most_ratio=1e6)(comparison)[0].holds is True
+    with pytest.raises(InvalidInput, match="above 0"):
+        Latency(most_ratio=0.0)

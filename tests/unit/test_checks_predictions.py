@@ -1,0 +1,181 @@
+"""Accuracy, fidelity and calibration: what is said of the logits of candidate, reference and masked model."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.checks import Accuracy, Calibration, Comparison, Fidelity, standard
+from attnrx.errors import DataError, InvalidInput
+from attnrx.evidence import Finding
+from attnrx.models import VisionTransformer
+from comparisons import Setting, pixels, poisoned
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting.of("svda")
+
+
+def only(findings: tuple[Finding, ...], quantity: str, **details: object) -> Finding:
+    wanted = {"quantity": quantity, **details}
+    (found,) = [f for f in findings if wanted.items() <= f.details.items()]
+    return found
+
+
+def poorer(model: VisionTransformer) -> VisionTransformer:
+    """A copy that leans towards the first class."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.classifier.bias[0] += 0.5
+    return model
+
+
+class Counting(nn.Module):
+    """Counts the images that pass."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.seen = model, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen += len(images)
+        return self.model(images)
+
+
+def test_every_model_answers_every_image_once(setting: Setting):
+    masked = Counting(setting.masked)
+    comparison = replace(setting.comparison(Counting(setting.compressed)), reference=Counting(setting.reference))
+    for check in (Accuracy(), Fidelity(masked), Calibration(), Fidelity(masked)):
+        check(comparison)
+    assert comparison.candidate.seen == comparison.reference.seen == masked.seen == 40
+
+
+def test_answers_are_the_models_own_and_its_mode_is_put_back(setting: Setting):
+    comparison = setting.comparison(setting.compressed)
+    comparison.candidate.train()
+    predictions = comparison.predictions
+    assert comparison.candidate.training
+    assert not comparison.reference.training
+    (batch,) = comparison.data.batches(40)
+    with torch.no_grad():
+        expected = comparison.candidate.eval()(batch.images.double())
+    assert torch.allclose(predictions.logits["candidate"], expected, atol=1e-12)
+    assert torch.equal(predictions.labels, batch.labels)
+
+
+def test_the_model_against_itself_is_faultless(setting: Setting):
+    comparison = setting.comparison(setting.reference)
+    findings = (*Accuracy()(comparison), *Fidelity()(comparison), *Calibration()(comparison))
+    assert only(findings, "accuracy change").value == 0
+    assert only(findings, "discrepancy").value == 0
+    assert only(findings, "agreement").value == 100
+    assert only(findings, "divergence").value == 0
+    assert only(findings, "change of calibration error").value == 0
+
+
+def test_accuracy_is_counted_in_pairs(setting: Setting):
+    comparison = setting.comparison(poorer(setting.reference))
+    findings = Accuracy()(comparison)
+    right = {role: comparison.predictions.correct(role).tolist() for role in ("reference", "candidate")}
+    lost = sum(a and not b for a, b in zip(right["reference"], right["candidate"], strict=True))
+    gained = sum(b and not a for a, b in zip(right["reference"], right["candidate"], strict=True))
+    change = only(findings, "accuracy change")
+    assert (change.details["lost"], change.details["gained"]) == (lost, gained)
+    assert lost + gained > 0
+    assert change.value == pytest.approx(100 * (gained - lost) / 40)
+    assert only(findings, "accuracy", model="reference").value == pytest.approx(100 * sum(right["reference"]) / 40)
+    assert change.low is not None and change.high is not None and change.low < change.value < change.high
+
+
+def test_little_loss_is_only_claimed_when_the_interval_shows_it(setting: Setting):
+    few, many = (only(Accuracy()(setting.comparison(setting.reference, n, 500)), "accuracy change") for n in (10, 1000))
+    assert (few.value, many.value) == (0, 0)
+    assert few.holds is False
+    assert many.holds is True
+    assert only(Accuracy(most_drop=None)(setting.comparison(setting.reference)), "accuracy change").holds is None
+
+
+def test_discrepancy_and_agreement_are_equations_46_and_47(setting: Setting):
+    comparison = setting.comparison(setting.compressed, images=40, batch_size=16)
+    findings = Fidelity(setting.masked)(comparison)
+    logits = comparison.with_masked(setting.masked).predictions.logits
+    masked, compressed = logits["masked"], logits["candidate"]
+    found = only(findings, "discrepancy", base="masked", other="candidate")
+    whole = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(masked, compressed, strict=True)))
+    assert found.value == pytest.approx(whole / math.sqrt(float((masked**2).sum())))
+    per_batch = [float((a - b).norm() / a.norm()) for a, b in zip(masked.split(16), compressed.split(16), strict=True)]
+    assert found.details["per_batch"]["mean"] == pytest.approx(sum(per_batch) / 3)
+    assert found.details["per_batch"]["largest"] == pytest.approx(max(per_batch))
+    agreeing = sum(int(a.argmax() == b.argmax()) for a, b in zip(masked, compressed, strict=True))
+    assert only(findings, "agreement", base="masked", other="candidate").value == pytest.approx(100 * agreeing / 40)
+    expected = nn.functional.kl_div(
+        compressed.log_softmax(-1), masked.log_softmax(-1), log_target=True, reduction="sum"
+    )
+    assert only(findings, "divergence", base="masked", other="candidate").value == pytest.approx(float(expected) / 40)
+
+
+def test_the_pairs_are_named_and_not_repeated(setting: Setting):
+    masked = setting.masked
+    pairs = {(f.details["base"], f.details["other"]) for f in Fidelity(masked)(setting.comparison(setting.compressed))}
+    assert pairs == {("reference", "candidate"), ("reference", "masked"), ("masked", "candidate")}
+    of_itself = Fidelity(masked)(setting.comparison(masked))
+    assert {(f.details["base"], f.details["other"]) for f in of_itself} == {("reference", "candidate")}
+    assert len({f.claim for f in Fidelity(masked)(setting.comparison(setting.compressed))}) == 9
+
+
+def test_limits_make_claims_that_can_fail(setting: Setting):
+    comparison = setting.comparison(setting.compressed)
+    strict = Fidelity(setting.masked, most_discrepancy=1e-9, least_agreement=100.0, most_from_masked=1e-9)(comparison)
+    loose = Fidelity(setting.masked, most_discrepancy=1e9, least_agreement=0.0, most_from_masked=1e9)(comparison)
+    assert [f.holds for f in strict if f.limit is not None] == [False, False, False]
+    assert [f.holds for f in loose if f.limit is not None] == [True, True, True]
+    with pytest.raises(InvalidInput, match="needs a masked model"):
+        Fidelity(most_from_masked=1e-5)(comparison)
+
+
+def test_calibration_of_a_sharpened_model_is_worse(setting: Setting):
+    sharp = copy.deepcopy(setting.reference)
+    with torch.no_grad():
+        sharp.classifier.weight.mul_(50)
+    findings = Calibration(most_rise=1.0)(setting.comparison(sharp, images=200))
+    change = only(findings, "change of calibration error")
+    own = [only(findings, f"expected calibration error of the {role}").value for role in ("reference", "candidate")]
+    assert change.value == pytest.approx(own[1] - own[0])
+    assert change.low is not None and change.low > 0
+    assert change.holds is False
+
+
+def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):
+    with pytest.raises(InvalidInput, match="candidate answers 40 of 40 images with NaN"):
+        _ = setting.comparison(poisoned(setting.reference)).predictions
+    data = pixels(setting.reference.config, 8)
+    data.store.labels.fill_(7)
+    with pytest.raises(DataError, match="label 7, the reference tells 3 classes"):
+        _ = Comparison(setting.reference, setting.reference, data).predictions
+    with pytest.raises(InvalidInput, match="batch_size=0"):
+        setting.comparison(setting.reference, batch_size=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Accuracy(most_drop=-1.0),
+        lambda: Fidelity(most_discrepancy=-0.1),
+        lambda: Calibration(bins=0),
+        lambda: Calibration(most_rise=-1.0),
+    ],
+)
+def test_knobs_outside_their_range_are_refused(make):
+    with pytest.raises(InvalidInput):
+        make()
+
+
+def test_the_standard_checks_describe_themselves(setting: Setting):
+    described = [check.describe() for check in standard(setting.masked)]
+    assert {record["check"] for record in described} >= {"accuracy", "fidelity", "bounds", "latency"}
+    assert next(record for record in described if record["check"] == "accuracy")["most_drop"] == 1.0
+    assert all("masked" not in record for record in described)

@@ -1,0 +1,117 @@
+"""The statistics against scipy, and on cases whose answer is known."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from attnrx.checks import statistics as own
+from attnrx.errors import InvalidInput
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 1), (3, 3), (1, 9), (40, 60), (700, 800), (12000, 12500)])
+def test_mcnemar_is_the_exact_binomial_test(lost: int, gained: int):
+    expected = stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
+    assert own.mcnemar(lost, gained) == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 30, 99])
+@pytest.mark.parametrize("probability", [0.5, 0.8, 0.975, 0.999])
+def test_student_quantile(degrees: int, probability: float):
+    assert own.student_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), abs=1e-9)
+
+
+def test_t_interval():
+    values = [70.1, 71.3, 69.8]
+    found = own.t_interval(values)
+    low, high = stats.t.interval(0.95, 2, loc=sum(values) / 3, scale=stats.sem(values))
+    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    with pytest.raises(InvalidInput, match="at least two"):
+        own.t_interval([1.0])
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 7), (7, 7), (3, 10), (9000, 10000)])
+def test_proportion_is_wilsons(successes: int, n: int):
+    found = own.proportion(successes, n)
+    expected = stats.binomtest(successes, n).proportion_ci(method="wilson")
+    assert (found.low, found.high) == (pytest.approx(expected.low, abs=1e-12), pytest.approx(expected.high, abs=1e-12))
+    assert found.low <= found.value <= found.high
+
+
+def test_the_bootstrap_of_a_mean_has_the_standard_error():
+    values = torch.randn(400, 2) * torch.tensor([1.0, 5.0])
+    means = own.resampled_means(values, seed=0)
+    assert means.shape == (own.DRAWS, 2)
+    error = values.std(0, correction=0) / math.sqrt(400)
+    assert torch.allclose(means.std(0) / error, torch.ones(2), atol=0.06)
+    assert torch.allclose(means.mean(0), values.mean(0), atol=float(error.max()) / 10)
+
+
+def test_resamples_are_shared_by_the_columns_and_repeatable(monkeypatch: pytest.MonkeyPatch):
+    values = torch.randn(50, 1)
+    both = own.resampled_means(torch.cat([values, -values], dim=1), seed=3)
+    assert torch.equal(both[:, 0], -both[:, 1])
+    monkeypatch.setattr(own, "CHUNK", 50 * 7)  # cutting the work into chunks changes nothing
+    assert torch.allclose(own.resampled_means(values, seed=3)[:, 0], both[:, 0], atol=1e-14)
+    assert not torch.allclose(own.resampled_means(values, seed=4)[:, 0], both[:, 0])
+
+
+def test_the_interval_of_a_paired_change_covers_the_truth():
+    """Of 300 experiments in which the candidate truly loses 4 points, about 95 % cover it."""
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for seed in range(300):
+        chance = torch.rand(200, generator=generator)
+        before = chance < 0.7
+        after = before & ~((chance > 0.2) & (chance < 0.3)) | (chance > 0.94)
+        found = own.paired_change(before, after, seed)
+        covered += found.low <= -0.04 <= found.high
+    assert 0.92 <= covered / 300 <= 0.985
+
+
+def test_no_change_on_few_images_is_not_certainty():
+    correct = torch.ones(20, dtype=torch.bool)
+    few, many = (own.paired_change(same, same, 0) for same in (correct, correct.repeat(500)))
+    assert few.value == many.value == 0
+    assert few.low < -0.02
+    assert many.low > -0.001
+
+
+def test_changes_by_parts_agree_with_changes_by_whole_images():
+    before, after = torch.rand(300) < 0.7, torch.rand(300) < 0.6
+    whole, parts = own.paired_change(before, after, 0), own.mean_change(after.double() - before.double(), 0)
+    assert parts.value == pytest.approx(whole.value)
+    assert parts.high - parts.low == pytest.approx(whole.high - whole.low, rel=0.1)
+    assert own.mean_change(torch.zeros(20), 0).low < -0.02
+
+
+def test_a_paired_change_is_antisymmetric_in_its_value():
+    before, after = torch.rand(100) < 0.5, torch.rand(100) < 0.6
+    assert own.paired_change(before, after, 0).value == -own.paired_change(after, before, 0).value
+
+
+def test_calibration_error_against_the_definition():
+    confidence, correct = torch.rand(500), torch.rand(500) < 0.5
+    expected = 0.0
+    for index in range(15):
+        inside = (confidence > index / 15) & (confidence <= (index + 1) / 15)
+        if inside.any():
+            gap = confidence[inside].mean() - correct[inside].double().mean()
+            expected += float(inside.double().mean() * gap.abs())
+    gaps = own.calibration_gaps(confidence, correct, bins=15)
+    assert float(own.calibration_error(gaps.mean(0))) == pytest.approx(expected)
+
+
+def test_a_model_that_is_surely_right_is_calibrated():
+    gaps = own.calibration_gaps(torch.ones(9), torch.ones(9, dtype=torch.bool), bins=15)
+    assert float(own.calibration_error(gaps.mean(0))) == 0
+    wrong = own.calibration_gaps(torch.ones(9), torch.zeros(9, dtype=torch.bool), bins=15)
+    assert float(own.calibration_error(wrong.mean(0))) == 1
+
+
+def test_impossible_requests_are_refused():
+    with pytest.raises(InvalidInput, match="successes"):
+        own.proportion(3, 2)
+    with pytest.raises(InvalidInput, match=r"\[0\.5, 1\)"):
+        own.student_quantile(0.3, 4)

@@ -1,0 +1,164 @@
+"""Latency and memory on models whose answer is known."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.attention import Eager, using
+from attnrx.costs import (
+    Conditions,
+    LatencyProtocol,
+    Ratio,
+    Timing,
+    compare_latency,
+    compare_memory,
+    device_name,
+    interleave,
+    profiled,
+)
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.models import family_of
+from cases import CONFIGS, images, model
+
+QUICK = LatencyProtocol(rounds=4, warmup=1)
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return images.sum((1, 2, 3))
+
+
+class Wide(nn.Module):
+    """Holds `copies` images of the batch at once, above the batch itself."""
+
+    def __init__(self, copies: int):
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        held = [images.clone() for _ in range(self.copies)]
+        return held[-1]
+
+
+def test_a_slower_candidate_is_seen_as_slower() -> None:
+    found = compare_latency(Slow(0.009), Slow(0.003), torch.zeros(2, 1, 4, 4), QUICK)
+    assert 2 < found.ratio.value < 3.5
+    assert found.ratio.low <= found.ratio.value <= found.ratio.high
+    assert found.candidate.median >= 0.009
+    assert (found.batch, found.image_shape, found.rounds) == (2, (1, 4, 4), 4)
+    assert found.hardware and found.torch_version == torch.__version__
+
+
+def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
+    order: list[str] = []
+    seconds = interleave({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, warmup=1)
+    assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+    with pytest.raises(UnknownName, match="unknown clock"):
+        interleave({"a": list}, rounds=1, warmup=0, clock="sundial")
+    with pytest.raises(InvalidInput, match="at least one round"):
+        interleave({}, rounds=3, warmup=1)
+
+
+def test_the_cpu_clock_does_not_count_sleep() -> None:
+    found = compare_latency(Slow(0.02), Slow(0.02), torch.zeros(1, 1, 4, 4), LatencyProtocol(rounds=2, clock="cpu"))
+    assert found.candidate.median < 0.01
+    assert found.clock == "cpu"
+
+
+def test_the_ratio_pairs_the_rounds() -> None:
+    # The machine gets ten times slower half-way: both medians are useless, every pair still says 2.
+    reference = torch.tensor([1.0, 1.0, 10.0, 10.0, 10.0])
+    ratio = Ratio.of(2 * reference, reference)
+    assert (ratio.value, ratio.low, ratio.high) == (2, 2, 2)
+    noisy = Ratio.of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
+    assert noisy.low < noisy.value == 2.5 < noisy.high
+    assert noisy == Ratio.of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
+
+
+def test_a_timing_is_a_median_and_a_spread() -> None:
+    timing = Timing.of(torch.arange(11.0))
+    assert (timing.median, timing.low, timing.high) == (5, 1, 9)
+
+
+def test_the_peak_is_what_is_held_at_once() -> None:
+    batch = torch.zeros(2, 3, 16, 16)
+    size = batch.float().nbytes
+    found = compare_memory(Wide(5), Wide(2), batch)
+    assert (found.candidate.activations, found.reference.activations) == (5 * size, 2 * size)
+    assert (found.candidate.weights, found.ratio) == (0, 2.5)
+    half = compare_memory(Wide(5), Wide(2), batch, Conditions(precision="bfloat16"))
+    assert half.candidate.activations == 5 * size // 2
+
+
+def test_the_peak_sees_work_space_inside_one_operation() -> None:
+    rows = torch.rand(100, 100)
+    assert profiled(lambda: rows.sort(dim=0)).peak_bytes >= 2 * rows.nbytes
+
+
+def test_weights_are_counted_in_the_precision_they_run_in() -> None:
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    found = compare_memory(linear, linear, torch.zeros(2, 1, 4, 4), Conditions(precision="bfloat16"))
+    assert found.candidate.weights == 2 * (16 * 3 + 3)
+    assert found.ratio == 1
+
+
+def test_the_kernel_is_named() -> None:
+    vit = model(CONFIGS["svda"])
+    layers = family_of(vit).attention(vit)
+    with torch.inference_mode():
+        fused = profiled(lambda: vit(images(vit.config))).attention_kernel
+        with using(layers, [Eager()] * len(layers)):
+            eager = profiled(lambda: vit(images(vit.config))).attention_kernel
+    assert eager == "written out"
+    assert fused not in ("written out", "not seen")
+
+
+def test_measuring_changes_neither_the_models_nor_the_settings() -> None:
+    vit = model(CONFIGS["svda"]).train()
+    before, threads = copy.deepcopy(vit.state_dict()), torch.get_num_threads()
+    conditions = Conditions(precision="bfloat16", threads=1)
+    found = compare_latency(vit, vit, images(vit.config), LatencyProtocol(conditions, rounds=2, warmup=1))
+    compare_memory(vit, vit, images(vit.config), conditions)
+    assert found.threads == 1
+    assert vit.training and torch.is_grad_enabled() and torch.get_num_threads() == threads
+    for name, tensor in vit.state_dict().items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"), [({"precision": "int3"}, "float32"), ({"threads": 0}, "at least one")], ids=str
+)
+def test_impossible_conditions_are_refused(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Conditions(**knobs)  # type: ignore[arg-type]
+
+
+def test_a_missing_gpu_is_refused_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(InvalidInput, match="sees no CUDA device"):
+        Conditions(device="cuda")
+
+
+def test_nothing_is_measured_on_nothing() -> None:
+    empty = torch.zeros(0, 1, 4, 4)
+    with pytest.raises(InvalidInput, match="empty"):
+        compare_latency(Wide(1), Wide(1), empty)
+    with pytest.raises(InvalidInput, match="empty"):
+        compare_memory(Wide(1), Wide(1), empty)
+    with pytest.raises(InvalidInput, match="at least two rounds"):
+        LatencyProtocol(rounds=1)
+
+
+def test_the_device_has_a_name() -> None:
+    assert device_name("cpu")

@@ -1,0 +1,317 @@
+"""Each rule on spectra where the right decision can be seen, and what each refuses."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.errors import InvalidInput, InvalidRule, NothingChanged, NotSupported
+from attnrx.prescription import Prescription
+from attnrx.rules import (
+    And,
+    ContributionEnergy,
+    EffectiveRank,
+    EnergyRetention,
+    LargestMatched,
+    NormClip,
+    RandomMatched,
+    RemoveHeads,
+    Rule,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    UniformHeads,
+    UniformMatched,
+    prescribe,
+    readings_needed,
+    rule_from_dict,
+)
+from diagnoses import diagnosis, layer, of_strengths, spectrum
+
+
+def with_readings(given: Diagnosis, **readings: torch.Tensor) -> Diagnosis:
+    layers = (LayerDiagnosis(one.spectrum, {**one.readings, **readings}) for one in given.layers)
+    return replace(given, layers=tuple(layers))
+
+
+def test_effective_rank_counts_equal_strengths_exactly() -> None:
+    rows = [[1.0] * count + [1e-9] * (64 - count) for count in (1, 10, 33, 64)]
+    assert EffectiveRank().decide(of_strengths(*rows), 0).ranks == (1, 10, 33, 64)
+    assert EffectiveRank().decide(of_strengths([0.0, 0.0]), 0).ranks == (0,)
+
+
+def test_effective_rank_is_rounded_up() -> None:
+    # energies 0.9 and 0.1: exp of the entropy is 1.38, so two directions
+    assert EffectiveRank().decide(of_strengths([3.0, 1.0, 0.0]), 0).ranks == (2,)
+
+
+def test_top_rank_keeps_the_strongest_by_magnitude() -> None:
+    decision = TopRank(2).decide(of_strengths([0.1, -3.0, 2.0], [1.0, -1.0, 1.0]), 0)
+    assert decision.keep.tolist() == [[False, True, True], [True, True, False]]
+    assert decision.strength.tolist() == [[0.0, -3.0, 2.0], [1.0, -1.0, 0.0]]
+
+
+def test_contribution_energy_sees_what_strength_alone_does_not() -> None:
+    found = of_strengths([1.0, 2.0, 1.0])
+    moments = torch.tensor([[10.0, 0.01, 0.1]]), torch.tensor([[10.0, 1.0, 0.0]])
+    found = with_readings(found, query_moment=moments[0], key_moment=moments[1])
+    assert EnergyRetention(0.6).decide(found, 0).keep.tolist() == [[False, True, False]]
+    decision = ContributionEnergy(0.99).decide(found, 0)
+    assert decision.keep.tolist() == [[True, False, False]]
+    assert "100.0 % of the contribution" in decision.reasons[0]
+    # all that contribute: keys that never vary (moment 0) move no attention
+    assert ContributionEnergy(1.0).decide(found, 0).keep.tolist() == [[True, True, False]]
+
+
+def test_contribution_energy_works_for_dense_attention() -> None:
+    found = with_readings(of_strengths([1.0, 1.0], norms="none"), query_moment=torch.tensor([[1.0, 5.0]]))
+    found = with_readings(found, key_moment=torch.tensor([[1.0, 5.0]]))
+    decision = ContributionEnergy(0.9).decide(found, 0)
+    assert decision.keep.tolist() == [[False, True]]
+    assert "no bound on the scores" in decision.reasons[0]
+
+
+def test_shrinkage_is_the_soft_threshold() -> None:
+    decision = Shrinkage(0.5).decide(of_strengths([2.0, -1.5, 0.5, -0.25]), 0)
+    assert decision.strength.tolist() == [[1.5, -1.0, 0.0, 0.0]]
+    assert decision.keep.tolist() == [[True, True, False, False]]
+
+
+def test_norm_clip_caps_and_keeps_everything() -> None:
+    decision = NormClip(1.0).decide(of_strengths([2.0, -1.5, 0.5, 0.0]), 0)
+    assert decision.strength.tolist() == [[1.0, -1.0, 0.5, 0.0]]
+    assert bool(decision.keep.all())
+    assert decision.reasons[0] == (
+        "keeps all 4 directions (2 of them capped at 1, the largest was 2); "
+        "no masked score moves by more than 0.5 (Theorem 1)"
+    )
+
+
+def test_uniform_heads_go_to_rank_zero_and_stay() -> None:
+    found = with_readings(of_strengths([1.0, 2.0], [1.0, 2.0]), selectivity=torch.tensor([1e-3, 2e-3]))
+    decision = UniformHeads().decide(found, 0)
+    assert decision.ranks == (0, 2)
+    assert bool(decision.heads.all())
+
+
+def test_selectivity_bounds_the_distance_to_uniform() -> None:
+    """The promise of UniformHeads: mean 1-norm of (row - uniform) <= sqrt(2 * selectivity * log(tokens))."""
+    tokens = 12
+    for spread in (1e-3, 0.1, 1.0, 10.0):
+        attention = (spread * torch.randn(200, tokens)).softmax(-1)
+        entropy = -(attention * attention.clamp_min(1e-300).log()).sum(-1)
+        selectivity = 1 - entropy.mean() / math.log(tokens)
+        distance = (attention - 1 / tokens).abs().sum(-1).mean()
+        bound = (2 * selectivity * math.log(tokens)).sqrt()
+        assert distance <= bound
+        assert distance > 0.25 * bound  # not vacuous
+
+
+def similar(spectral: list[list[float]], output: list[list[float]], strengths: list[float]) -> Diagnosis:
+    found = of_strengths(*[[strength, strength] for strength in strengths])
+    return with_readings(found, spectral_redundancy=torch.tensor(spectral), output_similarity=torch.tensor(output))
+
+
+def test_a_head_goes_only_if_both_kinds_of_redundancy_say_so() -> None:
+    high, low = [[1.0, 0.999], [0.999, 1.0]], [[1.0, 0.2], [0.2, 1.0]]
+    assert RemoveHeads().decide(similar(high, high, [1.0, 2.0]), 0).heads.tolist() == [False, True]
+    assert RemoveHeads().decide(similar(high, high, [2.0, 1.0]), 0).heads.tolist() == [True, False]
+    assert RemoveHeads().decide(similar(high, low, [1.0, 2.0]), 0).heads.tolist() == [True, True]
+    assert RemoveHeads().decide(similar(low, high, [1.0, 2.0]), 0).heads.tolist() == [True, True]
+
+
+def test_the_last_head_stays_and_so_does_every_witness() -> None:
+    alike = [[1.0] * 4] * 4
+    assert RemoveHeads().decide(similar(alike, alike, [1.0, 2.0, 3.0, 4.0]), 0).heads.sum() == 1
+    assert RemoveHeads().decide(of_strengths([1.0]), 0).heads.tolist() == [True]
+    # a chain: 0 is like 1 and 1 is like 2, but 0 is not like 2; when 0 goes for 1, 1 has to stay
+    output = [[1.0, 0.99, 0.1], [0.99, 1.0, 0.98], [0.1, 0.98, 1.0]]
+    decision = RemoveHeads().decide(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0]), 0)
+    assert decision.heads.tolist() == [False, True, False]  # so 2, though stronger, goes for 1 as well
+    assert decision.reasons[0].startswith("is removed (repeats head 1, which stays: similarity 1.000 of spectrum")
+    # 1 goes for 2 first; then 0 has nobody left who is like it
+    output[0][1] = output[1][0] = 0.97
+    decision = RemoveHeads().decide(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0]), 0)
+    assert decision.heads.tolist() == [True, False, True]
+
+
+def test_a_removed_head_is_not_a_head_of_rank_zero() -> None:
+    found = diagnosis(layers=1)
+    removed = RemoveHeads(0.9, 0.9).decide(found, 0)
+    uniform = UniformHeads(0.2).decide(found, 0)
+    assert removed.ranks.count(0) == 1 and not removed.heads.all()
+    assert uniform.ranks.count(0) > 0 and bool(uniform.heads.all())
+
+
+def test_random_draws_differ_by_seed_layer_and_head_and_are_fair() -> None:
+    found = of_strengths(*[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]] * 3)
+    found = replace(found, layers=found.layers * 2)
+    draws = [[RandomMatched(TopRank(4), seed).decide(found, where).keep for where in (0, 1)] for seed in range(100)]
+    assert not torch.equal(draws[0][0], draws[1][0])
+    assert not torch.equal(draws[0][0], draws[0][1])
+    assert not torch.equal(draws[0][0][0], draws[0][0][1])
+    again = RandomMatched(TopRank(4), 0).decide(found, 0).keep
+    assert torch.equal(draws[0][0], again)
+    shares = torch.stack([keep.double() for pair in draws for keep in pair]).mean((0, 1))
+    assert bool(((shares - 0.5).abs() < 0.1).all())  # 600 draws: five standard deviations
+
+
+def test_largest_matched_removes_the_strongest_by_magnitude() -> None:
+    found = of_strengths([0.1, -3.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0])
+    decision = LargestMatched(TopRank(2)).decide(found, 0)
+    assert decision.keep.tolist() == [[True, False, False, True], [False, False, True, True]]
+
+
+def test_uniform_matched_deals_the_same_rank_to_every_head() -> None:
+    found = of_strengths([9.0, 1.0, 0.1, 0.1], [5.0, 5.0, 5.0, 6.0], [1.0, 2.0, 3.0, 0.1])
+    matched = EnergyRetention(0.9)
+    assert matched.decide(found, 0).ranks == (1, 4, 2)
+    decision = UniformMatched(matched).decide(found, 0)
+    # seven: two each, and one more for the head whose third direction is strongest
+    assert decision.ranks == (2, 3, 2)
+    used = torch.tensor([[True, False, False], [True, True, True]])
+    ragged = Diagnosis((layer(spectrum(torch.ones(2, 3), used)),), "f", {})
+    assert UniformMatched(TopRank(3)).decide(ragged, 0).ranks == (1, 3)  # a full head passes its part on
+
+
+def test_controls_leave_strengths_as_they_were() -> None:
+    found = diagnosis(layers=1)
+    decision = RandomMatched(Shrinkage(0.5)).decide(found, 0)
+    assert torch.equal(decision.strength[decision.keep], found.layers[0].spectrum.strength[decision.keep])
+
+
+def test_reasons_carry_the_numbers() -> None:
+    found = of_strengths([3.0, 4.0, 0.0, 1.0])
+    reasons = EnergyRetention(0.9).decide(found, 0).reasons
+    assert reasons == (
+        "keeps 2 of 4 directions: 96.2 % of the energy; largest removed strength 1; "
+        "no masked score moves by more than 0.5 (Theorem 1)",
+    )
+    assert Threshold(9.0).decide(found, 0).reasons[0].startswith("keeps none of 4 directions and attends uniformly")
+    both = (EnergyRetention(0.9) & TopRank(1)).decide(found, 0).reasons[0]
+    assert both.startswith("keeps 1 of 4 directions: 61.5 % of the energy; largest removed strength 3; no masked")
+    assert "All of: [energy_retention:0.9] keeps 2 of 4" in both and "[top_rank:1] keeps 1 of 4" in both
+
+
+def test_a_promise_is_rounded_up() -> None:
+    reason = TopRank(1).decide(of_strengths([1.0, 0.100049]), 0).reasons[0]  # times 2 ** -0.5: 0.070745
+    assert "no masked score moves by more than 0.0708 " in reason
+
+
+@pytest.mark.parametrize("rule", [Threshold(0.5), EnergyRetention(0.9), EffectiveRank(), TopRank(1), Shrinkage(0.1)])
+def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
+    dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
+    for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5), rule & UniformHeads()):
+        with pytest.raises(
+            NotSupported, match=r"goes by strength, but layer 0 is dense attention.*contribution_energy"
+        ):
+            refused.decide(dense, 0)
+    assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
+    assert rule.decide(of_strengths([1.0, 2.0], norms="none"), 0) is not None  # so are others in a form without norms
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EnergyRetention(0.0), r"energy_retention was given rho=0.0: rho is a share and must lie in \(0, 1\]"),
+        (lambda: EnergyRetention(1.1), "rho=1.1"),
+        (lambda: EnergyRetention(math.nan), "rho=nan"),
+        (lambda: ContributionEnergy(-1.0), "rho=-1.0"),
+        (lambda: Threshold(0.0), "tau is compared with"),
+        (lambda: Threshold(math.inf), "tau=inf"),
+        (lambda: Shrinkage(-0.1), "amount=-0.1"),
+        (lambda: NormClip(math.nan), "limit=nan"),
+        (lambda: TopRank(-1), "rank must be a whole number"),
+        (lambda: UniformHeads(0.0), "selectivity is a share"),
+        (lambda: RemoveHeads(spectral=2.0), "spectral=2.0"),
+        (lambda: RemoveHeads(output=0.0), "output=0.0"),
+        (lambda: RandomMatched(TopRank(1), seed=-1), "seed=-1"),
+        (lambda: And((TopRank(1),)), "at least two rules"),
+    ],
+)
+def test_knobs_outside_their_range_are_refused(make, message: str) -> None:
+    with pytest.raises(InvalidRule, match=message):
+        make()
+
+
+def test_missing_and_broken_readings_are_refused() -> None:
+    found = of_strengths([1.0, 2.0])
+    bare = Diagnosis((LayerDiagnosis(found.layers[0].spectrum, {}),), "f", {})
+    rule = EnergyRetention(0.9) & ContributionEnergy(0.9)
+    assert readings_needed(RandomMatched(rule)) == ("query_moment", "key_moment")
+    with pytest.raises(InvalidRule, match="needs query_moment and key_moment, which the diagnosis of layer 0"):
+        prescribe(bare, rule)
+    with pytest.raises(InvalidRule, match="cannot decide about layer 0: the diagnosis has no reading 'selectivity'"):
+        UniformHeads().decide(bare, 0)
+    with pytest.raises(InvalidInput, match=r"needs selectivity of shape \(1,\) in layer 0, found \(3,\)"):
+        UniformHeads().decide(with_readings(found, selectivity=torch.ones(3)), 0)
+    with pytest.raises(InvalidInput, match="NaN or infinity in 'selectivity'"):
+        UniformHeads().decide(with_readings(found, selectivity=torch.tensor([math.nan])), 0)
+    with pytest.raises(InvalidInput, match="negative second moment"):
+        ContributionEnergy(0.9).decide(with_readings(found, key_moment=torch.tensor([[1.0, -1.0]])), 0)
+    with pytest.raises(InvalidInput, match="the spectrum of layer 0 holds NaN"):
+        prescribe(of_strengths([1.0, math.nan]), TopRank(1))
+    with pytest.raises(InvalidInput, match=r"asked about layer 1; the diagnosis has layers 0\.\.0"):
+        TopRank(1).decide(found, 1)
+
+
+def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
+    found, rule = diagnosis(), EnergyRetention(0.8) & RemoveHeads(0.9, 0.9)
+    given = prescribe(found, rule)
+    assert given.fingerprint == found.fingerprint
+    assert rule_from_dict(given.rule) == rule
+    assert given.about["rule"] == str(rule)
+    assert given.about["data"] == {"name": "noise", "images": 3}
+    bounds = given.about["score_bounds"]
+    for where, one in enumerate(given.layers):
+        assert [bound is None for bound in bounds[where]] == [not stays for stays in one.heads.tolist()]
+    read = Prescription.load(given.save(tmp_path / "prescription.json"))
+    assert read.about == given.about and read.rule == given.rule
+    for a, b in zip(read.layers, given.layers, strict=True):
+        assert torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength) and torch.equal(a.heads, b.heads)
+        assert a.reasons == b.reasons and a.strength.dtype == b.strength.dtype
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Threshold(1e-9),
+        EnergyRetention(1.0),
+        TopRank(8),
+        NormClip(99.0),
+        UniformHeads(1e-9),
+        RemoveHeads(1.0, 1.0),
+        Threshold(1e-9) & TopRank(8),
+        TopRank(1) | TopRank(8),
+        RandomMatched(TopRank(8)),
+    ],
+    ids=str,
+)
+def test_changing_nothing_is_an_error(rule: Rule) -> None:
+    with pytest.raises(
+        NothingChanged, match=r"would change nothing: all 8 heads of 2 layers keep everything \(\|strength\|"
+    ):
+        prescribe(diagnosis(), rule)
+
+
+@pytest.mark.parametrize("rule", [Shrinkage(1e-6), NormClip(1.0), UniformHeads(0.2), RemoveHeads(0.9, 0.9)], ids=str)
+def test_a_small_change_is_a_change(rule: Rule) -> None:
+    assert prescribe(diagnosis(), rule).layers
+
+
+def test_heads_without_directions_are_fine() -> None:
+    empty = Diagnosis((layer(spectrum(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool))),), "f", {})
+    assert EnergyRetention(0.5).decide(empty, 0).reasons == ("has no directions",) * 2
+    nobody = Diagnosis((layer(spectrum(torch.zeros(0, 1))),), "f", {})
+    for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1)), RemoveHeads()):
+        assert rule.decide(nobody, 0).reasons == ()
+        with pytest.raises(NothingChanged):
+            prescribe(nobody, rule)
+
+
+def test_prescribe_refuses_what_is_no_rule_and_no_diagnosis() -> None:
+    with pytest.raises(InvalidInput, match="without layers"):
+        prescribe(Diagnosis((), "f", {}), TopRank(1))

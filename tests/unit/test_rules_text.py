@@ -1,0 +1,124 @@
+"""Rules as text and as dictionaries: every rule survives both, and mistakes are named."""
+
+import pytest
+
+from attnrx.config import to_dict
+from attnrx.errors import InvalidRule, UnknownName
+from attnrx.rules import (
+    RULES,
+    And,
+    EffectiveRank,
+    EnergyRetention,
+    LargestMatched,
+    Or,
+    RandomMatched,
+    RemoveHeads,
+    Rule,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    UniformHeads,
+    parse_rule,
+    rule_from_dict,
+)
+from cases import RULES as EXAMPLES
+
+
+@pytest.mark.parametrize("rule", EXAMPLES.values(), ids=EXAMPLES)
+def test_text_and_dictionary_round_trip(rule: Rule) -> None:
+    assert parse_rule(str(rule)) == rule
+    assert str(parse_rule(str(rule))) == str(rule)
+    assert rule_from_dict(to_dict(rule)) == rule
+
+
+def test_every_registered_rule_is_a_case() -> None:
+    assert {type(rule) for rule in EXAMPLES.values()} >= set(RULES.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("energy_retention:0.90", EnergyRetention(0.9)),
+        ("  energy_retention : rho = 9e-1 ", EnergyRetention(0.9)),
+        ("energy_retention:1", EnergyRetention(1.0)),
+        ("top_rank:32", TopRank(32)),
+        ("effective_rank", EffectiveRank()),
+        ("uniform_heads", UniformHeads()),
+        ("remove_heads:output=.8", RemoveHeads(output=0.8)),
+        ("remove_heads:0.9,0.8", RemoveHeads(0.9, 0.8)),
+        ("remove_heads:0.9,output=0.8", RemoveHeads(0.9, 0.8)),
+        ("threshold:0.1 & remove_heads", Threshold(0.1) & RemoveHeads()),
+        ("random_matched(energy_retention:0.9):seed=3", RandomMatched(EnergyRetention(0.9), seed=3)),
+        ("largest_matched(top_rank:1 | shrinkage:0.5)", LargestMatched(TopRank(1) | Shrinkage(0.5))),
+        ("threshold:1|top_rank:2&top_rank:3", Or((Threshold(1.0), And((TopRank(2), TopRank(3)))))),
+        ("(threshold:1|top_rank:2)&top_rank:3", And((Or((Threshold(1.0), TopRank(2))), TopRank(3)))),
+        ("((top_rank:2))", TopRank(2)),
+    ],
+)
+def test_reading(text: str, rule: Rule) -> None:
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (EnergyRetention(0.9), "energy_retention:0.9"),
+        (Threshold(1e-12), "threshold:1e-12"),
+        (RemoveHeads(), "remove_heads"),
+        (RemoveHeads(output=0.8), "remove_heads:output=0.8"),
+        (RandomMatched(TopRank(2)), "random_matched(top_rank:2)"),
+        (RandomMatched(TopRank(2), seed=7), "random_matched(top_rank:2):seed=7"),
+        (TopRank(1) & (TopRank(2) | EffectiveRank()), "top_rank:1 & (top_rank:2 | effective_rank)"),
+    ],
+)
+def test_writing(rule: Rule, text: str) -> None:
+    assert str(rule) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "character 1: expected the name of a rule, found 'the end'"),
+        ("energy_retention", "energy_retention needs rho, as in energy_retention:rho=..."),
+        ("energy_retention:", "character 18: expected a number for rho, found 'the end'"),
+        ("energy_retention:high", "expected '=' after high"),
+        ("energy_retention:0.9,0.8", "has only the knobs rho, found '0.8'"),
+        ("effective_rank:3", "has no knobs, found '3'"),
+        ("energy_retention:0.9,rho=0.8", "rho is given twice"),
+        ("energy_retention:0.9 top_rank:3", "character 22: expected '&', '|' or the end, found 'top_rank'"),
+        ("energy_retention:90%", "character 20: '%' cannot be read"),
+        ("energy_retention:0.9.1", "'0.9.1' cannot be read"),
+        ("top_rank:2.5", "rank is a whole number, not 2.5"),
+        ("(top_rank:2", r"expected '\)', found 'the end'"),
+        ("top_rank:2 &", "expected the name of a rule, found 'the end'"),
+        ("random_matched", "needs the rule that it matches, as in random_matched"),
+        ("top_rank(effective_rank):2", r"character 9: top_rank takes no rule in brackets"),
+        ("(" * 5000, "may have 50 brackets, found 5000"),
+        ("energy_retention:1.5", r"rho=1.5: rho is a share and must lie in \(0, 1\]"),
+        ("random_matched(top_rank:2):seed=-1", "seed=-1: seed must be a whole number"),
+    ],
+)
+def test_mistakes_are_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidRule, match=message):
+        parse_rule(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("energy_retension:0.9", "unknown rule 'energy_retension': did you mean 'energy_retention'"),
+        ("EnergyRetention:0.9", "unknown rule 'EnergyRetention': did you mean 'energy_retention'"),
+        ("topk:3", "unknown rule 'topk'"),
+        ("energy_retention:roh=0.9", "unknown knob of energy_retention 'roh': did you mean 'rho'"),
+    ],
+)
+def test_unknown_names_list_the_nearest(text: str, message: str) -> None:
+    with pytest.raises(UnknownName, match=message):
+        parse_rule(text)
+
+
+def test_a_tampered_dictionary_is_refused() -> None:
+    with pytest.raises(UnknownName, match="Threshhold"):
+        rule_from_dict({"type": "Threshhold", "tau": 1.0})
+    with pytest.raises(InvalidRule, match="tau=-1"):
+        rule_from_dict({"type": "Threshold", "tau": -1.0})
