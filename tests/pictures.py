@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+
+from attnrx.data import Splits
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -79,3 +82,21 @@ def write_shard(path: Path, first: int, count: int, broken: Sequence[int] = (), 
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return path
+
+
+def everything(splits: Splits, split: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pixels as 0..255, labels and source rows of a whole split."""
+    batches = list(getattr(splits, split).batches(7))
+    pixels = torch.cat([splits.normalization.invert(batch.images) for batch in batches]) * 255
+    return pixels.round(), torch.cat([b.labels for b in batches]), torch.cat([b.index for b in batches])
+
+
+def sizes(splits: Splits) -> tuple[int, int, int]:
+    return len(splits.train), len(splits.validation), len(splits.test)
+
+
+def assert_labels_belong(splits: Splits) -> None:
+    """Every picture carries the label it was made with: red is 40 times the class."""
+    for split in ("train", "validation", "test"):
+        pixels, labels, _ = everything(splits, split)
+        assert torch.equal(pixels[:, 0, 0, 0].long(), 40 * labels), split

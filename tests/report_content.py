@@ -11,6 +11,7 @@ from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.diagnostics import spectral_shape
 from attnrx.evidence import Evidence, Finding
 from attnrx.models import build_model, family_of, model_fingerprint
+from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.reports import AttentionSamples, ReportContent, TradeOffPoint, sample_attention
 from attnrx.rules import EnergyRetention, prescribe
@@ -24,7 +25,7 @@ def example(depth: int = 3, heads: int = 4) -> ReportContent:
     """Gives a report with every part; one claim fails and one name is hostile."""
     model = spread_model(depth, heads)
     diagnosis = diagnosed(model)
-    prescription = prescribe(diagnosis, EnergyRetention(0.9))
+    prescription = prescribed(model)
     slim = realize(model, prescription, by="compress")
     costs = family_of(model).costs
     return ReportContent(
@@ -62,6 +63,11 @@ def diagnosed(model: nn.Module) -> Diagnosis:
         spectrum = attention.spectrum()
         layers.append(LayerDiagnosis(spectrum, readings(spectrum, index)))
     return Diagnosis(tuple(layers), model_fingerprint(model), {"data": "digits", "images": 512, "seed": 0})
+
+
+def prescribed(model: nn.Module) -> Prescription:
+    """Lets the paper's rule decide."""
+    return prescribe(diagnosed(model), EnergyRetention(0.9))
 
 
 def readings(spectrum: Spectrum, layer: int) -> dict[str, torch.Tensor]:

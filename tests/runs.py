@@ -78,9 +78,18 @@ class At(Reporter):
         pass
 
 
+def model() -> VisionTransformer:
+    """A fresh model in float64, whatever the default is at the moment."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return initialize_(VisionTransformer(MODEL), seed=5)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def run(folder: Path, reporter: Reporter | None = None, **changes: Any) -> TrainingRun:
-    model = initialize_(VisionTransformer(MODEL), seed=5).double()
-    return train(model, splits(), config(**changes), folder, reporter=reporter or At())
+    return train(model(), splits(), config(**changes), folder, reporter=reporter or At())
 
 
 def weights(made: TrainingRun) -> dict[str, torch.Tensor]:
@@ -101,6 +110,5 @@ def same(left: TrainingRun, right: TrainingRun) -> bool:
 
 
 if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
     last = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     run(Path(sys.argv[1]), At(last, lambda: os.kill(os.getpid(), signal.SIGKILL)))

@@ -1,119 +1,144 @@
-"""The verbs: the only place where models, data, diagnostics and everything else meet."""
+"""The verbs: load -> diagnose -> prescribe -> realize -> verify -> save. The only place where everything meets."""
 
 import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from attnrx.config import to_dict
-from attnrx.data import Batch, ImageSet
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.diagnostics import Diagnostic, Panel, PerturbationResponse, standard
+from attnrx.checks import Check, Comparison, standard
+from attnrx.data import ImageSet, Normalization, Splits
+from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
-from attnrx.models import family_of, model_fingerprint, observing
-from attnrx.shapes import Float, Int, Tensor
-from attnrx.storage import require_finite
+from attnrx.evidence import Evidence
+from attnrx.examination import diagnose
+from attnrx.models import family_of, load_model, model_fingerprint, save_model
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
+from attnrx.reports import model_card
+from attnrx.rules import LargestMatched, RandomMatched, Rule, UniformMatched, parse_rule, rule_from_dict
+from attnrx.rules import prescribe as prescribe_with
+from attnrx.storage import write_text
+from attnrx.training import train
+
+__all__ = [
+    "control_prescriptions",
+    "diagnose",
+    "load",
+    "matching",
+    "prescribe",
+    "realize",
+    "save",
+    "train",
+    "verify",
+]
+
+CONTROLS = ("random", "largest", "uniform")
 
 
-def diagnose(
-    model: nn.Module,
-    data: ImageSet,
-    *,
-    diagnostics: tuple[Diagnostic, ...] | None = None,
-    images: int | None = None,
-    batch_size: int = 64,
-    seed: int = 0,
-) -> Diagnosis:
-    """Reads every diagnostic (`standard()` unless told) off a model in one pass over the images, or the first `images`.
-
-    The model is only watched: its weights, mode and backends are afterwards what they were. Memory does not grow with
-    the number of images. The images must be on the scale that the model was trained with; they are taken to its device.
+def load(source: str | Path | nn.Module, seed: int = 0) -> nn.Module:
+    """Gives a model: a folder saved by attnrx, a name such as `svda:cifar10` (fresh weights), or an instance of a
+    known family.
     """
-    if not isinstance(data, ImageSet):
-        raise InvalidInput(
-            f"diagnose(data={type(data).__name__}): give one split of a dataset, e.g. load_data('cifar10').validation."
+    return load_model(source, seed)
+
+
+def matching(splits: Splits, model: nn.Module) -> Splits:
+    """Gives the dataset on the scale that the model was trained with, or says why the two do not fit."""
+    family = family_of(model)
+    channels, height, _ = family.input_shape(model)
+    if (splits.channels, splits.image_size) != (channels, height):
+        raise DataError(
+            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} at "
+            f"{height}; load the data with image_size={height}, or take a model for this data."
         )
-    require_finite(model.state_dict(), "the model to diagnose")
-    chosen = standard() if diagnostics is None else diagnostics
-    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
-    shown = data if images is None else data.take(images)
-    panel = Panel(chosen, spectra)
-    to_perturb = panel.to_perturb(len(shown))
-    watched = _Pass(model, panel, to_perturb, seed)
-    with _evaluating(model):
-        for batch in shown.batches(batch_size, device=next(model.parameters()).device):
-            watched.show(batch)
-    if not watched.images:
-        raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
-    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), strict=True))
-    about = {
-        "family": family_of(model).name,
-        "data": {"name": _name(shown), "images": watched.images, "fingerprint": shown.fingerprint},
-        "perturbed_images": to_perturb,
-        "seed": seed,
-        "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
-        "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+    return splits.renormalized(Normalization(*family.normalization(model)))
+
+
+def prescribe(diagnosis: Diagnosis, rule: Rule | str) -> Prescription:
+    """Decides what every layer can do without; `rule` is a rule or its text, e.g. `energy_retention:0.90`."""
+    return prescribe_with(diagnosis, parse_rule(rule) if isinstance(rule, str) else rule)
+
+
+def control_prescriptions(
+    diagnosis: Diagnosis,
+    prescription: Prescription,
+    kinds: Sequence[str] = CONTROLS,
+    draws: int = 10,
+    seed: int = 0,
+) -> dict[str, tuple[Prescription, ...]]:
+    """Gives prescriptions that keep as many directions as this one but not its choice: `draws` random ones, and the
+    others.
+    """
+    unknown = sorted(set(kinds) - set(CONTROLS))
+    if unknown or draws < 1:
+        raise InvalidInput(f"kinds={tuple(kinds)}, draws={draws}: choose kinds from {CONTROLS}, and at least one draw.")
+    rule = rule_from_dict(prescription.rule)
+    rules: dict[str, tuple[Rule, ...]] = {
+        "random": tuple(RandomMatched(rule, seed + draw) for draw in range(draws)),
+        "largest": (LargestMatched(rule),),
+        "uniform": (UniformMatched(rule),),
     }
-    return Diagnosis(layers, model_fingerprint(model), about)
+    return {kind: tuple(prescribe_with(diagnosis, control) for control in rules[kind]) for kind in kinds}
 
 
-class _Pass:
-    """One pass of a model over batches while a panel of diagnostics watches its layers."""
+def verify(
+    candidate: nn.Module,
+    reference: nn.Module,
+    data: ImageSet,
+    checks: Sequence[Check] | None = None,
+    about: Mapping[str, Any] | None = None,
+    **context: Any,
+) -> Evidence:
+    """Collects evidence of what the candidate costs against the reference on labelled images: every check unless told.
 
-    def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int):
-        self.model, self.family, self.panel, self.seed = model, family_of(model), panel, seed
-        self.dtype = next(model.parameters()).dtype
-        self.to_perturb = to_perturb
-        self.images = 0
-
-    def show(self, batch: Batch) -> None:
-        """Runs one batch; images to perturb run beside their perturbed copies, so each costs one more image."""
-        images = batch.images.to(self.dtype)
-        paired = min(len(images), max(0, self.to_perturb - self.images))
-        half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
-        if self.panel.perturbation is not None and paired:
-            for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
-                self._show_pairs(self.panel.perturbation, part, labels)
-        if paired < len(images):
-            with observing(self.model, self.family, self.panel.observe):
-                self.model(images[paired:])
-            self.images += len(images) - paired
-
-    def _show_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
-        def slope(images: Tensor) -> Tensor:
-            return _loss_slope(self.model, images, labels)
-
-        changed = perturbation.perturb(images, self.images, self.seed, slope)
-        with observing(self.model, self.family, self.panel.observe_pairs):
-            self.model(torch.cat([images, changed]))
-        self.images += len(images)
-
-
-def _name(data: ImageSet) -> str:
-    return data.fingerprint.rsplit(":", 2)[0]  # name:images:hash
-
-
-def _loss_slope(
-    model: nn.Module, images: Float[Tensor, "batch channels height width"], labels: Int[Tensor, "batch"]
-) -> Float[Tensor, "batch channels height width"]:
-    """The gradient of each image's own cross-entropy with respect to its pixels."""
-    with torch.enable_grad():
-        images = images.detach().requires_grad_()
-        loss = F.cross_entropy(model(images), labels, reduction="sum")
-        return torch.autograd.grad(loss, images)[0]
+    `context` holds what some checks need or may be told, the fields of `Comparison`: `masked` (the reference with the
+    prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
+    """
+    context.setdefault("device", next(reference.parameters()).device)
+    unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
+    if unknown:
+        raise InvalidInput(f"verify does not know {', '.join(unknown)}; its context is {Comparison.__doc__}")
+    comparison = Comparison(candidate, reference, data, **context)
+    chosen = tuple(standard() if checks is None else checks)
+    if not chosen:
+        raise InvalidInput("verify was given no check; leave `checks` out for the standard ones.")
+    findings = tuple(finding for check in chosen for finding in check(comparison))
+    facts = {
+        "candidate": model_fingerprint(candidate),
+        "reference": model_fingerprint(reference),
+        "data": data.fingerprint,
+        "images": len(data),
+        "seed": comparison.seed,
+        "batch_size": comparison.batch_size,
+        "checks": [check.describe() for check in chosen],
+        "rule": None if comparison.prescription is None else dict(comparison.prescription.rule),
+        "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+        "threads": torch.get_num_threads(),
+        **dict(about or {}),
+    }
+    return Evidence(findings, facts)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def save(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    prescription: Prescription | None = None,
+    evidence: Evidence | None = None,
+) -> Path:
+    """Writes a folder that `load` reads: weights, config.json, and beside them prescription, evidence and a model
+    card.
+    """
+    folder = save_model(folder, model)
+    if prescription is not None:
+        prescription.save(folder / "prescription.json")
+    if evidence is not None:
+        evidence.save(folder / "evidence.json")
+    costs = family_of(model).costs(model)
+    facts = {"family": family_of(model).name, "parameters": costs.params, "macs": costs.macs}
+    write_text(folder / "README.md", model_card(facts, evidence, prescription))
+    return folder

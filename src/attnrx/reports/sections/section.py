@@ -16,7 +16,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with heading and caption; `note` stands beside the heading, `legend` pairs small pictures with names."""
+    """A picture with heading and caption; `note` stands beside the heading, `legend` pairs pictures with names."""
 
     picture: str
     title: str

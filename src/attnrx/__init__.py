@@ -1,0 +1,95 @@
+"""Prescriptions for attention: diagnose, prescribe, realize and verify smaller Vision Transformers.
+
+    import attnrx as rx
+
+    model = rx.load("runs/cifar10/train")
+    splits = rx.matching(rx.load_data("cifar10"), model)
+    diagnosis = rx.diagnose(model, splits.validation)
+    prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
+    slim = rx.realize(model, prescription, norms="refit", calibration=splits.train.take(512))
+    evidence = rx.verify(slim, model, splits.test, prescription=prescription)
+    rx.save(slim, "slim", prescription=prescription, evidence=evidence)
+
+Nothing heavy is imported until it is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "AttnrxError": "attnrx.errors",
+    "Diagnosis": "attnrx.diagnosis",
+    "Evidence": "attnrx.evidence",
+    "Finding": "attnrx.evidence",
+    "Prescription": "attnrx.prescription",
+    "Spectrum": "attnrx.spectrum",
+    "TrainingConfig": "attnrx.training",
+    "ViTConfig": "attnrx.models",
+    "checks": "attnrx",
+    "control_prescriptions": "attnrx.flow",
+    "diagnose": "attnrx.flow",
+    "load": "attnrx.flow",
+    "load_data": "attnrx.data",
+    "matching": "attnrx.flow",
+    "prescribe": "attnrx.flow",
+    "realize": "attnrx.flow",
+    "rules": "attnrx",
+    "save": "attnrx.flow",
+    "train": "attnrx.flow",
+    "verify": "attnrx.flow",
+    "write_report": "attnrx.reports",
+}
+
+__all__ = [
+    "AttnrxError",
+    "Diagnosis",
+    "Evidence",
+    "Finding",
+    "Prescription",
+    "Spectrum",
+    "TrainingConfig",
+    "ViTConfig",
+    "checks",
+    "control_prescriptions",
+    "diagnose",
+    "load",
+    "load_data",
+    "matching",
+    "prescribe",
+    "realize",
+    "rules",
+    "save",
+    "train",
+    "verify",
+    "write_report",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from attnrx import checks, rules
+    from attnrx.data import load_data
+    from attnrx.diagnosis import Diagnosis
+    from attnrx.errors import AttnrxError
+    from attnrx.evidence import Evidence, Finding
+    from attnrx.flow import control_prescriptions, diagnose, load, matching, prescribe, realize, save, train, verify
+    from attnrx.models import ViTConfig
+    from attnrx.prescription import Prescription
+    from attnrx.reports import write_report
+    from attnrx.spectrum import Spectrum
+    from attnrx.training import TrainingConfig
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}.")
+    home = _HOMES[name]
+    return (
+        importlib.import_module(f"attnrx.{name}") if home == "attnrx" else getattr(importlib.import_module(home), name)
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,137 @@
+"""What can be wrong with a dataset, and that the message says what was asked, what was found and what to do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.data import load_data
+from attnrx.errors import DataError, InvalidInput
+from pictures import assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded copies go to a folder of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_an_unknown_name_lists_the_nearest() -> None:
+    with pytest.raises(DataError, match=r"unknown dataset 'fashion-mnist': did you mean 'fashion_mnist'"):
+        load_data("fashion-mnist")
+    with pytest.raises(DataError, match="there is nothing at"):
+        load_data("data/nothing.parquet")
+    with pytest.raises(DataError, match="there is nothing at"):
+        load_data(Path("digits"))
+
+
+def test_corrupt_images_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
+    content = rows(60)
+    for row in (13, 25):
+        content[row]["image"]["bytes"] = content[row]["image"]["bytes"][:40]
+    path = write_parquet(tmp_path / "pets.parquet", content)
+    with pytest.raises(DataError, match=r"pets.parquet, row 13 \(train/dog/0013.png\).*on_corrupt='skip'"):
+        load_data(path)
+    splits = load_data(path, on_corrupt="skip")
+    assert sum(sizes(splits)) == 58
+    assert any("2 corrupt images were skipped" in note and "row 13" in note for note in splits.notes)
+    assert_labels_belong(splits)
+    seen = torch.cat([everything(splits, split)[2] for split in ("train", "validation", "test")])
+    assert set(range(60)) - set(seen.tolist()) == {13, 25}
+    assert load_data(path, on_corrupt="skip").notes == splits.notes
+
+
+def test_a_corrupt_file_of_a_folder_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
+    (root / "train" / "dog" / "004.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train/dog/004.png"):
+        load_data(root)
+
+
+def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
+    content = rows(30)
+    content[4]["image"]["bytes"] = b"broken"
+    write_parquet(tmp_path / "train-0.parquet", rows(30))
+    write_parquet(tmp_path / "train-1.parquet", content)
+    with pytest.raises(DataError, match=r"train-1.parquet, row 4 \("):
+        load_data(tmp_path)
+
+
+def test_a_missing_train_split(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no train split \(it has 'test'\)"):
+        load_data(write_parquet(tmp_path / "pets.parquet", rows(30, "test")))
+    with pytest.raises(DataError, match="no train split"):
+        load_data(write_folder(tmp_path / "pets", {"val": 3, "test": 3}))
+
+
+def test_label_mismatches(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a" / "train.parquet", rows(30))
+    write_parquet(tmp_path / "a" / "test.parquet", rows(6), names=("dog", "cat", "eel"))
+    with pytest.raises(DataError, match=r"label mismatch between.*name different classes"):
+        load_data(tmp_path / "a")
+
+    mixed = rows(30)
+    mixed[7]["label_name"] = "eel"
+    with pytest.raises(DataError, match=r"label mismatch.*label 1 is 'dog' in one place and 'eel' in another"):
+        load_data(write_parquet(tmp_path / "b.parquet", mixed))
+
+    with pytest.raises(DataError, match="class 'eel' occurs in test but never in train"):
+        load_data(write_parquet(tmp_path / "c.parquet", [r for r in rows(30) if r["label"] < 2] + rows(6, "test")))
+
+    root = write_folder(tmp_path / "d", {"train": 3, "test": 3})
+    (root / "test" / "fox").mkdir()
+    (root / "test" / "fox" / "0.png").write_bytes(encoded(0))
+    with pytest.raises(DataError, match=r"test/ has the class folder 'fox'"):
+        load_data(root)
+
+
+def test_labels_that_cannot_be(tmp_path: Path) -> None:
+    for label, reason in ((7, "label 7 .*outside the 3 classes"), (-1, "label -1 .*outside the 3 classes")):
+        content = [{k: r[k] for k in ("image", "label")} for r in rows(30)]
+        content[5]["label"] = label
+        with pytest.raises(DataError, match=reason):
+            load_data(write_parquet(tmp_path / f"label{label}.parquet", content))
+    content = rows(30)
+    content[5]["label"] = None
+    with pytest.raises(DataError, match="1 rows without a label, the first is row 5"):
+        load_data(write_parquet(tmp_path / "null.parquet", content))
+    fractions = [{**row, "label": 0.5} for row in rows(30)]
+    with pytest.raises(DataError, match="holds double, not class numbers"):
+        load_data(write_parquet(tmp_path / "fraction.parquet", fractions))
+    paths = [{**row, "image": "a.png"} for row in rows(30)]
+    with pytest.raises(DataError, match="holds string, not encoded images"):
+        load_data(write_parquet(tmp_path / "paths.parquet", paths))
+
+
+def test_nothing_in_it(tmp_path: Path) -> None:
+    (tmp_path / "hollow" / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(DataError, match="holds no images"):
+        load_data(tmp_path / "hollow")
+    empty = write_parquet(tmp_path / "empty.parquet", rows(30))
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(parquet.read_table(empty).slice(0, 0).drop_columns(["split"]), empty)
+    with pytest.raises(DataError, match=r"train split of .* is empty"):
+        load_data(empty)
+    with pytest.raises(DataError, match="class 'cat' has 2 images, too few"):
+        load_data(write_folder(tmp_path / "few", {"": 2}))
+
+
+def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "pets.parquet", rows(30))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match="not a whole parquet file"):
+        load_data(path)
+    (tmp_path / "pets.csv").write_text("image,label")
+    with pytest.raises(DataError, match="neither parquet"):
+        load_data(tmp_path / "pets.csv")
+    write_parquet(tmp_path / "m" / "train.parquet", rows(3))
+    write_parquet(tmp_path / "m" / "more.parquet", rows(3))
+    with pytest.raises(DataError, match=r"more.parquet belongs to no split"):
+        load_data(tmp_path / "m")
+
+
+def test_options_outside_their_range() -> None:
+    for options in ({"image_size": 0}, {"validation_share": 0.0}, {"validation_share": 1.0}):
+        with pytest.raises(InvalidInput, match=next(iter(options))):
+            load_data("digits", **options)  # type: ignore[arg-type]

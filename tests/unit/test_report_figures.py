@@ -1,0 +1,171 @@
+"""Pictures show the values they were given, and nothing that is written into them can break out."""
+
+import base64
+import io
+import math
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from PIL import Image
+
+from attnrx.reports.figures import (
+    LEVELS,
+    Chart,
+    Curve,
+    HeatMap,
+    IntervalRow,
+    Point,
+    SpectrumBars,
+    as_uri,
+    colour,
+    mosaic,
+    overlay,
+    span,
+)
+from attnrx.reports.figures.scale import Scale, log_span
+
+NASTY = "</svg><script>alert(1)</script>"
+
+
+def shapes(svg: str, name: str) -> list[ElementTree.Element]:
+    return [element for element in ElementTree.fromstring(svg).iter() if name in element.get("class", "").split()]
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_a_scale_maps_its_ends_and_keeps_order(logarithmic):
+    scale = Scale(0.01, 5.0, 190, 20, logarithmic)
+    assert scale(0.01) == pytest.approx(190)
+    assert scale(5.0) == pytest.approx(20)
+    assert scale(0.1) > scale(1.0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.7, 0.3), (1e-7, 3e-7), (4.0, 90_000.0), (0.9999, 1.0001)])
+def test_ticks_are_inside_and_told_apart(low, high):
+    labels = Scale(low, high, 0, 100).labels()
+    assert 2 <= len(labels) <= 7
+    assert all(low - 1e-9 * abs(high) <= tick <= high * (1 + 1e-9) for tick, _ in labels)
+    if high > 1e-5:
+        assert len({words for _, words in labels}) == len(labels)
+
+
+def test_logarithmic_ticks_are_inside():
+    low, high = log_span([0.0021, 0.031])
+    ticks = Scale(low, high, 0, 1, logarithmic=True).ticks()
+    assert ticks == pytest.approx([0.002, 0.005, 0.01, 0.02])
+
+
+def test_equal_values_still_have_a_range():
+    low, high = span([3.0, 3.0])
+    assert low < 3 < high
+    low, high = span([])
+    assert low < high
+
+
+def test_a_heat_map_colours_by_value_and_marks_what_is_gone():
+    picture = HeatMap("rank", [[0.0, 4.0, 8.0], [None, math.nan, 99.0]], 0, 8).draw()
+    cells = shapes(picture, "cell")
+    assert [cell.get("class") for cell in cells] == [
+        "cell level-0",
+        "cell level-4",
+        f"cell level-{LEVELS - 1}",
+        "cell absent",
+        "cell absent",
+        f"cell level-{LEVELS - 1}",
+    ]
+    assert cells[3].findtext("title") == "layer 1, head 0: removed"
+
+
+def test_a_constant_heat_map_has_a_colour():
+    assert HeatMap("flat", [[2.0, 2.0]], 2.0, 2.0).level(2.0) == LEVELS // 2
+
+
+def test_the_cut_is_marked_only_where_the_strongest_stay():
+    strongest = SpectrumBars("head", [0.1, 0.6, 0.3], [False, True, True])
+    assert strongest.kept_energy == pytest.approx(0.9)
+    [cut] = shapes(strongest.draw(), "cut")
+    assert float(cut.get("x1", "")) == pytest.approx(200 * 2 / 3, abs=0.01)
+    assert not shapes(SpectrumBars("head", [0.1, 0.6, 0.3], [True, False, True]).draw(), "cut")
+    assert not shapes(SpectrumBars("head", [0.5, 0.5], [True, True]).draw(), "cut")
+
+
+def test_bars_that_stay_and_go_are_all_drawn():
+    picture = SpectrumBars("head", [0.4, 0.3, 0.2, 0.1], [True, False, True, False]).draw()
+    assert shapes(picture, "kept")[0].get("d", "").count("z") == 2
+    assert shapes(picture, "gone")[0].get("d", "").count("z") == 2
+
+
+def test_a_head_without_energy_or_directions_is_drawn():
+    for energies in ([0.0, 0.0], []):
+        ElementTree.fromstring(SpectrumBars("head", energies, [False] * len(energies)).draw())
+
+
+def test_charts_stay_in_their_frame():
+    points = tuple(Point(x, 10.0**-x, 0.5 * 10.0**-x, 2 * 10.0**-x, f"point {x}") for x in range(1, 5))
+    for logarithmic in (False, True):
+        picture = Chart("t", "x", "y", (Curve("a", points, "style-0", 0),), logarithmic).draw()
+        markers = shapes(picture, "marker")
+        assert [marker.findtext("title") for marker in markers] == ["point 1", "point 2", "point 3", "point 4"]
+        for marker in markers:
+            x, y = map(float, marker.get("transform", "")[10:-1].split())
+            assert 46 <= x <= 350
+            assert 26 <= y <= 190
+
+
+def test_a_single_point_and_a_long_curve_are_drawn():
+    assert shapes(Chart("t", "x", "y", (Curve("a", (Point(1, 1),), "style-0", 0),)).draw(), "marker")
+    long = tuple(Point(x, math.sin(x), tip="here") for x in range(80))
+    picture = Chart("t", "x", "y", (Curve("a", long, "style-0", 1),)).draw()
+    assert len(shapes(picture, "marker")) <= 12
+    assert len(shapes(picture, "marker")) + len(shapes(picture, "target")) == 80
+
+
+def test_an_interval_row_reaches_from_low_to_high():
+    row = IntervalRow("claim", 0.5, 0.2, 0.9, (0.1, 0.3), limit=0.0)
+    picture = row.draw(span(row.values(), include=(0.0,)))
+    [whisker], [dot] = shapes(picture, "whisker"), shapes(picture, "marker")
+    assert float(whisker.get("x1", "")) < float(dot.get("cx", "")) < float(whisker.get("x2", ""))
+    assert len(shapes(picture, "draw")) == 2
+    assert len(shapes(picture, "cut")) == 1
+
+
+def test_words_cannot_break_out_of_a_picture():
+    curve = Curve(NASTY, (Point(0, 1, tip=NASTY), Point(1, 2)), "style-0", 0)
+    pictures = [
+        Chart(NASTY, NASTY, NASTY, (curve,)).draw(),
+        HeatMap(NASTY, [[1.0]], 0, 2, write=lambda value: NASTY).draw(),
+        IntervalRow(NASTY, 1.0).draw((0, 2)),
+    ]
+    for picture in pictures:
+        assert "<script" not in picture
+        assert ElementTree.fromstring(picture).tag == "svg"
+
+
+def test_colours_rise_in_lightness():
+    ramp = colour(torch.linspace(0, 1, 64)[None], 0.0, 1.0)[:, 0]
+    luminance = 0.2126 * ramp[0] + 0.7152 * ramp[1] + 0.0722 * ramp[2]
+    assert bool((luminance.diff() > 0).all())
+
+
+def test_a_mosaic_keeps_every_map_in_its_place():
+    maps = torch.arange(2 * 3 * 4, dtype=torch.float64).reshape(2, 3, 2, 2)
+    sheet = mosaic(maps)
+    assert sheet.shape == (5, 8)
+    assert torch.equal(sheet[3:5, 6:8], maps[1, 2])
+    assert bool(sheet[2].isnan().all())
+
+
+def test_a_picture_survives_its_encoding():
+    image = torch.rand(3, 4, 5)
+    uri = as_uri(image)
+    head, _, body = uri.partition(",")
+    assert head == "data:image/png;base64"
+    decoded = Image.open(io.BytesIO(base64.b64decode(body)))
+    pixels = torch.tensor(list(decoded.tobytes())).reshape(4, 5, 3).permute(2, 0, 1)
+    assert torch.equal(pixels, (image * 255).round().long())
+
+
+def test_an_overlay_shows_the_map_where_the_image_is_flat():
+    shown = overlay(torch.full((1, 8, 8), 0.5), torch.tensor([[0.0, 0.0], [0.0, 1.0]]), 0.0, 1.0)
+    assert shown.shape == (3, 8, 8)
+    assert float(shown[0, 7, 7]) > float(shown[0, 0, 0])

@@ -1,0 +1,239 @@
+"""A report shows what it was given, leaves out what it was not given, and is a file that stands alone."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import report_content
+from attnrx.costs import LatencyComparison
+from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.evidence import Evidence, Finding
+from attnrx.prescription import LayerPrescription
+from attnrx.realization import realize
+from attnrx.reports import AttentionSamples, ReportContent, sample_attention, write_report
+from attnrx.reports.page import render
+from attnrx.reports.sections import SECTIONS
+
+EVERYTHING = [
+    "verdict", "prescription", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",
+    "attention", "training", "provenance",
+]  # fmt: skip
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """The words, the sections and the addresses of a page; complains about tags that do not close."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.sections: list[str] = []
+        self.addresses: list[str] = []
+        self.words = ""
+        self._open: list[str] = []
+        self.feed(page)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "section":
+            self.sections.append(named["id"] or "")
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.words += data
+
+
+def shown(content: ReportContent) -> Page:
+    return Page(render(content))
+
+
+def test_everything_given_is_shown_in_order():
+    page = shown(report_content.example())
+    assert page.sections == EVERYTHING
+    contents = [address for address in page.addresses if address.startswith("#")]
+    assert contents == ["#content", *(f"#{name}" for name in EVERYTHING)]
+
+
+def test_every_section_is_left_out_without_its_data():
+    bare = ReportContent("bare", evidence=Evidence((), {}))
+    assert [build.__name__ for build in SECTIONS if build(bare) is not None] == ["findings"]
+
+
+@pytest.mark.parametrize(
+    ("part", "sections"),
+    [
+        ("prescription", ["prescription", "maps"]),
+        ("diagnosis", ["maps", "spectra"]),
+        ("trade_off", ["trade-off"]),
+        ("attention", ["attention"]),
+        ("history", ["training"]),
+        ("costs", ["costs"]),
+        ("latency", ["costs"]),
+        ("evidence", ["evidence", "controls", "robustness"]),
+    ],
+)
+def test_every_part_alone_makes_a_report(part, sections):
+    content = ReportContent("one part", **{part: getattr(report_content.example(), part)})
+    assert [name for name in shown(content).sections if name not in ("verdict", "provenance")] == sections
+
+
+def test_the_page_needs_nothing_else():
+    page = render(report_content.example())
+    addresses = Page(page).addresses
+    assert all(address.startswith(("#", "data:image/png;base64,")) for address in addresses)
+    assert not re.search(r"<script|<link|<iframe|@import|url\(|https?://", page.replace("&lt;script", ""))
+
+
+def test_words_of_the_content_are_escaped():
+    page = render(report_content.example())
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(") >= 2
+    assert report_content.HOSTILE in Page(page).words
+
+
+def test_the_verdict_says_what_fails():
+    words = " ".join(shown(report_content.example()).words.split())
+    assert "1 of 5 claims does not hold. 13 more quantities are reported without a limit." in words
+    assert "the candidate loses at most 1 points of accuracy: −0.6\N{NO-BREAK SPACE}points, limit −1" in words
+
+
+def test_the_verdict_of_a_good_candidate():
+    good = Evidence((Finding("bounds", "it holds", 0.5, limit=1.0, holds=True),), {})
+    assert "The one claim holds." in shown(ReportContent("good", evidence=good)).words
+    none = Evidence((Finding("accuracy", "accuracy", 90.0, "%"),), {})
+    assert "No claim has a limit to hold. 1 more quantity is reported" in shown(ReportContent("", evidence=none)).words
+
+
+def test_headline_numbers_are_those_of_the_parts():
+    content = report_content.example()
+    assert content.costs is not None
+    assert content.prescription is not None
+    before, after = content.costs
+    words = shown(content).words
+    assert f"{100 * content.prescription.removed_share:.1f}\N{NO-BREAK SPACE}%" in words
+    assert f"{before.params:,} → {after.params:,}" in words
+    assert f"−{100 * before.saving(after).macs_share:.2f}\N{NO-BREAK SPACE}%" in words
+
+
+def test_reasons_and_kept_ranks_are_shown():
+    content = report_content.example()
+    assert content.prescription is not None
+    words = shown(content).words
+    for layer in content.prescription.layers:
+        assert all(reason in words for reason in layer.reasons)
+    for index, ranks in enumerate(content.prescription.ranks):
+        assert f"layer {index}, head 3: {ranks[3]}" in words
+
+
+def test_costs_and_latency_come_from_the_evidence_where_they_are_not_given():
+    content = report_content.example()
+    assert content.costs is not None
+    findings = tuple(
+        Finding("costs", role, 0.0, details={"quantity": "counted costs", "model": role, **costs.to_record()})
+        for role, costs in zip(("reference", "candidate"), content.costs, strict=True)
+    )
+    timed = Finding("latency", "time", 0.94, "x", details={"quantity": "latency", **as_record(content.latency[0])})
+    told = ReportContent("told", evidence=Evidence((*findings, timed), {}))
+    given = ReportContent("given", costs=content.costs, latency=content.latency)
+    both = [re.search(r"Trainable.*2\.11\.0", shown(one).words, re.DOTALL) for one in (told, given)]
+    assert all(both)
+    assert both[0].group() == both[1].group()  # type: ignore[union-attr]
+
+
+def as_record(latency: LatencyComparison) -> dict:
+    from dataclasses import asdict
+
+    return json.loads(json.dumps(asdict(latency)))
+
+
+def test_evidence_read_from_a_file_is_enough(tmp_path):
+    findings = (*report_content.evidence().findings, Finding("fidelity", "not measurable", float("nan"), "nats"))
+    Evidence(findings, {"data": "digits"}).save(tmp_path / "evidence.json")
+    path = write_report(
+        tmp_path / "report.html", ReportContent("from a file", evidence=Evidence.load(tmp_path / "evidence.json"))
+    )
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
+    assert "not measurable" in page.words
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
+
+
+def test_draws_of_a_control_are_shown_as_advantages_of_the_candidate():
+    words = shown(report_content.example()).words
+    assert "0.00430" in words  # the first draw, 0.0166, minus the candidate's own 0.0123
+
+
+def test_a_compressed_model_with_removed_heads_is_reported():
+    model = report_content.spread_model()
+    content = report_content.example()
+    assert content.prescription is not None
+    layers = list(content.prescription.layers)
+    heads = torch.tensor([True, False, True, True])
+    layers[1] = LayerPrescription(layers[1].keep, layers[1].strength, heads, layers[1].reasons)
+    prescription = replace(content.prescription, layers=tuple(layers))
+    slim = realize(model, prescription, by="compress")
+    attention = sample_attention({"original": model, "compressed": slim}, torch.zeros(1, 1, 16, 16))
+    assert bool(attention.maps["compressed"][0, 1, 1].isnan().all())
+    words = shown(ReportContent("slim", diagnosis=report_content.diagnosed(slim), attention=attention)).words
+    assert "layer 1, head 1: removed" in words
+    assert "layer 1, head 1: removed" in shown(replace(content, prescription=prescription)).words
+
+
+def test_exact_compression_attends_as_the_mask_does():
+    model, content = report_content.spread_model().double(), report_content.example()
+    prescription = report_content.prescribed(model)
+    masked = realize(model, prescription, by="mask")
+    exact = realize(model, prescription, by="compress", norms="exact")
+    samples = sample_attention({"masked": masked, "exact": exact}, torch.randn(2, 1, 16, 16))
+    assert torch.allclose(samples.maps["masked"], samples.maps["exact"], rtol=0, atol=1e-10)
+    assert torch.allclose(samples.maps["masked"].sum(-1), torch.ones(2, 3, 4))
+    assert content.attention is not None
+    assert content.attention.images.min() >= 0 and content.attention.images.max() <= 1
+
+
+def test_nothing_to_show_is_an_error():
+    with pytest.raises(InvalidInput, match="nothing to show"):
+        ReportContent("empty", {"model": "svda:digits"})
+
+
+def test_parts_of_two_models_are_refused():
+    content = report_content.example()
+    assert content.diagnosis is not None
+    with pytest.raises(FingerprintMismatch, match="another"):
+        replace(content, diagnosis=replace(content.diagnosis, fingerprint="another"))
+
+
+@pytest.mark.parametrize(
+    ("images", "maps", "labels", "complaint"),
+    [
+        ((2, 1, 4, 4), {}, (), "without images or maps"),
+        ((2, 1, 4, 4), {"original": (1, 1, 1, 4)}, (), "for 2 images"),
+        ((2, 1, 4, 4), {"original": (2, 1, 1, 4), "masked": (2, 2, 1, 4)}, (), "all of the same shape"),
+        ((2, 1, 4, 4), {"original": (2, 1, 1, 5)}, (), "square grid"),
+        ((2, 1, 4, 4), {"original": (2, 1, 1, 4)}, ("one",), "1 labels for 2 images"),
+    ],
+)
+def test_wrong_attention_samples_are_refused(images, maps, labels, complaint):
+    with pytest.raises(InvalidInput, match=complaint):
+        AttentionSamples(torch.zeros(images), {name: torch.ones(shape) for name, shape in maps.items()}, labels)
+
+
+def test_uniform_attention_is_not_amplified():
+    maps = torch.full((1, 1, 2, 4), 0.25) + 1e-9 * torch.randn(1, 1, 2, 4)
+    words = shown(
+        ReportContent("uniform", attention=AttentionSamples(torch.zeros(1, 1, 4, 4), {"original": maps}))
+    ).words
+    assert "1.04× less" in words
