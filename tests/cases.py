@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from attnrx.checks import Accuracy, Bounds, Calibration, Check, Controls, Costs, Fidelity, Latency, Robustness
+from attnrx.costs import LatencyProtocol
 from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
 from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_, model_fingerprint
 from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.realization import realize
 from attnrx.rules import (
     ContributionEnergy,
     EffectiveRank,
@@ -125,3 +129,16 @@ def with_strength(given: Prescription, factor: float) -> Prescription:
     """The same prescription with every strength multiplied."""
     layers = (replace(layer, strength=layer.strength * factor) for layer in given.layers)
     return replace(given, layers=tuple(layers))
+
+
+# name -> the check, for a reference with a prescription.
+CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
+    "accuracy": lambda vit, given: Accuracy(),
+    "fidelity": lambda vit, given: Fidelity(realize(vit, given, by="mask"), most_discrepancy=0.5),
+    "calibration": lambda vit, given: Calibration(bins=5),
+    "costs": lambda vit, given: Costs(),
+    "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
+    "bounds": lambda vit, given: Bounds(images=6),
+    "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit), must_beat=()),
+    "robustness": lambda vit, given: Robustness(("noise", "jpeg"), (1, 5)),
+}

@@ -52,6 +52,7 @@ __all__ = [
     "Spectrum",
     "TrainingConfig",
     "ViTConfig",
+    "__version__",
     "checks",
     "control_prescriptions",
     "diagnose",
@@ -65,7 +66,6 @@ __all__ = [
     "train",
     "verify",
     "write_report",
-    "__version__",
 ]
 
 if TYPE_CHECKING:

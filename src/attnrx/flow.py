@@ -52,8 +52,8 @@ def matching(splits: Splits, model: nn.Module) -> Splits:
     channels, height, _ = family.input_shape(model)
     if (splits.channels, splits.image_size) != (channels, height):
         raise DataError(
-            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} at "
-            f"{height}; load the data with image_size={height}, or take a model for this data."
+            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} "
+            f"at {height}; load the data with image_size={height}, or take a model for this data."
         )
     return splits.renormalized(Normalization(*family.normalization(model)))
 

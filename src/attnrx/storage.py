@@ -16,6 +16,8 @@ from safetensors.torch import save as encode_tensors
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.shapes import Tensor
 
+SEAL = "sha256_of_the_rest"
+
 
 def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
     """Lets `write` fill a temporary neighbour of `path`, then moves it into place.
@@ -106,6 +108,22 @@ def file_sha256(path: Path | str) -> str:
     """Gives the sha256 of a file's content."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives the record with a hash of itself, by which `check_seal` later sees that it was not edited."""
+    return {**record, SEAL: _seal(record)}
+
+
+def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
+    """Refuses a record whose content is not what was sealed."""
+    if record.get(SEAL) != _seal(record):
+        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    content = json.dumps(_finite({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -51,7 +51,7 @@ def test_findings_say_how_near_the_bound_is_reached():
     setting = Setting.of("svda-deep")
     findings = Bounds(images=8)(setting.comparison(setting.compressed, images=40))
     for finding in findings:
-        assert finding.n == 8
+        assert finding.n == (6 if finding.details["quantity"] == "Eq. 25" else 8)
         assert finding.limit == 1
         assert finding.details["slack"] == pytest.approx(1 - finding.value)
     theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")

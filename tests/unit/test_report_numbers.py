@@ -16,7 +16,7 @@ from attnrx.reports.numbers import MINUS, MISSING, TIMES, fixed, interval, numbe
         (99.96, "100"),
         (9.996, "10.0"),
         (-0.5, f"{MINUS}0.500"),
-        (123456.7, "123,457"),
+        (54321.7, "54,300"),
         (2.13e-6, f"2.13\N{NO-BREAK SPACE}{TIMES}\N{NO-BREAK SPACE}10⁻⁶"),
         (None, MISSING),
         (math.nan, MISSING),

@@ -33,6 +33,14 @@ class Predictions:
         return self.logits[role].argmax(-1)
 
 
+@dataclass
+class _Answers:
+    """What was answered so far, by model, to the images with these labels."""
+
+    labels: Int[Tensor, "images"] | None = None
+    logits: dict[nn.Module, Float[Tensor, "images classes"]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """A candidate and its reference on one set of images.
@@ -51,8 +59,7 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
-    _labels: list[Tensor] = field(default_factory=list, repr=False)
-    _logits: dict[nn.Module, Tensor] = field(default_factory=dict, repr=False)
+    _answers: _Answers = field(default_factory=_Answers, repr=False)
 
     def __post_init__(self):
         if self.batch_size < 1 or self.seed < 0:
@@ -71,12 +78,13 @@ class Comparison:
     @property
     def predictions(self) -> Predictions:
         """The answers of all models, from one pass over the data that is made when they are first asked for."""
-        missing = {role: model for role, model in self.models.items() if model not in self._logits}
-        if missing:
+        answers = self._answers
+        missing = {role: model for role, model in self.models.items() if model not in answers.logits}
+        if missing or answers.labels is None:
             found = predict(missing, self)
-            self._logits.update({model: found.logits[role] for role, model in missing.items()})
-            self._labels[:] = [found.labels]
-        return Predictions({role: self._logits[model] for role, model in self.models.items()}, self._labels[0])
+            answers.logits.update({model: found.logits[role] for role, model in missing.items()})
+            answers.labels = found.labels
+        return Predictions({role: answers.logits[model] for role, model in self.models.items()}, answers.labels)
 
     def with_masked(self, masked: nn.Module | None) -> "Comparison":
         """The same comparison, its answers included, with a masked model; None leaves it as it is."""
@@ -86,7 +94,7 @@ class Comparison:
         """The same comparison on the first images only; None, or more than there are, leaves it as it is."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _labels=[], _logits={})
+        return replace(self, data=self.data.take(images), _answers=_Answers())
 
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:

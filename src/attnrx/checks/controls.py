@@ -71,11 +71,13 @@ class Controls(Check):
             discrepancy(controls[..., :2]).mean(1) - discrepancy(resampled[:, 0, :2]),
         )
         better = estimate(accuracies[0] - fmean(accuracies[1:]), 100 * (resampled[:, 0, 2] - controls[..., 2].mean(1)))
-        limit = 0.0 if kind in self.must_beat else None
+        claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
+        if kind in self.must_beat:
+            claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
         return (
             Finding(
                 self.name,
-                f"the candidate is nearer to the reference than the {kind}-matched control",
+                claim,
                 nearer.value,
                 limit=limit,
                 holds=None if limit is None else nearer.low > limit,
@@ -87,7 +89,7 @@ class Controls(Check):
             ),
             Finding(
                 self.name,
-                f"the candidate is more accurate than the {kind}-matched control",
+                f"accuracy, candidate minus {kind}-matched control",
                 better.value,
                 "points",
                 low=better.low,

@@ -66,12 +66,14 @@ def load_data(
     place = locate(name_or_path, columns)
     if isinstance(place.reader, ShardReader):
         return _from_shards(place, place.reader, options)
-    copy = cache_path(place.reader.identity(), place.card_name, image_size, on_corrupt)
-    decoded = fetch(copy)
+    known = place.card.geometry if place.card else None
+    photos = known is not None and known.fit == "photo"  # never decoded beforehand: no need to look at every file
+    copy = None if photos else cache_path(place.reader.identity(), known, image_size, on_corrupt)
+    decoded = fetch(copy) if copy else None
     if decoded is None:
         opened = by_canonical_name(place.reader.open(), place.asked)
         geometry = _geometry(place, options, _first_pictures(opened))
-        if geometry.fit == "photo" or _decoded_bytes(opened, geometry) > IN_MEMORY:
+        if copy is None or geometry.fit == "photo" or _decoded_bytes(opened, geometry) > IN_MEMORY:
             return _streamed(opened, geometry, place, options)
         decoded = _decode(opened, geometry, place, CorruptImages(on_corrupt))
         store(copy, decoded)

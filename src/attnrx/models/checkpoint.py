@@ -10,10 +10,12 @@ from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models.family import Family
 from attnrx.storage import (
     check_schema,
+    check_seal,
     file_sha256,
     read_json,
     read_tensors,
     require_finite,
+    sealed,
     write_json,
     write_tensors,
 )
@@ -35,7 +37,7 @@ def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: di
         "weights_sha256": file_sha256(weights),
         "notes": notes or {},
     }
-    write_json(folder / "config.json", record)
+    write_json(folder / "config.json", sealed(record))
     return folder
 
 
@@ -47,6 +49,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     path = folder / "config.json"
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
+    check_seal(record, path)
     known = {family.name: family for family in families}
     if record.get("family") not in known:
         raise UnknownName("model family", str(record.get("family")), known)

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+Number = float | int
+
 MISSING = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -13,7 +15,7 @@ _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _ATTACHED = {"x": TIMES, TIMES: TIMES}
 
 
-def number(value: float | int | None, digits: int = 3) -> str:
+def number(value: Number | None, digits: int = 3) -> str:
     """Writes a number with `digits` significant digits; very small and very large ones get a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
@@ -29,13 +31,13 @@ def number(value: float | int | None, digits: int = 3) -> str:
     return f"{mantissa}{GAP}{TIMES}{GAP}10{str(exponent).translate(_SUPERSCRIPT)}"
 
 
-def short(value: float | None, digits: int = 4) -> str:
+def short(value: Number | None, digits: int = 4) -> str:
     """Writes a chosen number, such as a limit or the end of a scale: as `number` does, without trailing zeros."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 
 
-def fixed(value: float, decimals: int, signed: bool = False) -> str:
+def fixed(value: Number, decimals: int, signed: bool = False) -> str:
     """Writes a number with a fixed count of decimals, with its sign on request; a rounded-away number is 0, not -0."""
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
@@ -49,13 +51,13 @@ def with_unit(text: str, unit: str) -> str:
     return text + _ATTACHED[unit] if unit in _ATTACHED else f"{text}{GAP}{unit}"
 
 
-def percent(share: float | None, digits: int = 3) -> str:
+def percent(share: Number | None, digits: int = 3) -> str:
     """Writes a share, 0.2308, as a percentage, 23.1 %."""
     return MISSING if share is None else with_unit(number(100.0 * share, digits), "%")
 
 
 def quantity(
-    value: float | None, unit: str = "", low: float | None = None, high: float | None = None, signed: bool = False
+    value: Number | None, unit: str = "", low: Number | None = None, high: Number | None = None, signed: bool = False
 ) -> str:
     """Writes a measured value; where its interval is known, with the decimals that the interval justifies."""
     if value is None or not math.isfinite(value):
@@ -67,7 +69,7 @@ def quantity(
     return with_unit(f"+{text}" if signed and value > 0 else text, unit)
 
 
-def interval(low: float | None, high: float | None) -> str:
+def interval(low: Number | None, high: Number | None) -> str:
     """Writes an interval, [0.48, 0.62], with two digits of its width; nothing where there is none."""
     if low is None or high is None:
         return ""
@@ -97,7 +99,7 @@ def _inside(item: Any, longest: int) -> str:
     return f"[{plain(item, longest)}]" if isinstance(item, list | tuple) else plain(item, longest)
 
 
-def _decimals(low: float | None, high: float | None) -> int | None:
+def _decimals(low: Number | None, high: Number | None) -> int | None:
     if low is None or high is None or not math.isfinite(high - low) or high <= low:
         return None
     decimals = 1 - math.floor(math.log10(high - low))

@@ -111,7 +111,7 @@ def stamp(files: Iterable[Path]) -> str:
     seen = hashlib.sha256()
     for file in files:
         status = file.stat()
-        seen.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        seen.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return seen.hexdigest()
 
 

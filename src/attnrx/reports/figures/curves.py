@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attnrx.reports.figures.drawing import Drawing
 from attnrx.reports.figures.scale import Scale, log_span, span
-from attnrx.reports.numbers import number
+from attnrx.reports.numbers import Number, number
 
 MOST_MARKERS = 12  # a long curve is marked only now and then
 DODGE = 5.0  # curves with intervals stand this far apart, or their whiskers would hide each other
@@ -28,10 +28,10 @@ MARKERS = (
 class Point:
     """One point of a curve, with its interval and words for a pointer that rests on it."""
 
-    x: float
-    y: float
-    low: float | None = None
-    high: float | None = None
+    x: Number
+    y: Number
+    low: Number | None = None
+    high: Number | None = None
     tip: str = ""
 
 
@@ -54,7 +54,7 @@ class Chart:
     y_label: str
     curves: tuple[Curve, ...]
     logarithmic: bool = False
-    level: float | None = None
+    level: Number | None = None
     band: bool = False
 
     def draw(self) -> str:
@@ -108,7 +108,7 @@ def marker_picture(curve: Curve) -> str:
     return drawing.svg()
 
 
-def _heights(points: Sequence[Point]) -> Iterator[float]:
+def _heights(points: Sequence[Point]) -> Iterator[Number]:
     for point in points:
         yield from (value for value in (point.y, point.low, point.high) if value is not None)
 
@@ -159,5 +159,5 @@ def _draw_markers(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
             drawing.add("circle", "target", point.tip, r=5, transform=where)
 
 
-def _polyline(places: list[tuple[float, float]]) -> str:
+def _polyline(places: list[tuple[Number, Number]]) -> str:
     return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)

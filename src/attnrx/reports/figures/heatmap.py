@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.numbers import number
+from attnrx.reports.numbers import Number, number
 
 LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
 
-Grid = Sequence[Sequence[float | None]]
+Grid = Sequence[Sequence[Number | None]]
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class HeatMap:
 
     title: str
     values: Grid
-    low: float
-    high: float
-    write: Callable[[float], str] = number
+    low: Number
+    high: Number
+    write: Callable[[Number], str] = number
     dense: bool = False  # smaller cells, for many heads
 
     def draw(self) -> str:
@@ -39,12 +39,12 @@ class HeatMap:
                 self._cell(drawing, corner, (width, height), (layer, head, value))
         return drawing.svg()
 
-    def level(self, value: float) -> int:
+    def level(self, value: Number) -> int:
         """Gives the colour step of a value; values outside the range take the nearest end."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
 
-    def _cell(self, drawing: Drawing, corner: tuple[float, float], size: tuple[float, float], cell: tuple) -> None:
+    def _cell(self, drawing: Drawing, corner: tuple[Number, Number], size: tuple[Number, Number], cell: tuple) -> None:
         (x, y), (width, height), (layer, head, value) = corner, size, cell
         words = "removed" if value is None else self.write(value)
         step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from attnrx.reports.figures.drawing import Drawing
 from attnrx.reports.figures.scale import Scale
-from attnrx.reports.numbers import number
+from attnrx.reports.numbers import Number, number
 
 WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 14.0
 
@@ -15,17 +15,17 @@ class IntervalRow:
     """One row: the value as a dot, its interval as a bar, single draws as faint strokes, a limit as a tall stroke."""
 
     title: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-    draws: Sequence[float] = ()
-    limit: float | None = None
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+    draws: Sequence[Number] = ()
+    limit: Number | None = None
 
-    def values(self) -> list[float]:
+    def values(self) -> list[Number]:
         """Everything that the common axis must reach."""
         return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
 
-    def draw(self, axis: tuple[float, float]) -> str:
+    def draw(self, axis: tuple[Number, Number]) -> str:
         """Gives the picture on an axis with these ends."""
         drawing = Drawing(WIDTH, HEIGHT, self.title)
         x = Scale(*axis, MARGIN, WIDTH - MARGIN)
@@ -45,7 +45,7 @@ class IntervalRow:
         return drawing.svg()
 
 
-def axis_picture(axis: tuple[float, float], title: str) -> str:
+def axis_picture(axis: tuple[Number, Number], title: str) -> str:
     """Gives the axis that stands under the rows."""
     drawing = Drawing(WIDTH, 24, title)
     x = Scale(*axis, MARGIN, WIDTH - MARGIN)

@@ -4,25 +4,25 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnrx.reports.numbers import fixed, short
+from attnrx.reports.numbers import Number, fixed, short
 
 
 @dataclass(frozen=True)
 class Scale:
     """Maps `low`..`high` to `start`..`stop`, linearly or by logarithm; `high` must exceed `low`."""
 
-    low: float
-    high: float
-    start: float
-    stop: float
+    low: Number
+    high: Number
+    start: Number
+    stop: Number
     logarithmic: bool = False
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Number) -> Number:
         """Gives the place of a value."""
         low, high, own = (self._transform(number) for number in (self.low, self.high, value))
         return self.start + (self.stop - self.start) * (own - low) / (high - low)
 
-    def ticks(self, count: int = 4) -> list[float]:
+    def ticks(self, count: int = 4) -> list[Number]:
         """Gives about `count` round values inside the range."""
         if not self.logarithmic:
             return _round_values(self.low, self.high, count)
@@ -33,7 +33,7 @@ class Scale:
         inside = [value for value in candidates if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
         return inside if len(inside) > 1 else [self.low, self.high]
 
-    def labels(self, count: int = 4) -> list[tuple[float, str]]:
+    def labels(self, count: int = 4) -> list[tuple[Number, str]]:
         """Gives the ticks with their words: on a linear axis all with the same decimals."""
         ticks = self.ticks(count)
         if self.logarithmic or len(ticks) < 2:
@@ -42,11 +42,11 @@ class Scale:
         decimals = next((places for places in range(6) if abs(round(step, places) - step) < step * 1e-6), 6)
         return [(tick, fixed(tick, decimals)) for tick in ticks]
 
-    def _transform(self, value: float) -> float:
+    def _transform(self, value: Number) -> Number:
         return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value
 
 
-def span(values: Iterable[float], *, include: Iterable[float] = (), room: float = 0.06) -> tuple[float, float]:
+def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
     """Gives a range that holds all values with a little room; equal values get a range around them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
@@ -57,13 +57,13 @@ def span(values: Iterable[float], *, include: Iterable[float] = (), room: float 
     return low - margin, high + margin
 
 
-def log_span(values: Iterable[float]) -> tuple[float, float]:
+def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
     """Gives a range for positive values on a logarithmic axis."""
     positive = [value for value in values if value > 0 and math.isfinite(value)] or [0.1, 1.0]
     return min(positive) / 1.3, max(positive) * 1.3
 
 
-def _round_values(low: float, high: float, count: int) -> list[float]:
+def _round_values(low: Number, high: Number, count: int) -> list[Number]:
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.numbers import percent
+from attnrx.reports.numbers import Number, percent
 
 WIDTH, HEIGHT = 200.0, 84.0
 
@@ -14,7 +14,7 @@ class SpectrumBars:
     """Energies (shares of the head) and whether each direction stays, in the same order; any order will do."""
 
     title: str
-    energies: Sequence[float]
+    energies: Sequence[Number]
     keep: Sequence[bool]
 
     def draw(self) -> str:
@@ -36,16 +36,16 @@ class SpectrumBars:
         return drawing.svg()
 
     @property
-    def kept_energy(self) -> float:
+    def kept_energy(self) -> Number:
         """The share of the head's energy that stays."""
         return sum(energy for energy, keep in zip(self.energies, self.keep, strict=True) if keep)
 
-    def _mark_cut(self, drawing: Drawing, keep: list[bool], step: float) -> None:
+    def _mark_cut(self, drawing: Drawing, keep: list[bool], step: Number) -> None:
         rank = sum(keep)
         if 0 < rank < len(keep) and all(keep[:rank]):  # only a rule that keeps the strongest has a single cut
             drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=HEIGHT)
 
-    def _draw_sum(self, drawing: Drawing, ranked: list[tuple[float, bool]], step: float) -> None:
+    def _draw_sum(self, drawing: Drawing, ranked: list[tuple[Number, bool]], step: Number) -> None:
         total, points = 0.0, [f"M0 {HEIGHT:.2f}"]
         for place, (energy, keep) in enumerate(ranked):
             total += energy if keep else 0.0
@@ -56,6 +56,6 @@ class SpectrumBars:
         return f"{sum(self.keep)} of {len(self.keep)} directions stay, with {percent(self.kept_energy)} of the energy."
 
 
-def _bar(x: float, step: float, height: float) -> str:
+def _bar(x: Number, step: Number, height: Number) -> str:
     gap = step * 0.16
     return f"M{x + gap:.2f} {HEIGHT:.2f}v{-height:.2f}h{step - 2 * gap:.2f}v{height:.2f}z"

@@ -86,6 +86,6 @@ def _change(samples: AttentionSamples, first: str, name: str, index: int) -> str
     return f"{mean} % of a head's attention moved on average, {most} % at most"
 
 
-def _enlarged(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "channels height width"]:
+def _enlarged(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "channels rows columns"]:
     factor = max(1, OVERLAY_SIDE // image.shape[-1])
     return image.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

@@ -1,0 +1,62 @@
+"""The losses of the SVDA paper against literal transcriptions, one head and one image at a time."""
+
+import math
+
+import pytest
+import torch
+
+from attnrx.losses import LossContext, PerturbationRobustness, TargetRank
+from attnrx.models import family_of, observing
+from cases import CONFIGS, images, model
+
+
+def context(config: str, seed: int = 0) -> LossContext:
+    vit, inputs = model(CONFIGS[config]), images(CONFIGS[config], 4)
+    return LossContext(vit, inputs, torch.zeros(4, dtype=torch.long), vit(inputs), seed)
+
+
+@pytest.mark.parametrize("config", ["svda", "svda-one-head", "svda-deep"])
+def test_target_rank_is_equation_28(config: str) -> None:
+    given = context(config)
+    terms = []
+    for layer in family_of(given.model).attention(given.model):
+        for sigma in layer.spectrum().strength:
+            energy = [float(s) ** 2 for s in sigma]
+            shares = [e / sum(energy) for e in energy]
+            rank = math.exp(-sum(p * math.log(p) for p in shares))
+            terms.append((rank - 2.5) ** 2)
+    assert float(TargetRank(2.5)(given)) == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+
+
+def test_target_rank_pulls_the_rank_to_the_target() -> None:
+    given = context("svda-deep")
+    loss = TargetRank(3.0)
+    strengths = [layer.scores.strength for layer in family_of(given.model).attention(given.model)]
+    with torch.no_grad():
+        strengths[0][0] = 0.0  # a direction without strength has a finite slope too
+    optimizer = torch.optim.Adam(strengths, lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        value = loss(given)
+        value.backward()
+        optimizer.step()
+    assert float(loss(given).detach()) < 1e-3
+
+
+@pytest.mark.parametrize("config", ["svda", "dense"])
+def test_perturbation_robustness_is_equation_34(config: str) -> None:
+    given = context(config, seed=3)
+    noisy = given.images + 0.2 * given.noise()
+
+    def attention(inputs: torch.Tensor) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        with observing(given.model, family_of(given.model), lambda _, each: seen.append(each.attention)):
+            given.model(inputs)
+        return seen
+
+    terms = []
+    for clean, moved in zip(attention(given.images), attention(noisy), strict=True):
+        for image in range(4):
+            for head in range(clean.shape[1]):
+                terms.append(float(torch.linalg.matrix_norm(clean[image, head] - moved[image, head]) ** 2))
+    assert float(PerturbationRobustness(0.2)(given)) == pytest.approx(sum(terms) / len(terms), rel=1e-10)

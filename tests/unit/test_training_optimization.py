@@ -1,0 +1,100 @@
+"""The optimizer's groups, the learning rate, and the mean of the weights."""
+
+import math
+
+import pytest
+import torch
+
+from attnrx.training import TrainingConfig
+from attnrx.training.averaging import WeightMean
+from attnrx.training.optimization import (
+    build_optimizer,
+    learning_rate_share,
+    load_optimizer_,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from cases import CONFIGS, images, model
+
+
+def test_the_learning_rate_rises_to_one_and_falls_to_zero() -> None:
+    shares = [learning_rate_share(step, 100, 10) for step in range(100)]
+    assert 0 < shares[0] < shares[9] < 1
+    assert shares[10] == 1
+    assert shares[:11] == sorted(shares[:11])
+    assert shares[10:] == sorted(shares[10:], reverse=True)
+    assert 0 < shares[99] < 1e-3
+    assert shares[55] == pytest.approx(0.5)
+
+
+def test_without_warmup_the_first_step_is_a_full_one() -> None:
+    assert learning_rate_share(0, 5, 0) == 1
+
+
+def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
+    vit = model(CONFIGS["svda"])
+    config = TrainingConfig(weight_decay=0.3, strength_decay=0.2, strength_learning_rate=5.0)
+    optimizer = build_optimizer(vit, config)
+    members = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(members) == sorted(id(parameter) for parameter in vit.parameters())
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in vit.named_parameters():
+        expected = 0.2 if name.endswith("strength") else 0.3 if parameter.ndim > 1 else 0.0
+        assert decay[id(parameter)] == expected, name
+    set_learning_rate(optimizer, 0.5)
+    assert sorted(group["lr"] for group in optimizer.param_groups) == [0.5, 0.5, 2.5]
+
+
+def test_a_dense_model_has_no_group_of_strengths() -> None:
+    assert len(build_optimizer(model(CONFIGS["dense"]), TrainingConfig()).param_groups) == 2
+
+
+def test_strength_decay_shrinks_strengths_and_nothing_else() -> None:
+    vit = model(CONFIGS["svda"])
+    before = {name: parameter.detach().clone() for name, parameter in vit.named_parameters()}
+    optimizer = build_optimizer(vit, TrainingConfig(weight_decay=0.0, strength_decay=0.5, learning_rate=0.1))
+    for parameter in vit.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in vit.named_parameters():
+        factor = 0.95 if name.endswith("strength") else 1.0
+        torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-14, atol=0)
+
+
+def test_the_state_of_the_optimizer_survives() -> None:
+    config, inputs = TrainingConfig(learning_rate=0.01), images(CONFIGS["svda"])
+
+    def step(vit, optimizer) -> None:
+        vit(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    vit = model(CONFIGS["svda"])
+    optimizer = build_optimizer(vit, config)
+    step(vit, optimizer)
+    twin = model(CONFIGS["svda"])
+    twin.load_state_dict(vit.state_dict())
+    again = build_optimizer(twin, config)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(vit, optimizer).items()}
+    load_optimizer_(twin, again, saved)
+    step(vit, optimizer)
+    step(twin, again)
+    assert all(torch.equal(a, b) for a, b in zip(vit.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_mean_of_the_weights_is_a_weighted_mean() -> None:
+    vit = model(CONFIGS["svda-one-head"])
+    name, parameter = next(iter(vit.named_parameters()))
+    mean, expected = WeightMean(vit, decay=0.5), parameter.detach().clone()
+    for step in range(1, 6):
+        with torch.no_grad():
+            parameter.add_(step)
+        mean.update_(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * parameter.detach()
+    torch.testing.assert_close(mean.tensors[name], expected, rtol=1e-12, atol=1e-12)
+    live = parameter.detach().clone()
+    with mean.in_place():
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(parameter, live)
+    assert math.isfinite(float(expected.sum()))
