@@ -123,15 +123,13 @@ def history(depth: int, heads: int, epochs: int = 20) -> tuple[dict, ...]:
             "accuracy": 0.97 - 0.7 * math.exp(-epoch / 4),
             "validation_accuracy": 0.95 - 0.7 * math.exp(-epoch / 5),
             "validation_loss": 0.6 + 1.6 * math.exp(-epoch / 5),
-            "indicators": {
-                "effective_rank": [
-                    [16 - 0.2 * epoch * (1 + 0.2 * layer) - 0.1 * head for head in range(heads)]
-                    for layer in range(depth)
-                ],
-                "selectivity": [
-                    [0.01 * epoch * (1 + layer) / (1 + head) for head in range(heads)] for layer in range(depth)
-                ],
-            },
+            "layers": [
+                {
+                    "effective_rank": [16 - 0.2 * epoch * (1 + 0.2 * layer) - 0.1 * head for head in range(heads)],
+                    "selectivity": [0.01 * epoch * (1 + layer) / (1 + head) for head in range(heads)],
+                }
+                for layer in range(depth)
+            ],
         }
         for epoch in range(1, epochs + 1)
     )

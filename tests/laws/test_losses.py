@@ -1,4 +1,4 @@
-"""Laws of every loss: the mean over two processes is the loss of one, also in its gradient; knobs survive a dictionary."""
+"""Laws of every loss: the mean over two processes is the loss of one, gradients too; knobs survive a dictionary."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,9 @@ def contexts() -> tuple[LossContext, list[LossContext]]:
 def gradient(context: LossContext, value: torch.Tensor) -> torch.Tensor:
     parameters = list(context.model.parameters())
     slopes = torch.autograd.grad(value, parameters, allow_unused=True)
-    return torch.cat([torch.zeros(p.numel()) if s is None else s.flatten() for p, s in zip(parameters, slopes)])
+    return torch.cat(
+        [torch.zeros(p.numel()) if s is None else s.flatten() for p, s in zip(parameters, slopes, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +66,7 @@ def test_a_model_learns_nothing_from_itself(tmp_path: Path) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
     folder = save_model(tmp_path, vit)
     given = LossContext(vit, inputs, torch.zeros(5, dtype=torch.long), vit(inputs), seed=0)
-    assert float(Distillation(str(folder), temperature=3.0)(given)) == pytest.approx(0, abs=1e-12)
+    assert Distillation(str(folder), temperature=3.0)(given).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_a_teacher_sees_the_images_on_its_own_scale(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_teacher_sees_the_images_on_its_own_scale(tmp_path: Path) -> None:
     twin.config = replace(twin.config, mean=(0.1,), std=(2.0,))
     folder = save_model(tmp_path, twin)
     given = LossContext(vit, inputs, torch.zeros(5, dtype=torch.long), vit(inputs), seed=0)
-    assert float(Distillation(str(folder))(given)) > 1e-6
+    assert Distillation(str(folder))(given).item() > 1e-6
 
 
 @pytest.mark.parametrize(

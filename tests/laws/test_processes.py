@@ -12,9 +12,9 @@ import torch
 from attnrx.models import load_model
 from attnrx.storage import read_json
 from attnrx.training.history import History
-from runs import run, weights
+from tiny_runs import run, weights
 
-SCRIPT = Path(__file__).parents[1] / "runs.py"
+SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
 
 
 def free_port() -> int:

@@ -10,9 +10,9 @@ import pytest
 
 from attnrx.errors import TrainingInterrupted
 from attnrx.training import TrainingRun, checkpoints
-from runs import At, run, same
+from tiny_runs import At, run, same
 
-SCRIPT = Path(__file__).parents[1] / "runs.py"
+SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
 
 
 class Crash(Exception):

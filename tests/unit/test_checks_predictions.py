@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import cases
 from attnrx.checks import Accuracy, Calibration, Comparison, Fidelity, standard
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
@@ -57,8 +58,10 @@ def test_every_model_answers_every_image_once(setting: Setting):
 def test_answers_are_the_models_own_and_its_mode_is_put_back(setting: Setting):
     comparison = setting.comparison(setting.compressed)
     comparison.candidate.train()
+    comparison.candidate.get_submodule("layers.0").eval()
     predictions = comparison.predictions
     assert comparison.candidate.training
+    assert not comparison.candidate.get_submodule("layers.0").training
     assert not comparison.reference.training
     (batch,) = comparison.data.batches(40)
     with torch.no_grad():
@@ -156,6 +159,9 @@ def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):
     data.store.labels.fill_(7)
     with pytest.raises(DataError, match="label 7, the reference tells 3 classes"):
         _ = Comparison(setting.reference, setting.reference, data).predictions
+    more = cases.model(replace(setting.reference.config, classes=4))
+    with pytest.raises(InvalidInput, match="different numbers of classes"):
+        _ = setting.comparison(more).predictions
     with pytest.raises(InvalidInput, match="batch_size=0"):
         setting.comparison(setting.reference, batch_size=0)
 

@@ -114,7 +114,7 @@ def test_words_of_the_content_are_escaped():
 def test_the_verdict_says_what_fails():
     words = " ".join(Page(whole()).words.split())
     assert "1 of 5 claims does not hold. 13 more quantities are reported without a limit." in words
-    assert "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6\N{NO-BREAK SPACE}points" in words
+    assert "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6 points, limit" in words
 
 
 def test_the_verdict_of_a_good_candidate():
@@ -165,15 +165,21 @@ def as_record(latency: LatencyComparison) -> dict:
 
 
 def test_evidence_read_from_a_file_is_enough(tmp_path):
-    findings = (*report_content.evidence().findings, Finding("fidelity", "not measurable", float("nan"), "nats"))
-    Evidence(findings, {"data": "digits"}).save(tmp_path / "evidence.json")
+    report_content.evidence().save(tmp_path / "evidence.json")
     path = write_report(
         tmp_path / "report.html", ReportContent("from a file", evidence=Evidence.load(tmp_path / "evidence.json"))
     )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
-    assert "not measurable" in page.words
+    assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 2
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
+
+
+def test_what_could_not_be_measured_is_shown_as_such():
+    failed = Finding("controls", "not measurable", float("nan"), "nats", low=float("nan"), high=float("inf"))
+    words = shown(ReportContent("nan", evidence=Evidence((failed,), {}))).words
+    assert "not measurable" in words
+    assert "nan" not in words.replace("nan", "", 2)
 
 
 def test_draws_of_a_control_are_shown_as_advantages_of_the_candidate():
@@ -242,3 +248,20 @@ def test_uniform_attention_is_not_amplified():
         ReportContent("uniform", attention=AttentionSamples(torch.zeros(1, 1, 4, 4), {"original": maps}))
     ).words
     assert f"1.04{TIMES} less" in words
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_indicators_of_a_short_run_can_be_seen(epochs):
+    history = report_content.history(depth=2, heads=2, epochs=epochs)
+    page = render(ReportContent("short", history=history))
+    assert page.count('class="marker level-') == 2 * 2 * epochs + 2
+    assert f"epoch {epochs}, layer 1: " in Page(page).words
+
+
+def test_a_history_without_indicators_is_shown():
+    history = tuple(
+        {name: value for name, value in record.items() if name != "layers"} for record in report_content.history(1, 1)
+    )
+    page = shown(ReportContent("plain", history=history))
+    assert "Indicators" not in page.words
+    assert "validation accuracy" in page.words

@@ -28,7 +28,7 @@ def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
         ("learning_rate", 0.0),
         ("learning_rate", float("nan")),
         ("weight_decay", -0.1),
-        ("warmup_epochs", 80),
+        ("warmup_epochs", 80.0),
         ("gradient_clip", 0.0),
         ("losses", ()),
         ("losses", (Task(), Task(0.0))),
@@ -48,4 +48,4 @@ def test_an_impossible_knob_is_refused_by_name(name: str, value: object) -> None
 def test_the_warmup_is_five_epochs_but_at_most_a_tenth() -> None:
     assert TrainingConfig(epochs=80).warmup == 5
     assert TrainingConfig(epochs=20).warmup == 2
-    assert TrainingConfig(epochs=20, warmup_epochs=0).warmup == 0
+    assert TrainingConfig(epochs=20, warmup_epochs=0.0).warmup == 0

@@ -35,7 +35,7 @@ class Attention(nn.Module):
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens.new_zeros(batch, length, 0))
         value = self.value(tokens).view(batch, length, len(self.spec.heads), self.spec.head_dim).transpose(1, 2)
-        buckets = self.backend.buckets(self.spec.ranks)
+        buckets = self.backend.buckets(self.spec)
         heads = self.backend(buckets, self.scores(tokens, buckets), value)
         return self.output(heads.transpose(1, 2).reshape(batch, length, -1))
 

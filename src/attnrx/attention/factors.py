@@ -52,6 +52,6 @@ def exact_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
-def padded_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have any directions, padded to the largest rank; heads of rank 0 stay apart."""
-    return exact_buckets(tuple(max(ranks) if rank else 0 for rank in ranks))
+def padded_buckets(ranks: tuple[int, ...], rank: int) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads that have any directions, padded to `rank`; heads of rank 0 stay apart."""
+    return exact_buckets(tuple(rank if own else 0 for own in ranks))

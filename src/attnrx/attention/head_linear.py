@@ -1,5 +1,7 @@
 """A linear projection whose heads may have different numbers of rows."""
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,22 +34,23 @@ class HeadLinear(nn.Module):
         call.
         """
         batch, length, _ = tokens.shape
-        weight, bias = (self.weight, self.bias) if rows == self.rows else self._padded(rows)
-        features = F.linear(tokens, weight, bias)
+        features = self(tokens) if rows == self.rows else self._padded(tokens, rows)
         if len(buckets) == 1:
             return [features.view(batch, length, len(rows), -1)]
         widths = [sum(rows[bucket.heads]) for bucket in buckets]
         parts = features.split(widths, dim=-1)
-        return [
-            part.unflatten(-1, (bucket.stop - bucket.start, -1)) for part, bucket in zip(parts, buckets, strict=True)
-        ]
+        return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
 
-    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _padded(self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]) -> Tensor:
+        """Pads the weights, or the features where those are smaller: both give the same, and neither is stored."""
         index = _padding_index(self.rows, rows).to(self.weight.device)
+        if tokens.shape[0] * tokens.shape[1] < self.weight.shape[1]:
+            return F.pad(self(tokens), (0, 1)).index_select(-1, index)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
-        return weight, F.pad(self.bias, (0, 1)).index_select(0, index)
+        return F.linear(tokens, weight, F.pad(self.bias, (0, 1)).index_select(0, index))
 
 
+@lru_cache(maxsize=256)
 def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
     """Maps every padded row to its stored row, or to the zero row that follows the last one."""
     zero, index, first = sum(own), [], 0

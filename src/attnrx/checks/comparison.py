@@ -84,6 +84,11 @@ class Comparison:
             found = predict(missing, self)
             answers.logits.update({model: found.logits[role] for role, model in missing.items()})
             answers.labels = found.labels
+        classes = {role: answers.logits[model].shape[1] for role, model in self.models.items()}
+        if len(set(classes.values())) > 1:
+            raise InvalidInput(
+                f"the models tell different numbers of classes apart ({classes}); compare models of the same task."
+            )
         return Predictions({role: answers.logits[model] for role, model in self.models.items()}, answers.labels)
 
     def with_masked(self, masked: nn.Module | None) -> "Comparison":
@@ -120,16 +125,15 @@ def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"
 @contextmanager
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     """Puts models into evaluation mode without gradients, and back as they were."""
-    models = tuple(models)
-    before = [model.training for model in models]
+    before = {module: module.training for model in models for module in model.modules()}
     try:
-        for model in models:
-            model.eval()
+        for module in before:
+            module.training = False
         with torch.no_grad():
             yield
     finally:
-        for model, training in zip(models, before, strict=True):
-            model.train(training)
+        for module, training in before.items():
+            module.training = training
 
 
 def _require_answers(role: str, logits: Tensor, labels: Tensor) -> None:

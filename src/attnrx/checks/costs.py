@@ -7,8 +7,8 @@ from torch import nn
 
 from attnrx.attention import Eager, using
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, answer, evaluating
-from attnrx.costs import ModelCosts, count_params, count_product_macs
+from attnrx.checks.comparison import Comparison, evaluating
+from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding
 from attnrx.models import family_of
 from attnrx.shapes import Float, Tensor
@@ -41,7 +41,8 @@ class Costs(Check):
         return Finding(self.name, f"{what} saved by the candidate", 100 * share, "%", details=details)
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
-        params, macs = count_params(model), _counted_macs(model, images)
+        # All of them, not only the trainable ones: a frozen reference has parameters too.
+        params, macs = sum(parameter.numel() for parameter in model.parameters()), _counted_macs(model, images)
         details: dict[str, Any] = {
             "quantity": "counted costs",
             "model": role,
@@ -57,15 +58,4 @@ class Costs(Check):
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
     layers = family_of(model).attention(model)
     with evaluating([model]), using(layers, [Eager()] * len(layers)):
-        return count_product_macs(_Answering(model), images)
-
-
-class _Answering(nn.Module):
-    """A model that takes images of any precision."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Tensor:
-        return answer(self.model, images)
+        return count_product_macs(model, images.to(next(model.parameters()).dtype))

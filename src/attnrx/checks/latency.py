@@ -56,7 +56,7 @@ class Latency(Check):
             high=ratio.high,
             n=measured.rounds,
             seed=protocol.seed,
-            details={"quantity": "latency", **asdict(measured)},
+            details={"quantity": "latency", **asdict(measured), "image_shape": list(measured.image_shape)},
         )
 
     def _memory(self, comparison: Comparison, images: Tensor, conditions: Conditions) -> Finding:

@@ -48,7 +48,7 @@ def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UIn
 
     Raises ValueError with the reason when that cannot be done; a truncated file cannot be decoded.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(content)) as file:
@@ -59,6 +59,8 @@ def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UIn
                 raise ValueError(f"its pixels are of kind {file.mode!r}, not 8 or 16 bits a channel")
             mode = "L" if channels == 1 or (channels is None and file.mode in ("1", "L", "LA")) else "RGB"
             pixels = np.array(file if file.mode == mode else file.convert(mode))
+    except UnidentifiedImageError:
+        raise ValueError("it is empty, or no image of a known format") from None
     except Exception as error:  # Pillow's readers raise whatever they stumble over: SyntaxError, struct.error, EOFError
         raise ValueError(str(error) or type(error).__name__) from error
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

@@ -15,7 +15,9 @@ from attnrx.observation import Observation
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass made inside the context."""
     layers = family.attention(model)
-    readouts = [layer.output.weight.detach().T.unflatten(0, (len(layer.spec.heads), -1)) for layer in layers]
+    readouts = [
+        layer.output.weight.detach().T.unflatten(0, (len(layer.spec.heads), layer.spec.head_dim)) for layer in layers
+    ]
     backends = [Observed(partial(observe, index), readout) for index, readout in enumerate(readouts)]
     with using(layers, backends):
         yield

@@ -10,6 +10,7 @@ from attnrx.reports.numbers import interval, number, percent, plain, quantity, s
 from attnrx.reports.sections.treatment import rule_text
 from attnrx.reports.sections.verdict import sentence
 
+COUNTED = 100_000  # whole numbers from here on are parameters or MACs, and get separators
 RESULT = {True: "✓ holds", False: "✗ **fails**", None: "reported"}
 
 USE = """\
@@ -27,9 +28,9 @@ def model_card(
     """Gives the card; `facts` are set as a table, and its "name" is the heading."""
     blocks = [
         "---\nlibrary_name: attnrx\ntags:\n- vision-transformer\n- attention\n---",
-        f"# {_escaped(facts.get('name', 'A model'))}",
+        f"# {_escaped(facts.get('name', 'Vision Transformer'))}",
         *_introduction(evidence, prescription),
-        _table(("", ""), ((name.replace("_", " "), plain(value)) for name, value in facts.items() if name != "name")),
+        _table(("", ""), ((name.replace("_", " "), _fact(value)) for name, value in facts.items() if name != "name")),
         "## How to use it",
         USE,
         *_prescribed(prescription),
@@ -46,6 +47,10 @@ def _introduction(evidence: Evidence | None, prescription: Prescription | None) 
     return [" ".join(words)]
 
 
+def _fact(value: Any) -> str:
+    return number(value) if isinstance(value, int) and value >= COUNTED else plain(value)
+
+
 def _prescribed(prescription: Prescription | None) -> list[str]:
     if prescription is None:
         return []
@@ -59,9 +64,16 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     if evidence is None:
         return []
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
-    compared = [f"{name.replace('_', ' ')}: {plain(value)}" for name, value in evidence.about.items()]
-    measured = f"Measured with {_escaped('; '.join(compared))}." if compared else ""
-    return ["## Evidence", measured, _table(columns, (_row(finding) for finding in evidence.findings))]
+    compared = [(name, value) for name, value in evidence.about.items() if isinstance(value, str | int | float)]
+    measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in compared)
+    shown = [finding for finding in evidence.findings if "severity" not in finding.details]
+    more = len(evidence.findings) - len(shown)
+    return [
+        "## Evidence",
+        f"Measured with: {_escaped(measured)}." if measured else "",
+        _table(columns, (_row(finding) for finding in shown)),
+        f"`evidence.json` holds all of it, with {more} findings for single corruptions and severities." if more else "",
+    ]
 
 
 def _row(finding: Finding) -> tuple[str, ...]:

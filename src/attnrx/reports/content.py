@@ -37,8 +37,8 @@ class AttentionSamples:
     """Sample images in the unit range and, per model, the attention that each of their tokens receives.
 
     Received attention is the mean over the queries, so that it adds up to 1 over the tokens. `maps` is ordered, the
-    original first: {"original": [images, layers, heads, tokens], "masked": ..., "compressed": ...}. The tokens are the patches of a square grid,
-    row by row; a head that was removed holds not-a-number. `labels` say what the images show.
+    original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The tokens are the
+    patches of a square grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
     """
 
     images: Float[Tensor, "images channels height width"]

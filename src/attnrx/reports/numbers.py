@@ -9,6 +9,7 @@ MISSING = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 GAP = "\N{NO-BREAK SPACE}"
+NOTHING = 1e-12  # what is left of a zero after rounding
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 # Units that are written against the number; every other unit is set off by a space that does not break.
@@ -21,7 +22,7 @@ def number(value: Number | None, digits: int = 3) -> str:
         return MISSING
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
         return _typeset(f"{int(value):,}")
-    if value == 0:
+    if abs(value) < NOTHING:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(rounded)))
@@ -86,7 +87,7 @@ def plain(value: Any, longest: int = 8) -> str:
     if isinstance(value, int):
         return str(value)  # seeds, sizes and years are names as often as counts: no thousands separators
     if isinstance(value, float):
-        return number(value, 4)
+        return short(value)
     if isinstance(value, dict):
         return ", ".join(f"{key}: {plain(item, longest)}" for key, item in value.items()) or MISSING
     if isinstance(value, list | tuple):

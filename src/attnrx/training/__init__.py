@@ -1,14 +1,17 @@
 """Training on one process or many, with exact resume."""
 
 from attnrx.training.config import TrainingConfig
-from attnrx.training.reporters import PlainLines, ProgressBars, Reporter, Silent, default_reporter
+from attnrx.training.reporters import PlainLines, ProgressBars, Reporter, Several, Silent, default_reporter
+from attnrx.training.tensorboard import TensorBoard
 from attnrx.training.trainer import TrainingRun, train
 
 __all__ = [
     "PlainLines",
     "ProgressBars",
     "Reporter",
+    "Several",
     "Silent",
+    "TensorBoard",
     "TrainingConfig",
     "TrainingRun",
     "default_reporter",

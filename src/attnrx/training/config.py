@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from attnrx.config import from_dict
 from attnrx.data import Augmentation
@@ -39,7 +39,7 @@ class TrainingConfig:
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: str = "bf16"
     compile: bool = False
     ema: float | None = None
     seed: int = 42

@@ -42,7 +42,7 @@ class TensorBoard(Reporter):
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Gives every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
     numbers: dict[str, float] = {
-        f"training/{name}": value for name, value in record.items() if isinstance(value, int | float)
+        f"training/{name}": float(value) for name, value in record.items() if isinstance(value, int | float)
     }
     numbers |= {f"losses/{name}": value for name, value in record["losses"].items()}
     for layer, readings in enumerate(record["layers"]):

@@ -6,13 +6,14 @@ import torch
 
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
     @abstractmethod
-    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Chooses which neighbouring heads are computed together, and at which padded rank."""
 
     @abstractmethod

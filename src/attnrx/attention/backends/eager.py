@@ -5,14 +5,15 @@ import torch
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
-    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal rank."""
-        return exact_buckets(ranks)
+        return exact_buckets(spec.ranks)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 class Fused(Backend):
@@ -14,9 +15,15 @@ class Fused(Backend):
     scale is always passed: its default would follow the padded rank.
     """
 
-    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
-        """Groups all heads that have directions."""
-        return padded_buckets(ranks)
+    # Above this share of the width of the values, padding the projections (which costs nothing beyond the original's
+    # work) is faster than projecting fewer rows and padding what they give (which costs a copy of query and key).
+    FULL_ABOVE = 0.75
+
+    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
+        """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
+        most = max(spec.ranks, default=0)
+        full = spec.norms == "original" or most > self.FULL_ABOVE * spec.head_dim
+        return padded_buckets(spec.ranks, max(most, spec.head_dim) if full else most)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
         """Pads and calls the fused kernel."""

@@ -9,6 +9,7 @@ from attnrx.attention.backends.eager import scores
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
 
 
 class Observed(Backend):
@@ -21,9 +22,9 @@ class Observed(Backend):
         self.observe = observe
         self.readout = readout
 
-    def buckets(self, ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Puts all heads together."""
-        return (Bucket(0, len(ranks), max((*ranks, 1))),)
+        return (Bucket(0, len(spec.ranks), max((*spec.ranks, 1))),)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
         """Computes the read-out and shows how."""

@@ -41,6 +41,15 @@ def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, st
         name = inside + str(key).replace("_", " ")
         if isinstance(value, Mapping):
             pairs += described(value, f"{name} · ")
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            pairs += [_entry(name, place, item) for place, item in enumerate(value)]
         elif value is not None:
             pairs.append((name, plain(value)))
     return pairs
+
+
+def _entry(name: str, place: int, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Sets one record of a list on a line, called by its type where it has one."""
+    kind = next((key for key in ("check", "type") if key in record), None)
+    rest = {key.replace("_", " "): value for key, value in record.items() if key != kind and value is not None}
+    return f"{name} · {record[kind] if kind else place}", plain(rest) if rest else "as usual"

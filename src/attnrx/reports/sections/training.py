@@ -10,6 +10,7 @@ from attnrx.reports.numbers import number
 from attnrx.reports.sections.section import Figure, Section
 
 SCALARS = (("loss", "Loss"), ("accuracy", "Accuracy"))
+FEW = 3
 
 Record = Mapping[str, Any]
 
@@ -19,7 +20,7 @@ def training(content: ReportContent) -> Section | None:
     if not content.history:
         return None
     scalars = [figure for figure in (_scalar(content.history, *kind) for kind in SCALARS) if figure is not None]
-    names = list(dict.fromkeys(name for record in content.history for name in record.get("indicators", {})))
+    names = list(dict.fromkeys(name for record in content.history for layer in _layers(record) for name in layer))
     charts = [_indicator(content.history, name) for name in names]
     legend = [(marker_picture(curve), curve.name) for curve in charts[0].curves] if charts else []
     indicators = [Figure(chart.draw(), chart.title) for chart in charts]
@@ -58,20 +59,26 @@ def _points(history: Sequence[Record], name: str) -> tuple[Point, ...]:
 
 def _indicator(history: Sequence[Record], name: str) -> Chart:
     """Draws the mean over the heads of each layer, with a band from the lowest head to the highest."""
-    depth = max(len(record.get("indicators", {}).get(name, ())) for record in history)
+    depth = max(len(_layers(record)) for record in history)
+    marker = None if len(history) > FEW else 0  # a line through one epoch could not be seen
     curves = tuple(
-        Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}")
+        Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}", marker)
         for layer in range(depth)
     )
     title = name.replace("_", " ")
-    return Chart(title.capitalize(), "epoch", title, curves, band=True)
+    return Chart(title.capitalize(), "epoch", title, tuple(curve for curve in curves if curve.points), band=True)
+
+
+def _layers(record: Record) -> Sequence[Mapping[str, Sequence[float | None]]]:
+    """Gives the indicators of an epoch: per layer, by name, one number per head."""
+    return record.get("layers", ())
 
 
 def _layer_points(history: Sequence[Record], name: str, layer: int) -> tuple[Point, ...]:
     points = []
     for place, record in enumerate(history):
-        layers = record.get("indicators", {}).get(name, ())
-        heads = [value for value in (layers[layer] if layer < len(layers) else ()) if value is not None]
+        readings = _layers(record)[layer].get(name, ()) if layer < len(_layers(record)) else ()
+        heads = [value for value in readings if value is not None]
         if heads:
             epoch, mean = _epoch(record, place), fmean(heads)
             among = f"{number(min(heads))} to {number(max(heads))} among the heads"

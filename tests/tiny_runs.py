@@ -2,7 +2,7 @@
 
 Run as a script it makes one such run, for the tests that need a process of their own:
 
-    python tests/runs.py FOLDER [STEP]     kills itself without warning after STEP
+    python tests/tiny_runs.py FOLDER [STEP]     kills itself without warning after STEP
 """
 
 import os
@@ -36,10 +36,17 @@ def images(name: str, count: int) -> ImageSet:
 
 def splits(count: int = 26) -> Splits:
     """26 training images: three whole batches of 8 and two images left over."""
-    parts = {"train": images("train", count), "validation": images("validation", 11), "test": images("test", 5)}
-    augmentation = Augmentation(padding=1, flip=True)
-    return Splits("noise", **parts, class_names=("a", "b", "c"), channels=1, image_size=8,
-                  normalization=NORMALIZATION, augmentation=augmentation)  # fmt: skip
+    return Splits(
+        name="noise",
+        train=images("train", count),
+        validation=images("validation", 11),
+        test=images("test", 5),
+        class_names=("a", "b", "c"),
+        channels=1,
+        image_size=8,
+        normalization=NORMALIZATION,
+        augmentation=Augmentation(padding=1, flip=True),
+    )
 
 
 def config(**changes: Any) -> TrainingConfig:

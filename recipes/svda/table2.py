@@ -1,0 +1,26 @@
+"""Energy retention on CIFAR-10 for three retention ratios rho.
+
+Paper: Prescriptive SVD-Inspired Attention via Spectral Energy Retention
+Table: 2, which is Table 7 of the appendix
+Command: attnrx reproduce svda/table2
+Expected: 31, 23 and 13 % of the directions removed at rho 0.85, 0.90 and 0.95, and no accuracy lost; every number is in
+    expected.json
+Tolerance: 5 points of the directions, 1 point of parameters and MACs, 0.3 points of accuracy, 1 point of agreement, and
+    the printed discrepancy itself
+Time: that of the CIFAR-10 row of svda/table1, whose runs it shares
+Hardware: that of svda/table1
+"""
+
+from attnrx.experiments.recipe import Recipe, Row
+from attnrx.experiments.svda_tables import ORIGINAL_COLUMNS, PAPER_COLUMNS, PROTOCOL
+
+RECIPE = Recipe(
+    title="SVDA, CIFAR-10 over the retention ratio rho",
+    rows=(
+        Row("rho = 0.85", "cifar10", "rho-0.85"),
+        Row("rho = 0.90", "cifar10", "rho-0.90"),
+        Row("rho = 0.95", "cifar10", "rho-0.95"),
+    ),
+    columns=(*PAPER_COLUMNS, *ORIGINAL_COLUMNS),
+    protocol=(PROTOCOL["cifar10"],),
+)

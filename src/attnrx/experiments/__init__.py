@@ -1,0 +1,22 @@
+"""Experiments: whole runs. The demo, and the tables of the papers from training to numbers."""
+
+from attnrx.experiments.demo import DemoResult, demo
+from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.recipe import load_recipe, recipe_names
+from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.svda import SvdaRun, run_svda
+from attnrx.experiments.table import ReproducedTable, make_table
+
+__all__ = [
+    "DemoResult",
+    "ReproducedTable",
+    "Request",
+    "SvdaExperiment",
+    "SvdaRun",
+    "demo",
+    "load_recipe",
+    "make_table",
+    "recipe_names",
+    "reproduce",
+    "run_svda",
+]

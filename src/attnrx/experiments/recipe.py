@@ -1,0 +1,142 @@
+"""Recipes: which table of which paper, from which runs, beside which numbers; and where recipes are found."""
+
+import ast
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.experiments.experiment import SvdaExperiment
+
+# What the docstring of every recipe states, one "Name: text" paragraph each.
+HEADER = ("Paper", "Table", "Command", "Expected", "Tolerance", "Time", "Hardware")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: what one rule did on one dataset."""
+
+    label: str
+    dataset: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One quantity of one realization, times `factor`: papers do not all count a loss as negative."""
+
+    key: str
+    title: str
+    kind: str
+    quantity: str
+    unit: str = ""
+    decimals: int = 2
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from, one per dataset."""
+
+    title: str
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    protocol: tuple[SvdaExperiment, ...]
+
+    def __post_init__(self):
+        known = {experiment.dataset for experiment in self.protocol}
+        missing = sorted({row.dataset for row in self.rows} - known)
+        if missing or not self.rows or not self.columns:
+            raise InvalidInput(
+                f"the recipe {self.title!r} has {len(self.rows)} rows, {len(self.columns)} columns and no protocol for "
+                f"{missing or 'anything'}; give one SvdaExperiment for each dataset of its rows."
+            )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the paper printed, as a number, and how far from it a reproduction may be."""
+
+    paper: float
+    tolerance: float
+    printed: str
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe as it was found: its name, its header, and the paper's numbers by row label and column key."""
+
+    name: str
+    path: Path
+    header: Mapping[str, str]
+    recipe: Recipe
+    expected: Mapping[str, Mapping[str, Expected]]
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names every recipe that can be reproduced, e.g. `svda/table1`."""
+    root = recipes_folder()
+    return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in root.glob("*/*.py")))
+
+
+def load_recipe(name: str) -> RecipeFile:
+    """Finds a recipe by its name and reads it with its header and its expected numbers."""
+    if name not in recipe_names():
+        raise UnknownName("recipe", name, recipe_names())
+    path = recipes_folder() / f"{name}.py"
+    return RecipeFile(name, path, read_header(path), _recipe_in(path, name), _expected(path))
+
+
+def recipes_folder() -> Path:
+    """Finds the recipes: in the working folder, beside the package in a checkout, or inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    places = (Path("recipes"), package.parents[1] / "recipes", package / "recipes")
+    for place in places:
+        if any(place.glob("*/expected.json")):
+            return place
+    raise InvalidInput(
+        f"no recipes were found in {', '.join(map(str, places))}; run this in a checkout of attnrx, or install attnrx "
+        "again: its recipes are missing."
+    )
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """Reads the header of a recipe from its docstring, without running it, or says what is missing in it."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    header: dict[str, str] = {}
+    for line in text.splitlines():
+        name, separator, rest = line.partition(":")
+        if separator and name in HEADER:
+            header[name] = rest.strip()
+        elif header and line.strip():
+            header[next(reversed(header))] += " " + line.strip()
+    missing = [name for name in HEADER if not header.get(name)]
+    if missing:
+        raise InvalidInput(
+            f"the header of {path} does not state {', '.join(missing)}; every recipe states {', '.join(HEADER)}."
+        )
+    return header
+
+
+def _recipe_in(path: Path, name: str) -> Recipe:
+    """Runs the recipe's file, which is plain data, and takes its RECIPE."""
+    spec = importlib.util.spec_from_file_location(f"attnrx_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InvalidInput(f"{path} is not a Python file; a recipe defines RECIPE.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Any = getattr(module, "RECIPE", None)
+    if not isinstance(found, Recipe):
+        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe.")
+    return found
+
+
+def _expected(path: Path) -> dict[str, dict[str, Expected]]:
+    tables = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))
+    return {
+        row: {column: Expected(**cell) for column, cell in cells.items()}
+        for row, cells in tables.get(path.stem, {}).items()
+    }

@@ -1,0 +1,176 @@
+"""The verb `diagnose`, over every model of the case table, and the comparison of two diagnoses."""
+
+import inspect
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cases import CONFIGS, PATTERNS, model, prescription
+
+from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.diagnosis import Diagnosis
+from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare
+from attnrx.errors import InvalidInput
+from attnrx.examination import diagnose
+from attnrx.models import VisionTransformer, ViTConfig, family_of, model_fingerprint
+from attnrx.realization import realize
+
+PER_HEAD = {
+    "alignment",
+    "effective_rank",
+    "entropy",
+    "perturbation_response",
+    "selectivity",
+    "sensitivity",
+    "sparsity",
+}
+
+
+def data(config: ViTConfig, count: int = 7) -> MemoryImages:
+    generator = torch.Generator().manual_seed(5)
+    shape = (count, config.channels, config.image_size, config.image_size)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return from_tensors("speckles", pixels, torch.arange(count) % config.classes, Normalization.half(config.channels))
+
+
+def equal(first: Diagnosis, second: Diagnosis, tolerance: float) -> None:
+    for one, other in zip(first.layers, second.layers, strict=True):
+        assert one.readings.keys() == other.readings.keys()
+        for name, reading in one.readings.items():
+            torch.testing.assert_close(reading, other.readings[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_size_of_batches_changes_nothing(name: str) -> None:
+    vit, images = model(CONFIGS[name]), data(CONFIGS[name])
+    everything = (SpectralShape(), Geometry(), Redundancy(), PerturbationResponse(images=5))
+    equal(
+        diagnose(vit, images, diagnostics=everything),
+        diagnose(vit, images, diagnostics=everything, batch_size=3),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_readings_stay_within_their_bounds(name: str) -> None:
+    for layer in diagnose(model(CONFIGS[name]), data(CONFIGS[name])).layers:
+        heads, directions = layer.spectrum.strength.shape
+        assert {name for name, reading in layer.readings.items() if reading.ndim == 1} == PER_HEAD
+        assert ((layer.reading("effective_rank") >= 1) & (layer.reading("effective_rank") <= directions)).all()
+        assert (layer.reading("alignment").abs() <= 1).all()
+        assert ((layer.reading("selectivity") >= 0) & (layer.reading("selectivity") <= 1)).all()
+        assert (layer.reading("perturbation_response") >= 0).all() and layer.reading("perturbation_response").any()
+        assert layer.reading("query_moment").shape == layer.reading("key_moment").shape == (heads, directions)
+        assert layer.reading("query_gram").shape == layer.reading("score_gram").shape == (heads, directions, directions)
+        if layer.spectrum.norms != "none":  # unit rows
+            torch.testing.assert_close(layer.reading("query_moment").sum(-1), torch.ones(heads))
+
+
+@pytest.mark.parametrize("pattern", ["ragged", "zero", "head-removed"])
+def test_a_compressed_model_reads_as_its_mask(pattern: str) -> None:
+    vit = model(CONFIGS["svda"])
+    given = prescription(vit, PATTERNS[pattern])
+    masked, slim = (
+        diagnose(realize(vit, given, **how), data(CONFIGS["svda"]))
+        for how in ({"by": "mask"}, {"by": "compress", "norms": "exact"})
+    )
+    for before, after in zip(masked.layers, slim.layers, strict=True):
+        stored = list(after.spectrum.heads)
+        for name in ("selectivity", "entropy", "effective_rank", "sensitivity", "perturbation_response"):
+            torch.testing.assert_close(after.reading(name), before.reading(name)[stored], rtol=0, atol=1e-10, msg=name)
+        after_similarity, before_similarity = after.reading("output_similarity"), before.reading("output_similarity")
+        torch.testing.assert_close(after_similarity, before_similarity[stored][:, stored], rtol=0, atol=1e-10)
+
+
+def test_a_layer_without_heads_has_empty_readings() -> None:
+    config = CONFIGS["svda"]
+    bare = config.with_layer(0, config.attention[0].with_ranks((), (), "kept"))
+    first, second = diagnose(VisionTransformer(bare), data(config)).layers
+    assert first.readings.keys() == second.readings.keys()
+    assert all(reading.shape[0] == 0 for reading in first.readings.values())
+
+
+def test_the_model_is_only_watched() -> None:
+    vit = model(CONFIGS["svda"])
+    vit.train()
+    vit.layers[1].eval()
+    modes = [module.training for module in vit.modules()]
+    backends = [layer.backend for layer in family_of(vit).attention(vit)]
+    before = model_fingerprint(vit)
+    diagnosis = diagnose(vit, data(CONFIGS["svda"]), diagnostics=(PerturbationResponse("fgsm"),))
+    assert [module.training for module in vit.modules()] == modes
+    assert all(a is b.backend for a, b in zip(backends, family_of(vit).attention(vit), strict=True))
+    assert before == model_fingerprint(vit) == diagnosis.fingerprint
+    assert all(parameter.grad is None for parameter in vit.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_fgsm_moves_the_loss_up_and_attention_with_it() -> None:
+    vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
+    readings = {}
+    for size in (1e-4, 1e-2):
+        found = diagnose(vit, images, diagnostics=(PerturbationResponse("fgsm", size, 7),))
+        readings[size] = found.layers[0].reading("perturbation_response")
+    assert (readings[1e-4] < readings[1e-2]).all() and (readings[1e-4] > 0).all()
+
+
+def test_about_says_how_it_was_taken_and_survives_the_disk(tmp_path: Path) -> None:
+    vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
+    found = diagnose(vit, images, images=6, seed=4, diagnostics=(SpectralShape(0.3), PerturbationResponse(images=2)))
+    assert found.about["data"] == {"name": "speckles", "images": 6, "fingerprint": images.take(6).fingerprint}
+    assert found.about["perturbed_images"] == 2 and found.about["seed"] == 4
+    assert found.about["diagnostics"][0] == {"type": "SpectralShape", "epsilon": 0.3, "absolute": False}
+    found.save(tmp_path / "diagnosis")
+    loaded = Diagnosis.load(tmp_path / "diagnosis")
+    assert loaded.about == found.about
+    equal(loaded, found, 0.0)
+
+
+def test_the_seed_decides_the_noise() -> None:
+    vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
+    kind = (PerturbationResponse(),)
+    first, again, other = (diagnose(vit, images, diagnostics=kind, seed=seed) for seed in (1, 1, 2))
+    equal(first, again, 0.0)
+    assert first.layers[0].reading("perturbation_response").ne(other.layers[0].reading("perturbation_response")).all()
+
+
+def test_nan_weights_are_refused_by_name() -> None:
+    vit = model(CONFIGS["svda"])
+    with torch.no_grad():
+        vit.layers[1].attention.value.weight[0, 0] = float("nan")
+    with pytest.raises(InvalidInput, match=r"layers\.1\.attention\.value\.weight"):
+        diagnose(vit, data(CONFIGS["svda"]))
+
+
+def test_an_overflowing_layer_is_named() -> None:
+    vit = model(CONFIGS["svda"]).float()
+    with torch.no_grad():
+        vit.layers[1].attention.value.weight.fill_(3e38)
+    with pytest.raises(InvalidInput, match="layer 1 computed"):
+        diagnose(vit, data(CONFIGS["svda"]))
+
+
+def test_what_is_not_a_split_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="one split of a dataset"):
+        # Beneath the type check of the tests, which users do not run with.
+        inspect.unwrap(diagnose)(model(CONFIGS["svda"]), torch.zeros(3, 1, 8, 8))
+
+
+def test_compare_matches_heads_of_the_original_model() -> None:
+    vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
+    before = diagnose(vit, images)
+    assert all(change.difference == 0 for change in compare(before, before))
+    slim = realize(vit, prescription(vit, PATTERNS["head-removed"]), by="compress")
+    changes = compare(before, diagnose(slim, images))
+    assert len(changes) == 2 * 3 * (len(PER_HEAD) + 1)
+    assert asdict(changes[0]) == {"layer": 0, "head": 0, "reading": "rank", "before": 4.0, "after": None}
+    assert all((change.after is None) == (change.head == 0) for change in changes)
+    rank = next(change for change in changes if (change.head, change.reading) == (1, "rank"))
+    assert (rank.before, rank.after, rank.difference) == (4.0, 3.0, -1.0)
+
+
+def test_models_of_other_depth_cannot_be_compared() -> None:
+    found = diagnose(model(CONFIGS["svda"]), data(CONFIGS["svda"]))
+    with pytest.raises(InvalidInput, match="2 layers, the second 1"):
+        compare(found, replace(found, layers=found.layers[:1]))

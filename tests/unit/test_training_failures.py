@@ -1,0 +1,165 @@
+"""What a training refuses, and what it says: bad input, numbers that are not finite, damaged or foreign checkpoints."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
+from attnrx.models import VisionTransformer, load_model
+from attnrx.storage import read_json, write_json
+from attnrx.training import checkpoints, train
+from cases import CONFIGS
+from tiny_runs import MODEL, At, config, model, run, splits
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def interrupted(folder: Path, step: int = 5) -> Path:
+    with pytest.raises(Crash):
+        run(folder, At(step, crash))
+    return checkpoints.Checkpoints(folder).all()[-1]
+
+
+def test_nan_stops_the_run_with_step_rate_and_the_last_good_checkpoint(tmp_path: Path) -> None:
+    vit = model()
+
+    def poison() -> None:
+        with torch.no_grad():
+            vit.classifier.bias[0] = float("nan")
+
+    message = r"at step 4, with a learning rate of 0\.00\d+; the last good checkpoint is .*step-00000004"
+    with pytest.raises(TrainingDiverged, match=message):
+        train(vit, splits(), config(), tmp_path, reporter=At(4, poison))
+    assert not (tmp_path / "model.safetensors").exists()
+    kept = [path.name for path in checkpoints.Checkpoints(tmp_path).all()]
+    assert kept == ["step-00000002", "step-00000004"]
+
+
+def test_nan_in_the_first_step_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    vit = model()
+    with torch.no_grad():
+        vit.classifier.bias[0] = float("inf")
+    with pytest.raises(TrainingDiverged, match=r"step 0.*there is no checkpoint yet"):
+        train(vit, splits(), config(), tmp_path, reporter=At())
+
+
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"\(1, 8, 8\).*\(3, 8, 8\)"):
+        train(model(), replace(splits(), channels=3), config(), tmp_path)
+
+
+def test_other_classes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="3 classes and noise has 2"):
+        train(model(), replace(splits(), class_names=("a", "b")), config(), tmp_path)
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="batch_size=27 is more than the 26"):
+        train(model(), splits(), config(batch_size=27), tmp_path)
+
+
+def test_a_dense_model_has_no_strength_to_set(tmp_path: Path) -> None:
+    dense = VisionTransformer(replace(MODEL, attention=CONFIGS["dense"].attention))
+    with pytest.raises(NotSupported, match="strength_init"):
+        train(dense, splits(), config(strength_init=2.0), tmp_path)
+
+
+def test_strength_init_sets_every_strength(tmp_path: Path) -> None:
+    made = run(tmp_path, strength_init=3.0, learning_rate=1e-12, ema=None)
+    strength = torch.cat([layer.attention.scores.strength for layer in made.model.layers])  # type: ignore[union-attr]
+    torch.testing.assert_close(strength.detach(), torch.full_like(strength, 3.0), rtol=1e-9, atol=0)
+
+
+def test_another_run_in_the_same_folder_is_refused_with_every_difference(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.learning_rate was 0\.01 and is now 0\.02.*config\.seed was 42"):
+        run(tmp_path, learning_rate=0.02, seed=1)
+
+
+def test_how_often_to_save_may_change_in_the_middle(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    assert run(tmp_path, checkpoint_every=1).record["steps"] == 6
+
+
+def test_a_finished_run_of_other_settings_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match="epochs was 2 and is now 3"):
+        run(tmp_path, epochs=3)
+
+
+def test_starting_over_never_overwrites(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    with pytest.raises(InvalidInput, match="holds a run already"):
+        train(model(), splits(), config(), tmp_path, resume=False)
+
+
+def test_a_truncated_checkpoint_is_refused_and_the_one_before_named(tmp_path: Path) -> None:
+    interrupted(tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(
+        CheckpointError, match=r"truncated.*Delete the folder .*step-00000004 to resume from step-00000002"
+    ):
+        run(tmp_path / "run")
+    shutil.rmtree(file.parent)
+    assert run(tmp_path / "run").record["steps"] == 6
+
+
+def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
+    file = interrupted(tmp_path) / "state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="sha256"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("schema", 99), ("kind", "something else")])
+def test_a_checkpoint_of_another_schema_is_refused(field: str, value: object, tmp_path: Path) -> None:
+    file = interrupted(tmp_path) / "state.json"
+    write_json(file, {**read_json(file), field: value})
+    with pytest.raises(CheckpointError, match=str(value)):
+        run(tmp_path)
+
+
+def test_a_history_that_lost_lines_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    (tmp_path / "history.jsonl").write_text("")
+    with pytest.raises(CheckpointError, match="0 epochs and the checkpoint 1"):
+        run(tmp_path)
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise CheckpointError("cannot write: No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space"):
+        run(tmp_path, At(3, lambda: patched.setattr(checkpoints, "write_tensors", full)))
+    assert [path.name for path in checkpoints.Checkpoints(tmp_path).all()] == ["step-00000002"]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert run(tmp_path).record["steps"] == 6
+
+
+def test_two_checkpoints_stay(tmp_path: Path) -> None:
+    run(tmp_path, checkpoint_every=1)
+    assert [path.name for path in checkpoints.Checkpoints(tmp_path).all()] == ["step-00000005", "step-00000006"]
+
+
+def test_the_folder_is_a_model_with_the_mean_of_its_weights(tmp_path: Path) -> None:
+    made = run(tmp_path)
+    saved = load_model(tmp_path).state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in made.model.state_dict().items())
+    last = checkpoints.Checkpoints(tmp_path).read()
+    assert last is not None
+    assert torch.equal(last[1]["mean/classifier.weight"], saved["classifier.weight"])
+    assert not torch.equal(last[1]["model/classifier.weight"], saved["classifier.weight"])
+    assert made.record["accuracy"]["best_validation"] >= made.record["accuracy"]["validation"]
