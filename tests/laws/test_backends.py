@@ -31,6 +31,8 @@ def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
     logits, gradients = with_backend(small, Fused, inputs)
     expected, expected_gradients = with_backend(small, Eager, inputs)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():  # another path: written into padded buffers
+        torch.testing.assert_close(small(inputs), expected, rtol=1e-10, atol=1e-10)
     assert len(gradients) == len(expected_gradients)
     for ours, truth in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-8, atol=1e-8)
@@ -93,3 +95,20 @@ def test_backends_come_back_after_an_error() -> None:
     ):
         vit(images(CONFIGS["svda"]))
     assert [layer.backend for layer in layers] == before
+
+
+def test_kept_padding_follows_the_weights() -> None:
+    """The padded weights are kept between calls without gradients: changed weights must be seen all the same."""
+    config = CONFIGS["svda"]
+    vit = model(config)
+    small = realize(vit, prescription(vit, PATTERNS["ragged-falling"]))
+    inputs = images(config)
+    with torch.no_grad():
+        small(inputs)
+        for parameter in small.parameters():
+            parameter.mul_(1.1)
+        logits = small(inputs)
+        layers = family_of(small).attention(small)
+        with using(layers, [Eager() for _ in layers]):
+            torch.testing.assert_close(logits, small(inputs), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(small.float()(inputs.float()).double(), logits, rtol=1e-4, atol=1e-4)

@@ -20,7 +20,7 @@ STRENGTH = torch.tensor(
 )
 
 
-def close(found: torch.Tensor, expected: list | torch.Tensor) -> None:
+def close(found: torch.Tensor, expected: float | list[float] | torch.Tensor) -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
 
 

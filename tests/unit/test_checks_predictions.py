@@ -1,6 +1,7 @@
 """Accuracy, fidelity and calibration: what is said of the logits of candidate, reference and masked model."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -185,3 +186,4 @@ def test_the_standard_checks_describe_themselves(setting: Setting):
     assert {record["check"] for record in described} >= {"accuracy", "fidelity", "bounds", "latency"}
     assert next(record for record in described if record["check"] == "accuracy")["most_drop"] == 1.0
     assert all("masked" not in record for record in described)
+    assert json.loads(json.dumps(described)) == described

@@ -72,8 +72,7 @@ def test_a_compressed_model_reads_as_its_mask(pattern: str) -> None:
     vit = model(CONFIGS["svda"])
     given = prescription(vit, PATTERNS[pattern])
     masked, slim = (
-        diagnose(realize(vit, given, **how), data(CONFIGS["svda"]))
-        for how in ({"by": "mask"}, {"by": "compress", "norms": "exact"})
+        diagnose(realize(vit, given, by=by, norms="exact"), data(CONFIGS["svda"])) for by in ("mask", "compress")
     )
     for before, after in zip(masked.layers, slim.layers, strict=True):
         stored = list(after.spectrum.heads)
@@ -138,7 +137,7 @@ def test_the_seed_decides_the_noise() -> None:
 def test_nan_weights_are_refused_by_name() -> None:
     vit = model(CONFIGS["svda"])
     with torch.no_grad():
-        vit.layers[1].attention.value.weight[0, 0] = float("nan")
+        family_of(vit).attention(vit)[1].value.weight[0, 0] = float("nan")
     with pytest.raises(InvalidInput, match=r"layers\.1\.attention\.value\.weight"):
         diagnose(vit, data(CONFIGS["svda"]))
 
@@ -146,7 +145,7 @@ def test_nan_weights_are_refused_by_name() -> None:
 def test_an_overflowing_layer_is_named() -> None:
     vit = model(CONFIGS["svda"]).float()
     with torch.no_grad():
-        vit.layers[1].attention.value.weight.fill_(3e38)
+        family_of(vit).attention(vit)[1].value.weight.fill_(3e38)
     with pytest.raises(InvalidInput, match="layer 1 computed"):
         diagnose(vit, data(CONFIGS["svda"]))
 

@@ -1,6 +1,7 @@
 """Diagnostics: bounds and where they are reached, padding, heads without energy, streaming, permuted heads."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -200,9 +201,12 @@ def test_nan_is_refused_with_the_layer() -> None:
 def test_knobs_round_trip_and_bad_ones_are_refused() -> None:
     for kind in DIAGNOSTICS.values():
         assert from_dict(to_dict(kind()), DIAGNOSTICS.values()) == kind()
-    for knobs in ({"kind": "noise"}, {"size": 0.0}, {"size": float("inf")}, {"images": 0}):
+    bad: list[dict[str, Any]] = [{"kind": "noise"}, {"size": 0.0}, {"size": float("inf")}, {"images": 0}]
+    for knobs in bad:
         with pytest.raises(InvalidInput, match="PerturbationResponse"):
             PerturbationResponse(**knobs)
+    assert [PerturbationResponse().count(images) for images in (1, 9, 800, 10_000)] == [1, 2, 100, 256]
+    assert PerturbationResponse(images=20).count(7) == 7
     with pytest.raises(InvalidInput, match="given twice"):
         Panel((SpectralShape(), SpectralShape(0.2)), ())
     with pytest.raises(InvalidInput, match="at least one"):

@@ -169,3 +169,12 @@ def test_an_overlay_shows_the_map_where_the_image_is_flat():
     shown = overlay(torch.full((1, 8, 8), 0.5), torch.tensor([[0.0, 0.0], [0.0, 1.0]]), 0.0, 1.0)
     assert shown.shape == (3, 8, 8)
     assert float(shown[0, 7, 7]) > float(shown[0, 0, 0])
+
+
+def test_whole_numbers_are_labelled_as_such():
+    assert [words for _, words in Scale(0.96, 2.04, 0, 100, whole=True).labels(5)] == ["1", "2"]
+
+
+def test_values_that_differ_by_rounding_are_one_value():
+    low, high = span([0.0, -1.4e-15])
+    assert (low, high) == pytest.approx((-1.0, 1.0))

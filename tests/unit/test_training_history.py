@@ -8,7 +8,7 @@ import torch
 
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import NotSupported
-from attnrx.models import VisionTransformer, ViTConfig, initialize_
+from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_
 from attnrx.training import PlainLines, ProgressBars, Several, TensorBoard, default_reporter
 from attnrx.training.indicators import Probe
 from attnrx.training.reporters import Outline

@@ -1,17 +1,22 @@
 """What every form of attention hands to a backend: the two factors of its scores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnrx.shapes import Float, Tensor
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring heads that are computed together, at one common rank (the largest of theirs, or more)."""
+    """Neighbouring heads that are computed together.
+
+    Every head is projected to `rank` directions, the largest rank of theirs or more, and enters the kernel with `width`
+    of them, the last ones zero.
+    """
 
     start: int
     stop: int
     rank: int
+    width: int
 
     @property
     def heads(self) -> slice:
@@ -28,14 +33,14 @@ class ScoreFactors:
     """
 
     bucket: Bucket
-    query: Float[Tensor, "batch tokens heads rank"]
-    key: Float[Tensor, "batch tokens heads rank"]
-    strength: Float[Tensor, "heads rank"] | None
+    query: Float[Tensor, "batch tokens heads width"]
+    key: Float[Tensor, "batch tokens heads width"]
+    strength: Float[Tensor, "heads width"] | None
     scale: float
 
     def folded(
         self,
-    ) -> tuple[Float[Tensor, "batch heads tokens rank"], Float[Tensor, "batch heads tokens rank"]]:
+    ) -> tuple[Float[Tensor, "batch heads tokens width"], Float[Tensor, "batch heads tokens width"]]:
         """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         return query.transpose(1, 2), self.key.transpose(1, 2)
@@ -46,12 +51,13 @@ def exact_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
         if buckets and buckets[-1].rank == rank:
-            buckets[-1] = Bucket(buckets[-1].start, head + 1, rank)
+            buckets[-1] = Bucket(buckets[-1].start, head + 1, rank, rank)
         else:
-            buckets.append(Bucket(head, head + 1, rank))
+            buckets.append(Bucket(head, head + 1, rank, rank))
     return tuple(buckets)
 
 
-def padded_buckets(ranks: tuple[int, ...], rank: int) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have any directions, padded to `rank`; heads of rank 0 stay apart."""
-    return exact_buckets(tuple(rank if own else 0 for own in ranks))
+def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 stay apart."""
+    together = exact_buckets(tuple(rank if own else 0 for own in ranks))
+    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in together)

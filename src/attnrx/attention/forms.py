@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
@@ -72,24 +73,27 @@ class SvdaForm(ScoreForm):
     ) -> tuple[ScoreFactors, ...]:
         """Gives unit rows and the strengths."""
         return tuple(
-            ScoreFactors(
-                bucket,
-                unit_rows(q)[..., : bucket.rank],
-                unit_rows(k)[..., : bucket.rank],
-                self._strength(bucket),
-                self.spec.scale,
-            )
+            ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), self._strength(bucket), self.spec.scale)
             for bucket, q, k in self.project(tokens, buckets)
         )
 
-    def _strength(self, bucket: Bucket) -> Float[Tensor, "heads rank"]:
+    def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
+        if self.spec.norms == "original":  # the removed directions follow the kept ones, and their strength is zero
+            return unit_rows(rows)[..., : bucket.width]
+        return unit_rows(rows, bucket.width)
+
+    def _strength(self, bucket: Bucket) -> Float[Tensor, "heads width"]:
         ranks = self.spec.ranks
-        own = self.strength.split(ranks)[bucket.heads]
-        if all(rank == bucket.rank for rank in ranks[bucket.heads]):
-            first = sum(ranks[: bucket.start])
-            return self.strength[first : first + sum(ranks[bucket.heads])].view(len(own), bucket.rank)
-        padded = [nn.functional.pad(strength, (0, bucket.rank - strength.numel())) for strength in own]
+        first = sum(ranks[: bucket.start])
+        own = self.strength[first : first + sum(ranks[bucket.heads])]
+        if all(rank == bucket.width for rank in ranks[bucket.heads]):
+            return own.view(-1, bucket.width)
+        padded = [F.pad(row, (0, bucket.width - row.numel())) for row in own.split(ranks[bucket.heads])]
         return torch.stack(padded)
+
+
+def _widened(rows: Tensor, bucket: Bucket) -> Tensor:
+    return F.pad(rows, (0, bucket.width - bucket.rank)) if bucket.width > bucket.rank else rows
 
 
 FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm}

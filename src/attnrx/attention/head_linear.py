@@ -1,6 +1,7 @@
 """A linear projection whose heads may have different numbers of rows."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows)))
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
+        self._kept: tuple[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
         """Projects tokens to the features of all heads, one after the other."""
@@ -34,20 +36,28 @@ class HeadLinear(nn.Module):
         call.
         """
         batch, length, _ = tokens.shape
-        features = self(tokens) if rows == self.rows else self._padded(tokens, rows)
+        features = self(tokens) if rows == self.rows else F.linear(tokens, *self._padded(rows))
         if len(buckets) == 1:
             return [features.view(batch, length, len(rows), -1)]
         widths = [sum(rows[bucket.heads]) for bucket in buckets]
         parts = features.split(widths, dim=-1)
         return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
 
-    def _padded(self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]) -> Tensor:
-        """Pads the weights, or the features where those are smaller: both give the same, and neither is stored."""
+    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Spreads weight and bias out with zero rows between; without gradients the result is kept for later."""
+        cached = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self.weight.is_inference()
+        if not cached:
+            return self._spread(rows)
+        own = (self.weight, self.bias)
+        state = (rows, *((part.data_ptr(), part._version, part.dtype, part.device) for part in own))
+        if self._kept is None or self._kept[0] != state:
+            self._kept = (state, self._spread(rows))
+        return self._kept[1]
+
+    def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         index = _padding_index(self.rows, rows).to(self.weight.device)
-        if tokens.shape[0] * tokens.shape[1] < self.weight.shape[1]:
-            return F.pad(self(tokens), (0, 1)).index_select(-1, index)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
-        return F.linear(tokens, weight, F.pad(self.bias, (0, 1)).index_select(0, index))
+        return weight, F.pad(self.bias, (0, 1)).index_select(0, index)
 
 
 @lru_cache(maxsize=256)

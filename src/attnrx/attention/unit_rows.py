@@ -7,21 +7,30 @@ fused dense attention in eager mode.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from attnrx.shapes import Float, Tensor
 
 
-def unit_rows(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch directions"]:
-    """Divides every row by its Euclidean norm (Eq. 4).
+def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
+    """Divides every row by its Euclidean norm (Eq. 4); given a `width`, zeros follow up to it.
 
     A zero row stays zero and receives no gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed
     in float32 or better, so float16 rows cannot overflow.
     """
-    if not torch.is_grad_enabled():
-        return rows * inverse_norms(rows).to(rows.dtype)
-    unit = _UnitRows.apply(rows)
-    assert isinstance(unit, Tensor)
-    return unit
+    missing = 0 if width is None else width - rows.shape[-1]
+    if torch.is_grad_enabled():
+        unit = _UnitRows.apply(rows)
+        assert isinstance(unit, Tensor)
+        return F.pad(unit, (0, missing)) if missing else unit
+    inverse = inverse_norms(rows).to(rows.dtype)
+    if not missing:
+        return rows * inverse
+    # The products are written where they are wanted: padding them afterwards would be one more copy.
+    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + missing)
+    padded[..., rows.shape[-1] :] = 0
+    torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
+    return padded
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:

@@ -31,4 +31,6 @@ class Check(ABC):
 def _plain(knob: Any) -> Any:
     if is_dataclass(knob):
         return to_dict(knob)
-    return knob if isinstance(knob, bool | int | float | str | tuple) else None
+    if isinstance(knob, tuple):
+        return list(knob)  # as JSON reads it back
+    return knob if isinstance(knob, bool | int | float | str) else None

@@ -4,6 +4,7 @@ from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import SvdaExperiment
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import SvdaRun, run_svda
 from attnrx.experiments.table import ReproducedTable, make_table
 
@@ -19,4 +20,5 @@ __all__ = [
     "recipe_names",
     "reproduce",
     "run_svda",
+    "spread_over_epochs",
 ]

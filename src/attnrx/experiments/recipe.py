@@ -1,8 +1,8 @@
 """Recipes: which table of which paper, from which runs, beside which numbers; and where recipes are found."""
 
 import ast
-import importlib.util
 import json
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity of one realization, times `factor`: papers do not all count a loss as negative."""
+    """One quantity of one realization, times `factor`: papers do not all count a loss as negative.
+
+    `decimals=None` writes three significant digits.
+    """
 
     key: str
     title: str
     kind: str
     quantity: str
     unit: str = ""
-    decimals: int = 2
+    decimals: int | None = 2
     factor: float = 1.0
 
 
@@ -123,14 +126,9 @@ def read_header(path: Path) -> dict[str, str]:
 
 def _recipe_in(path: Path, name: str) -> Recipe:
     """Runs the recipe's file, which is plain data, and takes its RECIPE."""
-    spec = importlib.util.spec_from_file_location(f"attnrx_recipe_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InvalidInput(f"{path} is not a Python file; a recipe defines RECIPE.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Any = getattr(module, "RECIPE", None)
+    found: Any = runpy.run_path(str(path)).get("RECIPE")
     if not isinstance(found, Recipe):
-        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe.")
+        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe; look at its neighbours.")
     return found
 
 

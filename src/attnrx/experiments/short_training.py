@@ -1,6 +1,7 @@
 """A model and a short training for any dataset, as the demonstration wants them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -26,6 +27,7 @@ class ShortTraining:
     learning_rate: float = 1e-3
     strength: float = 4.0
     strength_factor: float = 20.0
+    precision: Literal["bf16", "fp32"] = "bf16"
 
     def config(self, splits: Splits, seed: int, epochs: int | None = None) -> TrainingConfig:
         """Gives the training, of so many epochs if asked."""
@@ -37,6 +39,7 @@ class ShortTraining:
             learning_rate=self.learning_rate,
             strength_init=self.strength,
             strength_learning_rate=self.strength_factor,
+            precision=self.precision,
             seed=seed,
             checkpoint_every=100,
         )
@@ -51,7 +54,7 @@ class ShortTraining:
         )
 
 
-SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_rate=2e-3)}
+SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_rate=2e-3, precision="fp32")}
 
 
 def short_training(splits: Splits) -> ShortTraining:
@@ -60,7 +63,7 @@ def short_training(splits: Splits) -> ShortTraining:
 
 
 def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
-    """Gives the name and the model that suit a dataset: its own scenario, else the compact one with the data's shape."""
+    """Gives the name and the model that suit a dataset: its own scenario, else the compact one of its shape."""
     scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
     shape = {"channels": splits.channels, "classes": len(splits.class_names), "image_size": splits.image_size}
     if splits.name in SCENARIOS and SCENARIOS[splits.name].get("image_size", 32) == splits.image_size:

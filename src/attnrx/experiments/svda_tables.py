@@ -18,7 +18,7 @@ PAPER_COLUMNS = (
     Column("accuracy_lost", "Acc. change (lost)", "renormalized", "accuracy_change", "pp", factor=-1.0),
     Column("params_down", "Params ↓", "renormalized", "params_down", "%"),
     Column("macs_down", "MACs ↓", "renormalized", "macs_down", "%"),
-    Column("discrepancy", "Rel. L2", "renormalized", "discrepancy_to_masked", decimals=4),
+    Column("discrepancy", "Rel. L2", "renormalized", "discrepancy_to_masked", decimals=None),
     Column("agreement", "Pred. agree", "renormalized", "agreement_to_masked", "%"),
 )
 
@@ -26,7 +26,7 @@ PAPER_COLUMNS = (
 ORIGINAL_COLUMNS = (
     Column("original_accuracy", "Accuracy of the original", "renormalized", "original_accuracy", "%"),
     *(
-        Column(f"{kind}_to_original", f"{kind} vs original, Rel. L2", kind, "discrepancy_to_original", decimals=4)
+        Column(f"{kind}_to_original", f"{kind} vs original, Rel. L2", kind, "discrepancy_to_original", decimals=None)
         for kind in ("mask", "renormalized", "refit")
     ),
 )
@@ -36,7 +36,7 @@ CONTROL_COLUMNS = (
     Column("over_random", "SVDA over Random", "renormalized", "more_accurate_than_random", "pp"),
     Column("over_largest", "SVDA over Largest-Σ", "renormalized", "more_accurate_than_largest", "pp"),
     *(
-        Column(f"{kind}_{control}", f"nearer than {control}, {kind}", kind, f"nearer_than_{control}", decimals=4)
+        Column(f"{kind}_{control}", f"nearer than {control}, {kind}", kind, f"nearer_than_{control}", decimals=None)
         for kind in ("mask", "renormalized", "refit")
         for control in ("random", "largest")
     ),
@@ -45,7 +45,7 @@ CONTROL_COLUMNS = (
 REALIZATION_COLUMNS = (
     Column("removed", "Dir. pruned", "mask", "removed", "%"),
     *(
-        Column(f"{kind}_to_original", f"{kind} vs original, Rel. L2", kind, "discrepancy_to_original", decimals=4)
+        Column(f"{kind}_to_original", f"{kind} vs original, Rel. L2", kind, "discrepancy_to_original", decimals=None)
         for kind in ("mask", "exact", "renormalized", "refit")
     ),
     Column("refit_ratio", "refit / renormalized", "refit", "discrepancy_over_renormalized", decimals=2),

@@ -10,7 +10,7 @@ from typing import Any
 from attnrx.checks.statistics import t_interval
 from attnrx.experiments.recipe import Column, Expected, RecipeFile, Row
 from attnrx.experiments.svda import SvdaRun
-from attnrx.reports.numbers import MINUS, MISSING
+from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.storage import write_json, write_text
 
 KIND, SCHEMA = "attnrx reproduced table", 1
@@ -119,7 +119,7 @@ def make_table(
         if (values := _values(runs[row.dataset], row, column))
     ]
     seeds = sorted({run.experiment.seed for several in runs.values() for run in several})
-    source = f"{file.header['Paper'].rstrip('.')}, {file.header['Table'].rstrip('.')}."
+    source = f"Paper: {file.header['Paper'].rstrip('.')}. Table: {file.header['Table'].rstrip('.')}."
     labels = tuple(row.label for row in rows)
     return ReproducedTable(
         file.name, file.recipe.title, source, labels, file.recipe.columns, tuple(cells), tuple(seeds), tuple(deviations)
@@ -145,9 +145,8 @@ def _cell(measures: Sequence[Mapping[str, Any]], row: Row, column: Column, expec
 
 
 def _number(value: float, column: Column, unit: bool = True) -> str:
-    text = f"{value:.{column.decimals}f}"
-    text = text.removeprefix("-") if float(text) == 0 else text.replace("-", MINUS)
-    return f"{text} {column.unit}" if unit and column.unit else text
+    text = number(value) if column.decimals is None else fixed(value, column.decimals)
+    return with_unit(text, column.unit if unit else "")
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from attnrx.evidence import Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
+from attnrx.reports.sections.findings import has_severity
 from attnrx.reports.sections.treatment import rule_text
 from attnrx.reports.sections.verdict import sentence
 
@@ -66,7 +67,7 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
     compared = [(name, value) for name, value in evidence.about.items() if isinstance(value, str | int | float)]
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in compared)
-    shown = [finding for finding in evidence.findings if "severity" not in finding.details]
+    shown = [finding for finding in evidence.findings if not has_severity(finding)]
     more = len(evidence.findings) - len(shown)
     return [
         "## Evidence",

@@ -16,6 +16,11 @@ _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _ATTACHED = {"x": TIMES, TIMES: TIMES}
 
 
+def known(value: Number | None) -> Number | None:
+    """Gives a number, or None for what could not be measured and can be drawn nowhere."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def number(value: Number | None, digits: int = 3) -> str:
     """Writes a number with `digits` significant digits; very small and very large ones get a power of ten."""
     if value is None or not math.isfinite(value):

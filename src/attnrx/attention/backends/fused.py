@@ -15,20 +15,18 @@ class Fused(Backend):
     scale is always passed: its default would follow the padded rank.
     """
 
-    # Above this share of the width of the values, padding the projections (which costs nothing beyond the original's
-    # work) is faster than projecting fewer rows and padding what they give (which costs a copy of query and key).
+    # Above this share of the width of the values, projecting fewer rows saves less than it costs to spread them out
+    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did.
     FULL_ABOVE = 0.75
 
     def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
         most = max(spec.ranks, default=0)
+        width = max(most, spec.head_dim)
         full = spec.norms == "original" or most > self.FULL_ABOVE * spec.head_dim
-        return padded_buckets(spec.ranks, max(most, spec.head_dim) if full else most)
+        return padded_buckets(spec.ranks, width if full else most, width)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
-        """Pads and calls the fused kernel."""
+        """Calls the fused kernel."""
         query, key = factors.folded()
-        missing = value.shape[-1] - query.shape[-1]
-        if missing > 0:
-            query, key = F.pad(query, (0, missing)), F.pad(key, (0, missing))
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)

@@ -24,7 +24,8 @@ class Observed(Backend):
 
     def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Puts all heads together."""
-        return (Bucket(0, len(spec.ranks), max((*spec.ranks, 1))),)
+        most = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), most, most),)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
         """Computes the read-out and shows how."""

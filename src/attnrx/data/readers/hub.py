@@ -69,7 +69,7 @@ class HubReader(Reader):
         except Exception as error:  # five libraries raise their own kinds here: network, gating, cache, disk, parsing
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(
-                f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for a dataset behind a "
-                "licence, that you accepted it and are logged in; or give the path of a local copy (parquet, a folder "
-                "of images, tar shards), or put <name>.parquet into the folder that ATTNRX_DATA names."
+                f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for "
+                "a dataset behind a licence, that you accepted it and are logged in; or give the path of a local copy "
+                "(parquet, a folder of images, tar shards), or put <name>.parquet into the folder in ATTNRX_DATA."
             ) from error

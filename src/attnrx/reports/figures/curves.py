@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnrx.reports.figures.drawing import Drawing
 from attnrx.reports.figures.scale import Scale, log_span, span
@@ -69,7 +69,7 @@ class Chart:
                 _draw_band(drawing, curve, x, y)
         for index, curve in enumerate(self.curves):
             shift = 0.0 if self.band or not self._has_intervals else DODGE * (index - (len(self.curves) - 1) / 2)
-            own = Scale(x.low, x.high, x.start + shift, x.stop + shift)
+            own = replace(x, start=x.start + shift, stop=x.stop + shift)
             _draw_line(drawing, curve, own, y)
             if not self.band:
                 _draw_intervals(drawing, curve, own, y)
@@ -82,7 +82,8 @@ class Chart:
         extra = () if self.level is None else (self.level,)
         low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
         left, right = span((point.x for point in points), room=0.04)
-        return Scale(left, right, LEFT, RIGHT), Scale(low, high, BOTTOM, TOP, self.logarithmic)
+        whole = all(point.x == int(point.x) for point in points)
+        return Scale(left, right, LEFT, RIGHT, whole=whole), Scale(low, high, BOTTOM, TOP, self.logarithmic)
 
     @property
     def _has_intervals(self) -> bool:
@@ -94,7 +95,7 @@ class Chart:
             for curve in self.curves
             if curve.points
         )
-        return f"{self.y_label} over {self.x_label}. " + "; ".join(ends) + "."
+        return f"Over {self.x_label}. " + "; ".join(ends) + "."
 
 
 def marker_picture(curve: Curve) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnrx.reports.numbers import Number, fixed, short
+from attnrx.reports.numbers import NOTHING, Number, fixed, short
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Scale:
     start: Number
     stop: Number
     logarithmic: bool = False
+    whole: bool = False  # only whole numbers are labelled, e.g. epochs
 
     def __call__(self, value: Number) -> Number:
         """Gives the place of a value."""
@@ -25,7 +26,7 @@ class Scale:
     def ticks(self, count: int = 4) -> list[Number]:
         """Gives about `count` round values inside the range."""
         if not self.logarithmic:
-            return _round_values(self.low, self.high, count)
+            return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         decades = last - first
         factors = (1,) if decades > 2 else (1, 2, 5)
@@ -50,8 +51,8 @@ def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Numb
     """Gives a range that holds all values with a little room; equal values get a range around them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
-    if low == high:
-        margin = abs(low) * 0.1 or 1.0
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # they differ by rounding
+        margin = abs(low) * 0.1 if abs(low) > NOTHING else 1.0
         return low - margin, high + margin
     margin = (high - low) * room
     return low - margin, high + margin
@@ -63,8 +64,8 @@ def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
     return min(positive) / 1.3, max(positive) * 1.3
 
 
-def _round_values(low: Number, high: Number, count: int) -> list[Number]:
-    rough = (high - low) / max(count, 1)
+def _round_values(low: Number, high: Number, count: int, least: Number) -> list[Number]:
+    rough = max((high - low) / max(count, 1), least)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

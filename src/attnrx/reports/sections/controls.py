@@ -8,7 +8,7 @@ from typing import Any
 from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import IntervalRow, axis_picture, span
-from attnrx.reports.numbers import interval, quantity
+from attnrx.reports.numbers import interval, known, quantity
 from attnrx.reports.sections.findings import RESULT
 from attnrx.reports.sections.section import Section
 
@@ -17,9 +17,8 @@ CHECK = "controls"
 
 def controls(content: ReportContent) -> Section | None:
     """Gives a plot of dots and intervals, on one axis per unit."""
-    found = [
-        finding for finding in (content.evidence.of(CHECK) if content.evidence else ()) if finding.value is not None
-    ]
+    findings = content.evidence.of(CHECK) if content.evidence is not None else ()
+    found = [finding for finding in findings if known(finding.value) is not None]
     if not found:
         return None
     by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
@@ -44,7 +43,8 @@ def _plot(unit: str, group: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _row(finding: Finding) -> IntervalRow:
-    return IntervalRow(finding.claim, finding.value, finding.low, finding.high, _advantages(finding), finding.limit)
+    low, high = known(finding.low), known(finding.high)
+    return IntervalRow(finding.claim, finding.value, low, high, _advantages(finding), finding.limit)
 
 
 def _advantages(finding: Finding) -> list[float]:

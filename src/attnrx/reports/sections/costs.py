@@ -82,11 +82,11 @@ def _row(name: str, old: Record, new: Record, whole: int) -> dict[str, Any]:
 
 
 def _latency(record: Record) -> dict[str, str]:
-    ratio, conditions = record["ratio"], record["conditions"]
+    ratio, conditions, threads = record["ratio"], record["conditions"], record["threads"]
     kernels = dict.fromkeys((record["reference_kernel"], record["candidate_kernel"]))
     where = [
         record["hardware"],
-        f"{record['threads']} threads",
+        f"{threads} thread{'' if threads == 1 else 's'}",
         conditions["precision"],
         f"torch {record['torch_version']}",
     ]

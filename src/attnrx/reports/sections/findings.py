@@ -1,6 +1,6 @@
 """The evidence: every claim with its value, its limit and whether it holds, grouped by the check that made it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnrx.evidence import Finding
@@ -15,9 +15,20 @@ def findings(content: ReportContent) -> Section | None:
     """Gives the evidence table; within a check the order of the findings is kept."""
     if content.evidence is None:
         return None
-    checks = dict.fromkeys(finding.check for finding in content.evidence.findings)
-    groups = [(check.replace("_", " "), [row(finding) for finding in content.evidence.of(check)]) for check in checks]
-    return Section("evidence", "Evidence", {"groups": groups})
+    shown = [finding for finding in content.evidence.findings if not has_severity(finding)]
+    elsewhere = len(content.evidence.findings) - len(shown)
+    return Section("evidence", "Evidence", {"groups": grouped(shown), "elsewhere": elsewhere})
+
+
+def has_severity(finding: Finding) -> bool:
+    """Whether a finding is about one corruption at one severity; there are too many of them for the main table."""
+    return {"corruption", "severity"} <= finding.details.keys()
+
+
+def grouped(shown: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Gives the rows of a table, check by check."""
+    checks = dict.fromkeys(finding.check for finding in shown)
+    return [(check.replace("_", " "), [row(own) for own in shown if own.check == check]) for check in checks]
 
 
 def row(finding: Finding) -> dict[str, Any]:

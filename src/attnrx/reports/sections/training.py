@@ -40,7 +40,7 @@ def _scalar(history: Sequence[Record], word: str, title: str) -> Figure | None:
     )
     if not curves:
         return None
-    chart = Chart(f"{title} over the epochs", "epoch", title.lower(), curves)
+    chart = Chart(f"{title} over the epochs", "epoch", "", curves)
     legend = tuple((marker_picture(curve), curve.name) for curve in curves)
     return Figure(chart.draw(), title, legend=legend if len(legend) > 1 else ())
 
@@ -65,8 +65,8 @@ def _indicator(history: Sequence[Record], name: str) -> Chart:
         Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}", marker)
         for layer in range(depth)
     )
-    title = name.replace("_", " ")
-    return Chart(title.capitalize(), "epoch", title, tuple(curve for curve in curves if curve.points), band=True)
+    title = name.replace("_", " ").capitalize()
+    return Chart(title, "epoch", "", tuple(curve for curve in curves if curve.points), band=True)
 
 
 def _layers(record: Record) -> Sequence[Mapping[str, Sequence[float | None]]]:

@@ -1,0 +1,96 @@
+"""Every recipe states where it comes from, agrees with the paper's own arithmetic, and runs."""
+
+from pathlib import Path
+
+import pytest
+
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.experiments import Request, load_recipe, recipe_names, reproduce
+from attnrx.experiments.recipe import HEADER, read_header, recipes_folder
+from attnrx.models import config_costs, named_config
+from attnrx.training import Silent
+
+SEED = 7
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny runs, which all recipes share."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def test_all_tables_of_the_paper_are_there():
+    assert {f"svda/table{number}" for number in (1, 2, 6, 8)} <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_header_is_complete_and_its_command_is_the_recipe(name: str):
+    file = load_recipe(name)
+    assert set(file.header) == set(HEADER)
+    assert file.header["Command"].startswith(f"attnrx reproduce {name}")
+
+
+def test_incomplete_header_is_refused_by_what_it_lacks(tmp_path: Path):
+    path = tmp_path / "recipe.py"
+    path.write_text('"""A table.\n\nPaper: one\nTable: 1\nCommand: run\nExpected: 1\nTime: long\n    and longer\n"""\n')
+    with pytest.raises(InvalidInput, match="does not state Tolerance, Hardware"):
+        read_header(path)
+    path.write_text(path.read_text().replace("Time:", "Tolerance: 0\nHardware: any\nTime:"))
+    assert read_header(path)["Time"] == "long and longer"
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(UnknownName, match="svda/table1"):
+        load_recipe("svda/tabel1")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_expected_numbers_belong_to_rows_and_columns(name: str):
+    file = load_recipe(name)
+    assert set(file.expected) <= {row.label for row in file.recipe.rows}
+    assert {column for cells in file.expected.values() for column in cells} <= {c.key for c in file.recipe.columns}
+
+
+@pytest.mark.parametrize("name", ["svda/table1", "svda/table2"])
+def test_papers_savings_follow_from_its_directions(name: str):
+    """The closed form turns the printed share of directions into the printed savings, to the printed digit."""
+    file = load_recipe(name)
+    for row in file.recipe.rows:
+        cells = file.expected[row.label]
+        saving = config_costs(named_config("svda", row.dataset)).saving_without(cells["removed"].paper / 100)
+        assert 100 * saving.params_share == pytest.approx(cells["params_down"].paper, abs=0.0101)
+        assert 100 * saving.macs_share == pytest.approx(cells["macs_down"].paper, abs=0.0101)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_tiny_run_fills_the_table(name: str, runs: Path):
+    file = load_recipe(name)
+    dataset = file.recipe.rows[0].dataset
+    table = reproduce(name, tiny=True, seeds=(SEED,), only=dataset, folder=runs, reporter=Silent())
+    labels = [row.label for row in file.recipe.rows if row.dataset == dataset]
+    assert list(table.rows) == labels
+    # The uniform cut has no uniform control; everything else is measured in every row.
+    assert all(table.cell(label, column.key) is not None for label in labels for column in table.columns)
+    assert any("tiny" in deviation for deviation in table.deviations)
+    assert (runs / f"{name}.md").read_text() == table.to_markdown()
+    assert (runs / f"{name}.json").exists()
+
+
+@pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.dataset)
+def test_tiny_runs_need_no_data_for_any_dataset(protocol):
+    experiment = Request(tiny=True).experiment(protocol, SEED)
+    splits = experiment.splits()
+    model = experiment.model(splits)
+    assert model(next(iter(splits.test.batches(4))).images.to(model.patches.weight.dtype)).shape == (4, 4)
+
+
+def test_only_must_be_a_dataset_of_the_recipe(tmp_path: Path):
+    with pytest.raises(UnknownName, match="cifar10"):
+        reproduce("svda/table2", only="cifar", tiny=True, folder=tmp_path)
+
+
+def test_recipes_travel_with_the_package():
+    """The wheel takes the folder that is beside the package in a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    assert recipes_folder().resolve() == root / "recipes"
+    assert '"recipes" = "attnrx/recipes"' in (root / "pyproject.toml").read_text()

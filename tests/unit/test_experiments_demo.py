@@ -1,0 +1,69 @@
+"""The demonstration on generated images: everything is there, and the laws hold."""
+
+from pathlib import Path
+
+import pytest
+
+from attnrx.evidence import Evidence
+from attnrx.experiments import DemoResult, demo
+from attnrx.experiments.demo import LAWS
+from attnrx.experiments.generated import generated_splits
+from attnrx.experiments.short_training import patch_size, short_training, small_model
+from attnrx.flow import load
+from attnrx.models import model_fingerprint
+from attnrx.training import Silent
+
+SPLITS = generated_splits("digits", 1, 4, 8)
+STAGES: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    folder = tmp_path_factory.mktemp("demo")
+    return demo(SPLITS, folder, epochs=2, reporter=Silent(), say=STAGES.append)
+
+
+def test_all_files_are_there_and_are_read_back(result: DemoResult):
+    assert Evidence.load(result.evidence_path).holds == result.evidence.holds
+    assert result.report.read_text().startswith("<!doctype html>")
+    slim = load(result.model)
+    assert model_fingerprint(slim) == result.evidence.about["candidate"]
+    assert STAGES[0].startswith("[1/7]") and STAGES[-1].startswith("[7/7]")
+
+
+def test_laws_hold_and_each_was_looked_at(result: DemoResult):
+    assert result.laws_hold, result.broken_laws
+    for law in LAWS:
+        assert any(finding.holds is not None for finding in result.evidence.of(law)), law
+
+
+def test_rows_tell_every_realization(result: DemoResult):
+    rows = {row.kind: row for row in result.rows}
+    assert list(rows) == ["mask", "renormalized", "exact", "refit"]
+    assert rows["exact"].discrepancy == pytest.approx(rows["mask"].discrepancy, rel=1e-2)
+    assert rows["mask"].params_down == 0 < rows["refit"].params_down == rows["renormalized"].params_down
+
+
+def test_report_has_every_section(result: DemoResult):
+    page = result.report.read_text()
+    for section in ("trade-off", "controls", "costs", "attention", "training", "spectra", "evidence", "prescription"):
+        assert f'id="{section}"' in page, section
+
+
+def test_second_run_uses_the_training_again(result: DemoResult):
+    weights = result.folder / "train" / SPLITS.name / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    again = demo(SPLITS, result.folder, epochs=2, reporter=Silent())
+    assert weights.stat().st_mtime_ns == before
+    assert again.rows == result.rows
+
+
+def test_patches_suit_the_image():
+    assert [patch_size(side) for side in (8, 16, 28, 32, 64, 224)] == [1, 2, 4, 4, 8, 16]
+
+
+def test_budget_is_in_whole_epochs_and_never_none():
+    config = short_training(SPLITS).config(SPLITS, seed=1)
+    assert config.batch_size == len(SPLITS.train) and config.epochs == 400
+    name, model = small_model(SPLITS, seed=1)
+    assert name == "svda:cifar10" and model.config.channels == 1 and model.config.classes == 4

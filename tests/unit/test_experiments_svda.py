@@ -1,0 +1,95 @@
+"""One run of the SVDA experiment: it resumes, refuses to become another one, and its numbers obey the laws."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnrx.config import to_dict
+from attnrx.errors import CheckpointError, UnknownName
+from attnrx.experiments import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
+from attnrx.training import Silent
+
+TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=("renormalized",), draws=3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SvdaRun:
+    return run_svda(TINY, tmp_path_factory.mktemp("svda"), reporter=Silent())
+
+
+def value(run: SvdaRun, rule: str, kind: str, quantity: str) -> float:
+    measure = run.measure(rule, kind, quantity)
+    assert measure is not None, (rule, kind, quantity)
+    return measure["value"]
+
+
+def test_exact_is_the_mask_and_renormalized_is_not(run: SvdaRun):
+    assert value(run, "share-0.50", "exact", "discrepancy_to_masked") < 1e-5
+    assert value(run, "share-0.50", "renormalized", "discrepancy_to_masked") > 1e-5
+    exact, mask = (value(run, "share-0.50", kind, "discrepancy_to_original") for kind in ("exact", "mask"))
+    assert exact == pytest.approx(mask, rel=1e-2)
+
+
+def test_refit_is_nearer_to_the_original_at_the_same_cost(run: SvdaRun):
+    assert value(run, "share-0.50", "refit", "discrepancy_over_renormalized") < 1
+    for quantity in ("params_down", "macs_down"):
+        refit, renormalized = (value(run, "share-0.50", kind, quantity) for kind in ("refit", "renormalized"))
+        assert refit == renormalized > 0
+
+
+def test_half_the_directions_go_and_every_bound_holds(run: SvdaRun):
+    found = run.record["rules"]["share-0.50"]
+    assert found["removed"] == pytest.approx(50)
+    assert len(found["bounds"]) == 7 and all(bound["holds"] for bound in found["bounds"])
+
+
+def test_controls_have_their_draws_and_an_even_cut_has_no_uniform_control(run: SvdaRun):
+    random = run.measure("rho-0.90", "renormalized", "nearer_than_random")
+    assert random is not None and len(random["draws"]) == TINY.draws and random["low"] <= random["high"]
+    assert run.measure("share-0.50", "renormalized", "nearer_than_uniform") is None
+    assert run.measure("rho-0.90", "mask", "nearer_than_random") is None  # not among the control kinds
+
+
+def test_epochs_tell_the_spread(run: SvdaRun):
+    last = run.record["epochs"][-1]
+    assert len(run.record["epochs"]) == TINY.epochs
+    assert last["removed"] == pytest.approx(run.record["rules"]["rho-0.90"]["removed"], abs=1e-9)
+    assert spread_over_epochs([run]).count("\n") == 2 + TINY.epochs
+
+
+def test_a_lost_stage_is_made_again_and_nothing_else(run: SvdaRun):
+    before = json.dumps(run.record["rules"])
+    lost = run.folder / "evidence" / "rho-0.90" / "controls-renormalized.json"
+    other = run.folder / "evidence" / "rho-0.90" / "refit.json"
+    weights = run.folder / "train" / "model.safetensors"
+    times = [path.stat().st_mtime_ns for path in (other, weights)]
+    lost.unlink()
+    (run.folder / "result.json").unlink()
+    again = run_svda(TINY, run.folder, reporter=Silent())
+    assert lost.exists() and [path.stat().st_mtime_ns for path in (other, weights)] == times
+    assert json.dumps(again.record["rules"]) == before
+
+
+def test_another_experiment_is_refused_with_what_differs(run: SvdaRun):
+    with pytest.raises(CheckpointError, match=r"draws was 3 and is now 4"):
+        run_svda(replace(TINY, draws=4), run.folder, reporter=Silent())
+
+
+def test_settings_round_trip():
+    experiment = SvdaExperiment("food101", epochs=40, batch_size=64, rhos=(0.5, 1.0), rank_share=None)
+    assert SvdaExperiment.from_dict(json.loads(json.dumps(to_dict(experiment)))) == experiment
+
+
+def test_unknown_dataset_names_the_nearest():
+    with pytest.raises(UnknownName, match="cifar10"):
+        SvdaExperiment("cifar11")
+
+
+def test_finished_run_is_read_back_without_data(run: SvdaRun, monkeypatch: pytest.MonkeyPatch):
+    def unreachable(self: SvdaExperiment) -> None:
+        raise AssertionError("a finished run loaded its data again")
+
+    monkeypatch.setattr(SvdaExperiment, "splits", unreachable)
+    assert run_svda(TINY, Path(run.folder)).record == SvdaRun.load(run.folder).record
