@@ -28,7 +28,6 @@ _HOMES = {
     "Spectrum": "attnrx.spectrum",
     "TrainingConfig": "attnrx.training",
     "ViTConfig": "attnrx.models",
-    "checks": "attnrx",
     "control_prescriptions": "attnrx.flow",
     "diagnose": "attnrx.flow",
     "load": "attnrx.flow",
@@ -36,12 +35,27 @@ _HOMES = {
     "matching": "attnrx.flow",
     "prescribe": "attnrx.flow",
     "realize": "attnrx.flow",
-    "rules": "attnrx",
     "save": "attnrx.flow",
     "train": "attnrx.flow",
     "verify": "attnrx.flow",
     "write_report": "attnrx.reports",
 }
+
+# Parts of the package that can be reached by name, for what has no public name of its own: `attnrx.models.family_of`.
+_ROOMS = (
+    "checks",
+    "costs",
+    "data",
+    "diagnostics",
+    "experiments",
+    "losses",
+    "models",
+    "realization",
+    "reports",
+    "rules",
+    "storage",
+    "training",
+)
 
 __all__ = [
     "AttnrxError",
@@ -69,7 +83,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from attnrx import checks, rules
+    from attnrx import (  # noqa: F401, for type checkers: reached by name at run time
+        checks,
+        costs,
+        data,
+        diagnostics,
+        experiments,
+        losses,
+        models,
+        realization,
+        reports,
+        rules,
+        storage,
+        training,
+    )
     from attnrx.data import load_data
     from attnrx.diagnosis import Diagnosis
     from attnrx.errors import AttnrxError
@@ -83,12 +110,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"attnrx.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(_HOMES))}.")
-    home = _HOMES[name]
-    return (
-        importlib.import_module(f"attnrx.{name}") if home == "attnrx" else getattr(importlib.import_module(home), name)
-    )
+        raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -60,8 +60,13 @@ def write_text(path: Path | str, content: str) -> Path:
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record as indented JSON; NaN and infinity become null, which JSON can hold."""
-    return write_text(path, json.dumps(_finite(record), indent=2, allow_nan=False) + "\n")
+    """Writes a record as `json_text`."""
+    return write_text(path, json_text(record))
+
+
+def json_text(record: Mapping[str, Any] | list[Any]) -> str:
+    """Gives a record as indented JSON; NaN and infinity become null, which JSON can hold."""
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path | str) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, UnknownName
@@ -12,6 +13,12 @@ from attnrx.experiments import SvdaExperiment, SvdaRun, run_svda, spread_over_ep
 from attnrx.training import Silent
 
 TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=("renormalized",), draws=3)
+
+
+@pytest.fixture(autouse=True)
+def single_precision(exact_arithmetic: None) -> None:
+    """The runs that the tests share are made before any test's float64, and are read back as they were made."""
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

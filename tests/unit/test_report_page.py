@@ -114,7 +114,10 @@ def test_words_of_the_content_are_escaped():
 def test_the_verdict_says_what_fails():
     words = " ".join(Page(whole()).words.split())
     assert "1 of 5 claims does not hold. 13 more quantities are reported without a limit." in words
-    assert "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6 points, limit" in words
+    assert (
+        "the candidate loses at most 1 points of accuracy: \N{MINUS SIGN}0.6 points [\N{MINUS SIGN}2.0, 0.8], limit"
+        in words
+    )
 
 
 def test_the_verdict_of_a_good_candidate():
@@ -171,7 +174,7 @@ def test_evidence_read_from_a_file_is_enough(tmp_path):
     )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
-    assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 2
+    assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 3  # the verdict twice, and the table
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
 
 

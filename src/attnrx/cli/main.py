@@ -1,8 +1,120 @@
-"""The entry point: finds the command, runs it, and turns what happened into an exit code."""
+"""The entry point: finds the command, runs it, and turns what happened into words and an exit code."""
 
+import importlib
+import json
+import os
+import sys
+import traceback
 from collections.abc import Sequence
+
+import attnrx as rx
+from attnrx.cli.commands import COMMANDS
+from attnrx.cli.outcome import Outcome, show
+from attnrx.cli.parser import Parser, UsageError
+from attnrx.errors import AttnrxError, DataError, nearest
+
+BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
+
+EPILOG = """\
+Results go to stdout and to files, progress and errors to stderr. With --json every command prints one JSON object.
+`attnrx COMMAND --help` shows the options and an example.
+
+exit codes:
+  0    done, and every claim that was checked holds
+  1    done, and a claim does not hold (verify, demo)
+  2    wrong usage or input: what was asked, what was found and what to do is on stderr
+  3    a dataset that cannot be found, read or trusted
+  70   a defect of attnrx, with its traceback
+  130  interrupted: every file is whole, and a training goes on where it stopped when asked again
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives its exit code."""
-    return 2
+    """Runs one command and gives its exit code; nothing escapes."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _guarded(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader had enough, e.g. `| head`. Python would complain again when it closes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def say(line: str) -> None:
+    """Tells people how it is going, on stderr."""
+    if _speaks():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _guarded(words: list[str]) -> int:
+    """Runs the words and answers every error with a message and a code."""
+    try:
+        return _run(words)
+    except BrokenPipeError:
+        raise
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else BAD_INPUT
+    except KeyboardInterrupt as stop:
+        return _complain(words, stop, str(stop) or "interrupted; every file that was written is whole.", INTERRUPTED)
+    except (AttnrxError, OSError) as error:
+        return _complain(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
+        return _complain(words, error, said, DEFECT)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else BAD_INPUT
+    if words[0] == "--version":
+        print(f"attnrx {rx.__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")
+    command = importlib.import_module(f"attnrx.cli.commands.{name}")
+    parser = Parser(name, COMMANDS[name], command.EXAMPLE)
+    command.add(parser)
+    arguments = parser.parse_args(rest)
+    outcome = command.run(arguments, say)
+    if _speaks():
+        _present(outcome, arguments.json)
+    return outcome.code
+
+
+def _present(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print(rx.storage.json_text(outcome.record), end="")
+        return
+    for part in outcome.shown:
+        show(part)
+
+
+def _complain(words: list[str], error: BaseException, said: str, code: int) -> int:
+    """Says what is wrong, for people and, where JSON was asked for, for machines too."""
+    if code == DEFECT or "--debug" in words:
+        traceback.print_exception(error)
+    # From every process of a launcher: the one that failed may not be the one that people hear.
+    print(said if code == INTERRUPTED else f"attnrx: {said}", file=sys.stderr, flush=True)
+    if "--json" in words and _speaks():
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": said, "exit_code": code}}, indent=2))
+    return code
+
+
+def _speaks() -> bool:
+    """Whether this is the process that people hear: a launcher numbers its processes in RANK."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def overview() -> str:
+    """Gives the help of attnrx itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
+    usage = "usage: attnrx COMMAND [options]      attnrx --version"
+    purpose = (
+        "Prescriptions for attention: diagnose a Vision Transformer, prescribe, make it smaller, prove what it cost."
+    )
+    return "\n".join([usage, "", purpose, "", "commands:", *lines, "", EPILOG.rstrip()])

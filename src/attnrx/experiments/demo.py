@@ -14,7 +14,7 @@ from attnrx.experiments.bench import Say, in_silence
 from attnrx.experiments.measures import measures
 from attnrx.experiments.short_training import ShortTraining, short_training, small_model
 from attnrx.experiments.subject import RHOS, DemoRow, Subject
-from attnrx.flow import save, train
+from attnrx.flow import load, save, train
 from attnrx.reports import write_report
 from attnrx.training import Reporter
 
@@ -71,7 +71,7 @@ def demo(
     place = folder / "train" / splits.name.replace("/", "-")
     trained = train(model, splits, short.config(splits, seed, epochs), place, reporter=reporter)
     stage("diagnosing")
-    subject = Subject.of(trained, splits, seed)
+    subject = Subject.of(load(place), splits, seed)  # as it was saved: on the CPU
     subject.diagnosis.save(folder / "diagnosis.json")
     stage("prescribing and realizing over rho")
     points, rows = subject.trade_off(RHOS)

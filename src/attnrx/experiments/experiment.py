@@ -79,7 +79,7 @@ class SvdaExperiment:
         if self.tiny:
             channels = SCENARIOS[self.dataset].get("channels", 3)
             return generated_splits(self.dataset, channels, TINY_CLASSES, TINY_MODEL["image_size"])
-        return load_data(self.dataset, image_size=SCENARIOS[self.dataset].get("image_size", 32))
+        return load_data(self.dataset)
 
     def model(self, splits: Splits) -> nn.Module:
         """Builds the fresh model on the scale of the data."""

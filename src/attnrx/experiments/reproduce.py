@@ -20,13 +20,15 @@ from attnrx.experiments.table import ReproducedTable, make_table
 from attnrx.training import Reporter, Silent
 
 SEEDS = (42, 43, 44)
+REPLACED = ("epochs", "draws", "test_images", "control_images", "control_kinds")  # knobs of the experiment
 
 
 @dataclass(frozen=True)
 class Request:
     """What of a recipe is wanted, and how it may differ from the paper; every difference is told in the table.
 
-    `only` names one dataset or several. `epochs`, `draws`, `test_images` and `control_images` replace the protocol's.
+    `only` names one dataset or several. `epochs`, `draws`, `test_images`, `control_images` and `control_kinds` replace
+    the protocol's.
     `jobs` runs that many seeds side by side, each in a process of its own. Runs live in
     `FOLDER/svda/DATASET/seed-SEED`, are shared by all recipes, and go on where they were stopped.
     """
@@ -40,6 +42,7 @@ class Request:
     draws: int | None = None
     test_images: int | None = None
     control_images: int | None = None
+    control_kinds: tuple[str, ...] | None = None
 
     def __post_init__(self):
         if not self.seeds or self.jobs < 1 or len(set(self.seeds)) != len(self.seeds):
@@ -54,7 +57,7 @@ class Request:
 
     def experiment(self, protocol: SvdaExperiment, seed: int) -> SvdaExperiment:
         """The protocol's experiment for one seed, changed as asked."""
-        asked = {name: getattr(self, name) for name in ("epochs", "draws", "test_images", "control_images")}
+        asked = {name: getattr(self, name) for name in REPLACED}
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         own = replace(protocol, seed=seed, compile=torch.cuda.is_available())
         return replace(own.as_tiny() if self.tiny else own, **changes)
@@ -143,4 +146,6 @@ def _differences(experiment: SvdaExperiment, protocol: SvdaExperiment) -> list[s
         said.append(f"{own}: measured on {experiment.test_images} test images")
     if experiment.control_images is not None:
         said.append(f"{own}: controls measured on {experiment.control_images} test images")
+    if experiment.draws != protocol.draws:
+        said.append(f"{own}: {experiment.draws} random controls instead of {protocol.draws}")
     return said

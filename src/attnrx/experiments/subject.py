@@ -61,9 +61,8 @@ class Subject:
     comparison: Comparison
 
     @classmethod
-    def of(cls, trained: TrainingRun, splits: Splits, seed: int) -> "Subject":
+    def of(cls, model: nn.Module, splits: Splits, seed: int) -> "Subject":
         """Diagnoses the model on validation images, prescribes, and realizes in every way."""
-        model = trained.model.to("cpu")
         calibration, test = _most(splits.train, CALIBRATION), _most(splits.test, TEST_IMAGES)
         diagnosis = diagnose(model, _most(splits.validation, DIAGNOSED), seed=seed)
         prescription = prescribe(diagnosis, EnergyRetention(RHO))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from attnrx.config import to_dict
 from attnrx.data import Splits
@@ -15,7 +16,7 @@ from attnrx.evidence import Evidence
 from attnrx.experiments.bench import Bench, Say, evidence_at, in_silence
 from attnrx.experiments.experiment import SvdaExperiment
 from attnrx.experiments.measures import measures, plain_measure
-from attnrx.flow import diagnose, prescribe, train
+from attnrx.flow import diagnose, load, prescribe, train
 from attnrx.models import family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.rules import Rule
@@ -66,8 +67,8 @@ def run_svda(
     splits = experiment.splits()
     say(f"{experiment.name}: training in {folder / 'train'}")
     trained = train(experiment.model(splits), splits, experiment.training(), folder / "train", reporter=reporter)
-    model = trained.model.to("cpu")
-    diagnosis = _diagnosed(trained, splits, folder)
+    model = load(trained.folder)  # as it was saved: on the CPU, and not compiled
+    diagnosis = _diagnosed(model, splits, folder)
     bench = Bench.of(model, diagnosis, splits, experiment)
     directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
     rules = {name: _examined(bench, name, rule, folder, say) for name, rule in experiment.rules(directions).items()}
@@ -104,13 +105,13 @@ def _require_settings(experiment: SvdaExperiment, folder: Path) -> None:
         )
 
 
-def _diagnosed(trained: TrainingRun, splits: Splits, folder: Path) -> Diagnosis:
+def _diagnosed(model: nn.Module, splits: Splits, folder: Path) -> Diagnosis:
     path = folder / "diagnosis.json"
     if path.exists():
         diagnosis = Diagnosis.load(path)
-        diagnosis.require(model_fingerprint(trained.model), f"the model in {trained.folder}")
+        diagnosis.require(model_fingerprint(model), f"the model in {folder / 'train'}")
         return diagnosis
-    diagnosis = diagnose(trained.model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
+    diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
     diagnosis.save(path)
     return diagnosis
 

@@ -16,8 +16,12 @@ class Meter:
 
     def add_(self, values: Sequence[Tensor | float]) -> None:
         """Adds one value for every name."""
+        self.sums += torch.stack([self._one(value) for value in values])
+
+    def _one(self, value: Tensor | float) -> Tensor:
+        # Filling a number in makes no step of a GPU wait; copying it there would.
         kind = {"dtype": self.sums.dtype, "device": self.sums.device}
-        self.sums += torch.stack([torch.as_tensor(value, **kind) for value in values])
+        return value.to(**kind) if isinstance(value, Tensor) else torch.full((), value, **kind)
 
     def reset_(self) -> None:
         """Begins a new epoch."""

@@ -1,5 +1,7 @@
 """From a model, data and a config to something that can make steps."""
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType
@@ -8,6 +10,7 @@ from torch import nn
 from attnrx.data import Normalization, Splits
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of
+from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
 from attnrx.training.meter import Meter
@@ -61,9 +64,9 @@ def prepare(model: nn.Module, splits: Splits, config: TrainingConfig) -> Learner
             "launch plain data parallel processes."
         )
     model.to(accelerator.device).requires_grad_(True)
-    if config.compile:
-        model.compile()
-    wrapped = accelerator.prepare_model(model)
+    wrapped: Callable[[Tensor], Tensor] = accelerator.prepare_model(model)
+    if config.compile:  # beside the model, which keeps its names and can be copied and observed as before
+        wrapped = torch.compile(wrapped)
     names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
     return Learner(
         model=model,

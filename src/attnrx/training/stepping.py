@@ -1,5 +1,6 @@
 """One optimization step: forward, losses, backward, clipping, update."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -39,10 +40,10 @@ class Schedule:
 
 @dataclass
 class Learner:
-    """The model in training with everything that moves with it; `wrapped` is what runs: the model, or DDP around it."""
+    """The model in training with all that moves with it; `wrapped` is what makes steps: compiled or distributed."""
 
     model: nn.Module
-    wrapped: nn.Module
+    wrapped: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     mean: WeightMean | None
     meter: Meter

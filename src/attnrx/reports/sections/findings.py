@@ -63,4 +63,4 @@ def _entry(name: str, place: int, record: Mapping[str, Any]) -> tuple[str, str]:
     """Sets one record of a list on a line, called by its type where it has one."""
     kind = next((key for key in ("check", "type") if key in record), None)
     rest = {key.replace("_", " "): value for key, value in record.items() if key != kind and value is not None}
-    return f"{name} · {record[kind] if kind else place}", plain(rest) if rest else "as usual"
+    return f"{name} · {record[kind] if kind else place}", plain(rest) if rest else "no knobs"

@@ -95,6 +95,7 @@ def _failure(finding: Finding) -> dict[str, str]:
     return {
         "claim": finding.claim,
         "value": quantity(finding.value, finding.unit, finding.low, finding.high),
+        "interval": interval(finding.low, finding.high),
         "limit": "" if finding.limit is None else with_unit(short(finding.limit), finding.unit),
     }
 

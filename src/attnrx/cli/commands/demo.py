@@ -1,0 +1,65 @@
+"""attnrx demo: the name of a dataset in, a trained, compressed and verified model with its report out."""
+
+from argparse import Namespace
+
+import attnrx as rx
+from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.parser import Parser, add_out
+
+EXAMPLE = "attnrx demo --data digits --out runs/demo"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="instead of what suits the dataset")
+    parser.add_argument("--seed", type=int, default=42, help="(42)")
+    add_out(parser, "the folder of everything", "runs/demo")
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Goes the whole way; only broken mathematics makes it fail, never a number that noise explains."""
+    result = rx.experiments.demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, say=say)
+    record = {
+        "report": str(result.report),
+        "evidence": str(result.evidence_path),
+        "model": str(result.model),
+        "accuracy": result.accuracy,
+        "removed_share": result.removed_share,
+        "realizations": [vars(row) for row in result.rows],
+        "holds": result.evidence.holds,
+        "laws_hold": result.laws_hold,
+        "failures": [finding.claim for finding in result.evidence.failures],
+        "seconds": result.seconds,
+    }
+    return Outcome(record, (_table(result), *_words(result)), code=0 if result.laws_hold else 1)
+
+
+def _table(result: "rx.experiments.DemoResult") -> Table:
+    rows = tuple(
+        (
+            row.kind,
+            f"{row.params_down:.2f} %",
+            f"{row.macs_down:.2f} %",
+            f"{row.discrepancy:.4f}",
+            f"{row.agreement:.2f} %",
+            f"{row.accuracy_change:+.2f} [{row.low:+.2f}, {row.high:+.2f}]",
+        )
+        for row in result.rows
+    )
+    columns = ("realization", "params saved", "MACs saved", "logit discrepancy", "agreement", "accuracy change, points")
+    return Table(columns, rows)
+
+
+def _words(result: "rx.experiments.DemoResult") -> list[str]:
+    limited = [finding for finding in result.evidence.findings if finding.holds is not None]
+    kept = len(limited) - len(result.evidence.failures)
+    return [
+        f"original: {result.accuracy:.2f} % of the test images right; "
+        f"{100 * result.removed_share:.1f} % of its directions are removed",
+        f"{kept} of {len(limited)} claims hold" + (":" if result.evidence.failures else ""),
+        *(f"  does not hold: {finding.claim} (value {finding.value:.4g})" for finding in result.evidence.failures),
+        f"report:   {result.report}",
+        f"evidence: {result.evidence_path}",
+        f"model:    {result.model}      ({result.seconds:.0f} s)",
+    ]

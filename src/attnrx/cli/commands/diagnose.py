@@ -1,0 +1,62 @@
+"""attnrx diagnose: a model and images in, a diagnosis out."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import attnrx as rx
+from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.parser import Parser, add_data, add_out, add_running, add_split
+
+EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
+
+# What is shown of every head; the file holds all readings.
+SHOWN = ("effective_rank", "sparsity", "alignment", "selectivity", "perturbation_response")
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("model", help="a saved folder, or a name such as svda:cifar10 for fresh weights")
+    add_data(parser, "the images to watch the model on")
+    add_out(parser, "the diagnosis: this file, and a .safetensors beside it")
+    add_split(parser, "validation")
+    add_running(parser, 64)
+    parser.add_argument(
+        "--perturbation", choices=("gaussian", "fgsm"), default="gaussian", help="for perturbation_response (gaussian)"
+    )
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Reads every diagnostic in one pass."""
+    model = load_model(arguments.model, arguments.device)
+    images = chosen_images(splits_for(model, arguments), arguments)
+    say(f"diagnosing {arguments.model} on {len(images):,} images")
+    diagnostics = tuple(
+        replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
+        for each in rx.diagnostics.standard()
+    )
+    diagnosis = rx.diagnose(
+        model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed
+    )
+    path = diagnosis.save(arguments.out)
+    record = {
+        "diagnosis": str(path),
+        "fingerprint": diagnosis.fingerprint,
+        "images": len(images),
+        "layers": rx.storage.read_json(path)["layers"],
+    }
+    return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))
+
+
+def _table(diagnosis: "rx.Diagnosis") -> Table:
+    names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
+    rows = tuple(
+        (
+            f"layer {index}, head {head}",
+            str(int(layer.spectrum.rank[row])),
+            *(f"{float(layer.readings[name][row]):.3f}" for name in names),
+        )
+        for index, layer in enumerate(diagnosis.layers)
+        for row, head in enumerate(layer.spectrum.heads)
+    )
+    return Table(("", "rank", *(name.replace("_", " ") for name in names)), rows)

@@ -1,0 +1,152 @@
+"""attnrx diff: two diagnoses, two prescriptions or two pieces of evidence in; what differs out."""
+
+from argparse import Namespace
+from collections import defaultdict
+from statistics import fmean
+from typing import Any
+
+import attnrx as rx
+from attnrx.cli.findings import HOLDS, measured
+from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.parser import Parser
+from attnrx.errors import InvalidInput, UnknownName
+
+EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_rank"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("before", metavar="A", help="a file that attnrx wrote")
+    parser.add_argument("after", metavar="B", help="another of the same kind")
+    parser.add_argument("--reading", metavar="NAME", help="for diagnoses: show this one head by head")
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Compares."""
+    kinds = [_kind(path) for path in (arguments.before, arguments.after)]
+    if kinds[0] != kinds[1] or kinds[0] not in COMPARED:
+        raise InvalidInput(
+            f"{arguments.before} is {kinds[0]!r} and {arguments.after} is {kinds[1]!r}; give two files of the same "
+            f"kind, one of {', '.join(COMPARED)}."
+        )
+    return COMPARED[kinds[0]](arguments)
+
+
+def _kind(path: str) -> str | None:
+    record = rx.storage.read_json(path)
+    return record.get("kind") if isinstance(record, dict) else None
+
+
+def _diagnoses(arguments: Namespace) -> Outcome:
+    changes = rx.diagnostics.compare(rx.Diagnosis.load(arguments.before), rx.Diagnosis.load(arguments.after))
+    record = {
+        "same": not any(change.difference != 0 for change in changes),
+        "changes": [{**vars(change), "difference": change.difference} for change in changes],
+    }
+    readings = dict.fromkeys(change.reading for change in changes)
+    if arguments.reading is None:
+        return Outcome(record, (_summary(changes),))
+    if arguments.reading not in readings:
+        raise UnknownName("reading", arguments.reading, readings)
+    rows = tuple(
+        (f"layer {change.layer}, head {change.head}", *map(_number, (change.before, change.after, change.difference)))
+        for change in changes
+        if change.reading == arguments.reading
+    )
+    return Outcome(record, (Table((arguments.reading, "A", "B", "B - A"), rows),))
+
+
+def _summary(changes: "tuple[rx.diagnostics.Change, ...]") -> Table:
+    """Gives one line per reading: the means over the heads of both, and the head that differs most."""
+    by_reading: dict[str, list[rx.diagnostics.Change]] = defaultdict(list)
+    for change in changes:
+        if change.difference is not None:
+            by_reading[change.reading].append(change)
+    rows = []
+    for reading, both in by_reading.items():
+        most = max(both, key=lambda change: abs(change.difference or 0.0))
+        means = (fmean(change.before or 0.0 for change in both), fmean(change.after or 0.0 for change in both))
+        rows.append((reading, *map(_number, means), _number(most.difference), f"layer {most.layer}, head {most.head}"))
+    return Table(("mean over heads", "A", "B", "largest B - A", "at"), tuple(rows))
+
+
+def _prescriptions(arguments: Namespace) -> Outcome:
+    before, after = (rx.Prescription.load(path) for path in (arguments.before, arguments.after))
+    shapes = [[tuple(layer.keep.shape) for layer in each.layers] for each in (before, after)]
+    if shapes[0] != shapes[1]:
+        raise InvalidInput(
+            f"{arguments.before} is for layers of (heads, directions) {shapes[0]} and {arguments.after} for "
+            f"{shapes[1]}; only prescriptions for models of one shape can be compared."
+        )
+    heads = [
+        {
+            "layer": index,
+            "head": head,
+            "ranks": [old.ranks[head], new.ranks[head]],
+            "both_keep": int((old.keep[head] & new.keep[head]).sum()),
+            "strength_moves": float((old.strength[head] - new.strength[head]).abs().max())
+            if old.keep.shape[1]
+            else 0.0,
+            "stays": [bool(old.heads[head]), bool(new.heads[head])],
+        }
+        for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True))
+        for head in range(old.keep.shape[0])
+    ]
+    different = [head for head in heads if _differs(head)]
+    record = {
+        "same": not different,
+        "same_model": before.fingerprint == after.fingerprint,
+        "rules": [dict(before.rule), dict(after.rule)],
+        "removed_share": [before.removed_share, after.removed_share],
+        "heads": heads,
+    }
+    rows = tuple(
+        (f"layer {head['layer']}, head {head['head']}", *map(str, head["ranks"]), str(head["both_keep"]))
+        for head in different
+    )
+    removed = f"removed: {percent(before.removed_share)} in A, {percent(after.removed_share)} in B"
+    told = f"{len(different)} of {len(heads)} heads differ; {removed}"
+    return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), told) if rows else (told,))
+
+
+def _differs(head: dict[str, Any]) -> bool:
+    one_choice = head["ranks"][0] == head["ranks"][1] == head["both_keep"]
+    return not one_choice or head["stays"][0] != head["stays"][1] or head["strength_moves"] > 0
+
+
+def _evidences(arguments: Namespace) -> Outcome:
+    both = [rx.Evidence.load(path) for path in (arguments.before, arguments.after)]
+    before, after = ({(finding.check, finding.claim): finding for finding in each.findings} for each in both)
+    claims = [
+        {"check": check, "claim": claim, "before": _told(before.get(key)), "after": _told(after.get(key))}
+        for key in dict.fromkeys((*before, *after))
+        for check, claim in [key]
+    ]
+    rows = tuple(
+        (
+            claim["claim"],
+            *(f"{side['text']} {HOLDS[side['holds']]}".strip() for side in (claim["before"], claim["after"])),
+        )
+        for claim in claims
+        if claim["before"] != claim["after"]
+    )
+    record = {"same": not rows, "holds": [each.holds for each in both], "claims": claims}
+    told = f"{len(rows)} of {len(claims)} findings differ"
+    return Outcome(record, (Table(("finding", "A", "B"), rows), told) if rows else (told,))
+
+
+def _told(finding: "rx.Finding | None") -> dict[str, Any]:
+    if finding is None:
+        return {"value": None, "holds": None, "text": "-"}
+    return {"value": finding.value, "holds": finding.holds, "text": measured(finding.value, finding.unit)}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+COMPARED = {
+    "attnrx diagnosis": _diagnoses,
+    "attnrx prescription": _prescriptions,
+    "attnrx evidence": _evidences,
+}

@@ -1,0 +1,71 @@
+"""attnrx realize: a model and a prescription in, the folder of a masked or smaller model out."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attnrx as rx
+from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.parser import Parser, add_data, add_device, add_out
+from attnrx.cli.prices import priced, prices_table
+from attnrx.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLE = (
+    "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
+)
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("model", help="the saved folder that the prescription was made for")
+    parser.add_argument("--prescription", required=True, metavar="FILE", help="what is to be carried out")
+    add_out(parser, "the folder of the new model")
+    parser.add_argument(
+        "--by",
+        choices=("compress", "mask"),
+        default="compress",
+        help="delete what is not needed, or zero it (compress)",
+    )
+    parser.add_argument(
+        "--norms",
+        choices=("renormalized", "exact", "refit"),
+        default="renormalized",
+        help="how a compressed SVDA layer keeps its norms: the paper's way, exactly (saves less), or with strengths "
+        "refitted on --data (renormalized)",
+    )
+    add_data(parser, "for --norms refit, whose training images are used", required=False)
+    parser.add_argument(
+        "--calibration-images", type=int, default=512, metavar="N", help="training images for --norms refit (512)"
+    )
+    add_device(parser)
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Realizes, prices and saves."""
+    if Path(arguments.out).resolve() == Path(arguments.model).resolve():
+        raise InvalidInput(f"--out {arguments.out} is the model itself, which is never changed; choose another folder.")
+    prescription = rx.Prescription.load(arguments.prescription)
+    model = load_model(arguments.model, arguments.device)
+    calibration = _calibration(model, arguments)
+    made = rx.realize(model, prescription, by=arguments.by, norms=arguments.norms, calibration=calibration)
+    # How it was made stays with the model: its controls must be made in the same way.
+    how = {"by": arguments.by, "norms": arguments.norms, "calibration_images": arguments.calibration_images}
+    prescription = replace(prescription, about={**prescription.about, "realized": how})
+    folder = rx.save(made, arguments.out, prescription=prescription)
+    before, after = (rx.models.family_of(each).costs(each) for each in (model, made))
+    record = {"model": str(folder), **how, **priced(before, after), "removed_share": prescription.removed_share}
+    return Outcome(record, (prices_table(before, after), f"model: {folder}"))
+
+
+def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
+    if arguments.by != "compress" or arguments.norms != "refit":
+        return None
+    if arguments.data is None:
+        raise InvalidInput("--norms refit solves for strengths on images, and --data names none; add --data NAME.")
+    train = splits_for(model, arguments).train
+    return train.take(min(arguments.calibration_images, len(train)))

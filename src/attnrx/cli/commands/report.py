@@ -1,0 +1,135 @@
+"""attnrx report: whatever was written by the other commands in, one HTML page out."""
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attnrx as rx
+from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.parser import Parser, add_data, add_device, add_out
+from attnrx.errors import CheckpointError, InvalidInput
+
+EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
+    parser.add_argument("--evidence", metavar="FILE", help="what `attnrx verify` wrote")
+    parser.add_argument("--prescription", metavar="FILE", help="what `attnrx prescribe` wrote")
+    parser.add_argument("--diagnosis", metavar="FILE", help="what `attnrx diagnose` wrote")
+    parser.add_argument("--training", metavar="FOLDER", help="what `attnrx train` wrote: its curves are shown")
+    parser.add_argument(
+        "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
+    )
+    parser.add_argument("--title", help="the title of the page")
+    add_out(parser, "the page")
+    maps = parser.add_argument_group("attention maps, which need --candidate, --reference and --data")
+    maps.add_argument("--reference", metavar="MODEL", help="the model the candidate was made from")
+    maps.add_argument("--samples", type=int, default=6, metavar="N", help="test images to show (6)")
+    add_data(parser, "whose test images are shown", required=False)
+    add_device(parser)
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Collects what is there, and writes the page."""
+    evidence, prescription = _evidence(arguments), _prescription(arguments)
+    content = rx.reports.ReportContent(
+        title=arguments.title or f"attnrx: {arguments.candidate or arguments.out}",
+        about=_about(arguments, evidence),
+        prescription=prescription,
+        diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
+        evidence=evidence,
+        trade_off=tuple(_point(path) for path in arguments.trade_off),
+        attention=_attention(arguments, prescription),
+        history=_history(arguments.training) if arguments.training else (),
+    )
+    path = rx.write_report(arguments.out, content)
+    holds = None if evidence is None else evidence.holds
+    return Outcome({"report": str(path), "bytes": path.stat().st_size, "holds": holds}, (f"report: {path}",))
+
+
+def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
+    """The file that was given, or the one in the candidate's folder."""
+    if given is not None:
+        return Path(given)
+    path = Path(candidate or "") / name
+    return path if candidate and path.exists() else None
+
+
+def _evidence(arguments: Namespace) -> "rx.Evidence | None":
+    path = _beside(arguments.evidence, arguments.candidate, "evidence.json")
+    return None if path is None else rx.Evidence.load(path)
+
+
+def _prescription(arguments: Namespace) -> "rx.Prescription | None":
+    path = _beside(arguments.prescription, arguments.candidate, "prescription.json")
+    return None if path is None else rx.Prescription.load(path)
+
+
+def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
+    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "data")}
+    return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
+
+
+def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
+    path = Path(folder) / "history.jsonl"
+    try:
+        return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"--training {folder}: {path} cannot be read ({error}); give the --out folder of `attnrx train`."
+        ) from error
+
+
+def _point(path: str) -> "rx.reports.TradeOffPoint":
+    evidence = rx.Evidence.load(path)
+    rho, kind = (evidence.about.get("rule") or {}).get("rho"), evidence.about.get("realization")
+    if rho is None or kind is None:
+        raise InvalidInput(
+            f"--trade-off {path}: evidence of the rule {evidence.about.get('rule')} as {kind!r} is no point over rho; "
+            "give that of candidates which `attnrx realize` made by a rule with rho, such as energy_retention:0.9."
+        )
+    change = _finding(evidence, path, "accuracy", "accuracy change")
+    discrepancy = _finding(evidence, path, "fidelity", "discrepancy")
+    return rx.reports.TradeOffPoint(
+        rho=rho,
+        kind=kind,
+        removed_share=evidence.about["removed_share"],
+        discrepancy=discrepancy.value,
+        accuracy_change=change.value,
+        accuracy_interval=_interval(change),
+        discrepancy_interval=_interval(discrepancy),
+    )
+
+
+def _finding(evidence: "rx.Evidence", path: str, check: str, quantity: str) -> "rx.Finding":
+    """Finds a number of the candidate against the reference, which comes first in every check."""
+    found = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
+    if not found:
+        raise InvalidInput(f"--trade-off {path}: there is no {quantity} in it; verify with the check {check} too.")
+    return found[0]
+
+
+def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
+    return None if finding.low is None or finding.high is None else (finding.low, finding.high)
+
+
+def _attention(arguments: Namespace, prescription: "rx.Prescription | None") -> "rx.reports.AttentionSamples | None":
+    if arguments.reference is None:
+        return None
+    if arguments.candidate is None or arguments.data is None:
+        raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
+    reference = load_model(arguments.reference, arguments.device)
+    models = {"original": reference}
+    if prescription is not None:
+        models["masked"] = rx.realize(reference, prescription, by="mask")
+    models["compressed"] = load_model(arguments.candidate, arguments.device)
+    splits = splits_for(reference, arguments)
+    shown = splits.test.take(min(arguments.samples, len(splits.test)))
+    batch = next(iter(shown.batches(arguments.samples)))
+    labels = tuple(splits.class_names[label] for label in batch.labels.tolist())
+    return rx.reports.sample_attention(models, batch.images, labels)

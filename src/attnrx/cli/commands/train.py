@@ -1,0 +1,101 @@
+"""attnrx train: a model and a dataset in, a folder with the trained model out."""
+
+from argparse import BooleanOptionalAction, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attnrx as rx
+from attnrx.cli.inputs import load_splits, splits_for
+from attnrx.cli.losses import parse_losses
+from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.parser import Parser, add_data, add_out
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42"
+
+# Knobs of TrainingConfig that are one number: the option, its type, its help with the default.
+KNOBS = (
+    ("epochs", int, "passes over the training images (80)"),
+    ("batch_size", int, "images of one step, over all processes (256)"),
+    ("learning_rate", float, "peak of the warm-up and cosine (0.001)"),
+    ("weight_decay", float, "on matrices; never on biases, norms or strengths (0.05)"),
+    ("warmup_epochs", float, "epochs of rising learning rate (5, at most a tenth of the run)"),
+    ("gradient_clip", float, "largest norm of a gradient (1.0)"),
+    ("strength_init", float, "set every strength to this first; larger lets attention sharpen sooner (1.0)"),
+    ("strength_decay", float, "weight decay of the strengths; pulls the weak ones to zero (0)"),
+    ("strength_learning_rate", float, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
+    ("ema", float, "decay of a running mean of the weights, which is then saved (off)"),
+    ("seed", int, "weights, order, augmentation and noise (42)"),
+    ("checkpoint_every", int, "steps between checkpoints (500)"),
+)
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("model", help="a name such as svda:cifar10 or dense:digits, or a saved folder to train further")
+    add_data(parser, "what to train on")
+    add_out(parser, "the folder of the run: model, history, training.json, checkpoints")
+    parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="go on with the run in --out")
+    parser.add_argument("--tensorboard", action="store_true", help="log to TensorBoard in --out too")
+    knobs = parser.add_argument_group("training")
+    for name, kind, said in KNOBS:
+        knobs.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=said)
+    knobs.add_argument("--precision", choices=("bf16", "fp32"), help="of the forward pass (bf16)")
+    knobs.add_argument("--compile", action="store_true", help="train through torch.compile")
+    knobs.add_argument(
+        "--losses",
+        nargs="+",
+        metavar="LOSS",
+        help="terms beside the task, e.g. target_rank:16:0.1 perturbation_robustness; task:0 turns smoothing off",
+    )
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Trains, or goes on."""
+    # The losses first: a typing error must not wait for a dataset.
+    config = rx.TrainingConfig(**_chosen(arguments))
+    model, splits = _model_and_data(arguments, config.seed, say)
+    reporter = rx.training.default_reporter()
+    if arguments.tensorboard:
+        reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
+    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)
+    accuracy = trained.record["accuracy"]
+    table = Table(
+        ("", "accuracy"),
+        (
+            ("test", percent(accuracy["test"])),
+            ("validation, last epoch", percent(accuracy["validation"])),
+            (f"validation, best epoch ({accuracy['best_epoch']})", percent(accuracy["best_validation"])),
+        ),
+    )
+    record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
+    return Outcome(record, (table, f"model and history: {trained.folder}"))
+
+
+def _chosen(arguments: Namespace) -> dict[str, Any]:
+    """The knobs that were given; what was not keeps the default of TrainingConfig."""
+    names = [*(name for name, _, _ in KNOBS), "precision"]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.losses:
+        given["losses"] = parse_losses(arguments.losses)
+    return {**given, "compile": arguments.compile}
+
+
+def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":
+    """A saved model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
+    model = rx.load(arguments.model, seed)
+    if Path(arguments.model).exists():
+        return model, splits_for(model, arguments)
+    family = rx.models.family_of(model)
+    channels, size, _ = family.input_shape(model)
+    splits = load_splits(arguments, size)
+    for note in splits.notes:
+        say(f"{splits.name}: {note}")
+    classes = len(splits.class_names)
+    if (splits.channels, classes) != (channels, rx.models.SCENARIOS[arguments.model.partition(":")[2]]["classes"]):
+        say(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
+    scale = splits.normalization
+    shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}
+    return rx.models.build_model(arguments.model, seed, mean=scale.mean, std=scale.std, **shape), splits

@@ -1,0 +1,162 @@
+"""attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim does not hold."""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attnrx as rx
+from attnrx.cli.findings import findings_table
+from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.parser import Parser, add_data, add_running, add_split
+from attnrx.errors import InvalidInput, UnknownName
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("candidate", help="the folder of a realized model")
+    parser.add_argument("--reference", required=True, metavar="MODEL", help="the folder of the model it was made from")
+    add_data(parser, "what both models answer")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the evidence; left out, it goes into the candidate's folder and model card"
+    )
+    made_from = parser.add_argument_group("what the candidate was made from")
+    made_from.add_argument("--prescription", metavar="FILE", help="(the one in the candidate's folder)")
+    made_from.add_argument("--diagnosis", metavar="FILE", help="needed for controls")
+    made_from.add_argument("--masked", metavar="MODEL", help="the masked model (realized from the prescription)")
+    chosen = parser.add_argument_group("checks")
+    chosen.add_argument("--checks", metavar="NAME,NAME", help="accuracy, fidelity ... (all but controls)")
+    chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
+    chosen.add_argument("--draws", type=int, default=10, metavar="N", help="random controls (10)")
+    chosen.add_argument("--most-drop", type=float, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
+    add_split(parser, "test")
+    add_running(parser, 256)
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Verifies and writes the evidence."""
+    _require_place(arguments)
+    names = _check_names(arguments)
+    case = _Case.of(arguments)
+    images = chosen_images(case.splits, arguments)
+    checks = _checks(names, case, arguments)
+    say(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
+    given = case.prescription
+    evidence = rx.verify(
+        case.candidate,
+        case.reference,
+        images,
+        checks,
+        {"realization": case.kind, "removed_share": given and given.removed_share},
+        masked=case.masked,
+        prescription=given,
+        diagnosis=case.diagnosis,
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
+    )
+    path = _save(evidence, case, arguments)
+    limited = [finding for finding in evidence.findings if finding.holds is not None]
+    verdict = f"{len(limited) - len(evidence.failures)} of {len(limited)} claims hold"
+    record = {"evidence": str(path), **rx.storage.read_json(path)}
+    return Outcome(record, (findings_table(evidence), verdict, f"evidence: {path}"), code=0 if evidence.holds else 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """Everything that was loaded; `how` is what `attnrx realize` recorded of the candidate's making."""
+
+    candidate: "nn.Module"
+    reference: "nn.Module"
+    splits: "rx.data.Splits"
+    prescription: "rx.Prescription | None"
+    diagnosis: "rx.Diagnosis | None"
+    masked: "nn.Module | None"
+    how: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, arguments: Namespace) -> "_Case":
+        """Loads it; the prescription in the candidate's folder and the mask that follows from it are found."""
+        prescription, how = _prescription(arguments), _how(arguments)
+        diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
+        candidate = load_model(arguments.candidate, arguments.device)
+        reference = load_model(arguments.reference, arguments.device)
+        if arguments.masked is not None:
+            masked = load_model(arguments.masked, arguments.device)
+        elif how.get("by") == "mask":
+            masked = candidate
+        else:
+            masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
+        return cls(candidate, reference, splits_for(reference, arguments), prescription, diagnosis, masked, how)
+
+    @property
+    def kind(self) -> str | None:
+        """The realization in one word, if it is known."""
+        return "mask" if self.how.get("by") == "mask" else self.how.get("norms")
+
+    def controls(self, draws: int, seed: int) -> "rx.checks.Controls":
+        """Gives controls that are prescribed at the same ranks and realized as the candidate was."""
+        if self.prescription is None or self.diagnosis is None or not self.how:
+            raise InvalidInput(
+                "controls are prescribed from a diagnosis and realized as the candidate was: give --diagnosis FILE, "
+                "and a candidate made by `attnrx realize`, whose folder says how."
+            )
+        train = self.splits.train
+        calibration = train.take(min(self.how["calibration_images"], len(train)))
+        how = {"by": self.how["by"], "norms": self.how["norms"]}
+        realize = partial(rx.realize, self.reference, **how, calibration=calibration)
+        prescriptions = rx.control_prescriptions(self.diagnosis, self.prescription, draws=draws, seed=seed)
+        return rx.checks.Controls(prescriptions, realize)
+
+
+def _require_place(arguments: Namespace) -> None:
+    if arguments.out is None and not Path(arguments.candidate).is_dir():
+        raise InvalidInput(f"{arguments.candidate} is not a folder that the evidence could go into; give --out FILE.")
+
+
+def _prescription(arguments: Namespace) -> "rx.Prescription | None":
+    beside = _beside(arguments)
+    path = arguments.prescription or (beside if beside.exists() else None)
+    return None if path is None else rx.Prescription.load(path)
+
+
+def _how(arguments: Namespace) -> dict[str, Any]:
+    beside = _beside(arguments)
+    return dict(rx.Prescription.load(beside).about.get("realized", {})) if beside.exists() else {}
+
+
+def _beside(arguments: Namespace) -> Path:
+    return Path(arguments.candidate) / "prescription.json"
+
+
+def _check_names(arguments: Namespace) -> list[str]:
+    known = rx.checks.CHECKS
+    asked = arguments.checks.split(",") if arguments.checks else [name for name in known if name != "controls"]
+    for name in asked:
+        if name not in known:
+            raise UnknownName("check", name, known)
+    return [*asked, "controls"] if arguments.controls and "controls" not in asked else asked
+
+
+def _checks(names: list[str], case: _Case, arguments: Namespace) -> "list[rx.checks.Check]":
+    """Builds the checks; only those with an option or an input of their own are not simply their defaults."""
+    special: dict[str, Callable[[], rx.checks.Check]] = {
+        "controls": lambda: case.controls(arguments.draws, arguments.seed),
+    }
+    if arguments.most_drop is not None:
+        special["accuracy"] = lambda: rx.checks.Accuracy(arguments.most_drop)
+    return [special.get(name, rx.checks.CHECKS[name])() for name in names]
+
+
+def _save(evidence: "rx.Evidence", case: _Case, arguments: Namespace) -> Path:
+    if arguments.out is not None:
+        return evidence.save(arguments.out)
+    folder = rx.save(case.candidate, arguments.candidate, prescription=case.prescription, evidence=evidence)
+    return folder / "evidence.json"

@@ -1,0 +1,43 @@
+"""From the words of a command to models and images."""
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+import attnrx as rx
+from attnrx.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
+    """Loads the dataset that was asked for, at the size that a model reads."""
+    given = {"image": arguments.image_column, "label": arguments.label_column}
+    named = {part: column for part, column in given.items() if column is not None}
+    columns = rx.data.Columns(**named) if named else None
+    return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
+
+
+def splits_for(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
+    """Loads the dataset at the size and on the scale that the model was trained with."""
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    return rx.matching(load_splits(arguments, size), model)
+
+
+def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":
+    """Gives the split that was asked for, or its first images."""
+    images: rx.data.ImageSet = getattr(splits, arguments.split)
+    return images if arguments.images is None else images.take(arguments.images)
+
+
+def load_model(source: str, device: str | None) -> "nn.Module":
+    """Loads a model onto the device that was asked for, or where it runs fastest."""
+    import torch
+
+    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = rx.load(source)
+    try:
+        return model.to(wanted)
+    except (RuntimeError, AssertionError) as error:  # an unknown device is the former, torch without CUDA the latter
+        reason = str(error).partition("\n")[0]
+        raise InvalidInput(f"--device {wanted}: torch cannot use it here ({reason}). Take cpu.") from error

@@ -1,0 +1,74 @@
+"""The parser of a command, and the options that several commands share."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from attnrx.errors import AttnrxError, nearest
+
+
+class UsageError(AttnrxError):
+    """Words on the command line that no command or option of ours is."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints name the nearest option and end like every other error of ours."""
+
+    def __init__(self, command: str, summary: str, example: str):
+        super().__init__(
+            prog=f"attnrx {command}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        output = self.add_argument_group("output")
+        output.add_argument("--json", action="store_true", help="print one JSON object and nothing else to stdout")
+        output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of exiting, with what was probably meant."""
+        strange = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        hint = f": {nearest(strange[1], options)}" if strange else "."
+        raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
+
+
+def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
+    """Adds the dataset and how it is to be read."""
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data",
+        required=required,
+        metavar="NAME",
+        help=f"{purpose}: a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet, images or shards",
+    )
+    group.add_argument(
+        "--on-corrupt", choices=("raise", "skip"), default="raise", help="what to do with a corrupt image (raise)"
+    )
+    group.add_argument("--image-column", metavar="COLUMN", help="the column that holds the images, in tables")
+    group.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+
+
+def add_split(parser: Parser, default: str) -> None:
+    """Adds which images of the dataset are used, and how."""
+    parser.add_argument("--split", choices=("train", "validation", "test"), default=default, help=f"({default})")
+    parser.add_argument("--images", type=int, metavar="N", help="use the first N images only, balanced over classes")
+
+
+def add_running(parser: Parser, batch_size: int) -> None:
+    """Adds how a model is run."""
+    parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=f"({batch_size})")
+    parser.add_argument("--seed", type=int, default=0, help="feeds every random draw (0)")
+    add_device(parser)
+
+
+def add_device(parser: Parser) -> None:
+    """Adds where a model is run."""
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
+
+
+def add_out(parser: Parser, what: str, default: str | None = None) -> None:
+    """Adds where the result goes; without a default it must be said."""
+    said = f"{what} ({default})" if default else what
+    parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=said)

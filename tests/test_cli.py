@@ -1,0 +1,300 @@
+"""The command line as a user and as a script sees it: the whole chain over files, exit codes, JSON, and its speed."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attnrx.cli import main
+from attnrx.cli.commands import COMMANDS, costs
+from attnrx.cli.losses import parse_losses
+from attnrx.cli.outcome import Table, plain_text
+from attnrx.losses import Distillation, TargetRank, Task
+from pictures import write_folder
+
+# Directions removed in % and, exactly and as printed, parameters, their saving in %, MACs and theirs (Tables 1 and 2).
+PAPER = {
+    "svda:fashion_mnist": [(0.2334, 3_167_498, "3.886", 210_042_880, "4.202")],
+    "svda:cifar10": [
+        (0.2308, 3_175_690, "3.833", 210_567_168, "4.145"),
+        (0.3105, 3_175_690, "5.156", 210_567_168, "5.576"),
+        (0.1335, 3_175_690, "2.217", 210_567_168, "2.397"),
+    ],
+    "svda:cifar100": [(0.2842, 3_198_820, "4.685", 210_567_168, "5.104")],
+    "svda:food101": [(0.4883, 3_383_397, "7.611", 733_974_528, "9.467")],
+}
+
+
+def call(*words: object) -> SimpleNamespace:
+    """Runs the command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(word) for word in words])
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def record(*words: object, code: int = 0) -> dict[str, Any]:
+    """Runs a command that is to print one JSON object."""
+    done = call(*words, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def process(*words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "attnrx.cli", *words], capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The whole way over files, each step as a command; the records are what each printed."""
+    root = tmp_path_factory.mktemp("chain")
+    data = write_folder(root / "images", {"train": 8, "validation": 2, "test": 4})
+    run, slim, files = root / "run", root / "slim", {name: root / f"{name}.json" for name in ("diagnosis", "rx")}
+    training = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--strength-init", 3, "--seed", 1)
+    steps = {
+        "train": record("train", "svda:digits", "--data", data, "--out", run, *training),
+        "diagnose": record("diagnose", run, "--data", data, "--out", files["diagnosis"]),
+        "prescribe": record("prescribe", files["diagnosis"], "--rule", "top_rank:6", "--out", files["rx"]),
+        "realize": record(
+            "realize", run, "--prescription", files["rx"], "--norms", "refit", "--data", data, "--out", slim
+        ),
+    }
+    checks = ("--checks", "accuracy,fidelity,costs", "--controls", "--draws", 2, "--most-drop", 100)
+    verify = ("verify", slim, "--reference", run, "--data", data, "--diagnosis", files["diagnosis"], *checks)
+    steps["verify"] = json.loads(call(*verify, "--json").out)
+    page = root / "report.html"
+    shown = ("--diagnosis", files["diagnosis"], "--training", run, "--reference", run, "--data", data)
+    steps["report"] = record("report", "--candidate", slim, *shown, "--out", page)
+    return SimpleNamespace(root=root, data=data, run=run, slim=slim, page=page, **files, steps=steps)
+
+
+def test_the_chain_leaves_files_that_belong_together(chain: SimpleNamespace) -> None:
+    steps = chain.steps
+    assert steps["diagnose"]["images"] == 6
+    assert {rank for layer in steps["prescribe"]["ranks"] for rank in layer} == {6}
+    assert steps["prescribe"]["removed_share"] == pytest.approx(10 / 16)
+    assert steps["realize"]["params_down_percent"] > 0
+    quantities = {finding["check"] for finding in steps["verify"]["findings"]}
+    assert quantities == {"accuracy", "fidelity", "costs", "controls"}
+    assert steps["verify"]["about"]["realization"] == "refit"
+    card = (chain.slim / "README.md").read_text()
+    assert (chain.slim / "evidence.json").exists()
+    assert "TopRank" in card or "top_rank" in card
+    assert not list(chain.root.rglob("*.partial"))
+
+
+def test_a_model_named_for_other_data_is_built_for_the_data_at_hand(chain: SimpleNamespace) -> None:
+    config = json.loads((chain.run / "config.json").read_text())["model"]
+    assert (config["channels"], config["classes"], config["image_size"]) == (3, 3, 16)
+
+
+def test_the_report_shows_what_was_collected(chain: SimpleNamespace) -> None:
+    page = chain.page.read_text()
+    assert chain.steps["report"]["bytes"] == chain.page.stat().st_size
+    for word in ("Prescription", "fidelity", "Training", "masked"):
+        assert word.lower() in page.lower()
+
+
+def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamespace) -> None:
+    priced = record("costs", chain.run, "--prescription", chain.rx)
+    assert priced["compressed"]["params"] == chain.steps["realize"]["compressed"]["params"]
+    assert priced["macs_down_percent"] == chain.steps["realize"]["macs_down_percent"]
+    exact = record("costs", chain.run, "--prescription", chain.rx, "--norms", "exact")
+    assert 0 < exact["macs_down_percent"] < priced["macs_down_percent"]
+
+
+def test_diff_compares_files_of_one_kind(chain: SimpleNamespace) -> None:
+    after = chain.root / "slim-diagnosis.json"
+    record("diagnose", chain.slim, "--data", chain.data, "--out", after)
+    changes = record("diff", chain.diagnosis, after)["changes"]
+    assert {change["difference"] for change in changes if change["reading"] == "rank"} == {-10}
+    assert record("diff", chain.diagnosis, chain.diagnosis)["same"]
+    other = chain.root / "other.json"
+    record("prescribe", chain.diagnosis, "--rule", "top_rank:7", "--out", other)
+    different = record("diff", chain.rx, other)
+    assert not different["same"]
+    assert {tuple(head["ranks"]) for head in different["heads"]} == {(6, 7)}
+    evidence = chain.slim / "evidence.json"
+    assert "0 of" in call("diff", evidence, evidence).out
+    refused = call("diff", chain.rx, chain.diagnosis)
+    assert refused.code == 2 and "same kind" in refused.err
+
+
+def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNamespace) -> None:
+    # Twelve images cannot show that no accuracy is lost, whatever the candidate; a drop of 100 points is no claim.
+    words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--checks", "accuracy")
+    path = chain.root / "accuracy.json"
+    assert call(*words, "--out", path, "--most-drop", 100).code == 0
+    other = chain.root / "untrained"
+    record("train", "svda:digits", "--data", chain.data, "--out", other, "--epochs", 1, "--batch-size", 8, "--seed", 7)
+    words = ("verify", other, "--reference", chain.run, "--data", chain.data, "--checks", "fidelity,accuracy")
+    failed = call(*words, "--out", path, "--most-drop", 0)
+    assert failed.code == 1 and "FAILS" in failed.out
+
+
+def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamespace) -> None:
+    same = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--strength-init", 3, "--seed", 1)
+    again = record("train", "svda:digits", "--data", chain.data, "--out", chain.run, *same)
+    assert again == chain.steps["train"]
+    other = call("train", "svda:digits", "--data", chain.data, "--out", chain.run, "--epochs", 2)
+    assert other.code == 2 and "another run" in other.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("verfy", 2, "did you mean 'verify'"),
+        ("costs svda:cifar11", 2, "svda:cifar10"),
+        ("costs svda:digits --removed-shar 0.5", 2, "--removed-share"),
+        ("costs svda:digits --removed-share 1.5", 2, "[0, 1]"),
+        ("prescribe nowhere.json --rule top_rank:1 --out x.json", 2, "does not exist"),
+        ("prescribe {diagnosis} --rule energy_retention:1.5 --out x.json", 2, "(0, 1]"),
+        ("prescribe {diagnosis} --rule energy_retentoin:0.9 --out x.json", 2, "energy_retention"),
+        ("diagnose {run} --data digitz --out x.json", 3, "digits"),
+        ("diagnose {run} --data {data} --images 0 --out x.json", 3, "1 to 6"),
+        ("diagnose {run} --data {data} --device nowhere --out x.json", 2, "Take cpu"),
+        ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
+        ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --out {run}", 2, "never changed"),
+        ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
+        ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),
+        ("report --out x.html", 2, "nothing to show"),
+        ("train svda:digits --data {data} --out x --losses target_rnak:4", 2, "target_rank"),
+        ("train svda:digits --data {data} --out x --epochs 0", 2, "must be positive"),
+        ("reproduce svda/tabel1", 2, "svda/table1"),
+        ("reproduce svda/table1 --seeds 42;43", 2, "commas"),
+    ],
+)
+def test_bad_input_is_told_and_leaves_nothing(
+    chain: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, said: str
+) -> None:
+    filled = [word.format(**vars(chain)) for word in words.split()]
+    if "reproduce" not in words:
+        monkeypatch.chdir(tmp_path)
+    done = call(*filled)
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_are_json_too_and_debug_shows_where() -> None:
+    failed = record("costs", "svda:cifar11", code=2)
+    assert failed["error"]["kind"] == "UnknownName"
+    assert failed["error"]["exit_code"] == 2
+    assert "Traceback" in call("costs", "svda:cifar11", "--debug").err
+
+
+def test_a_tampered_model_is_refused(chain: SimpleNamespace, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        content = (chain.slim / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name[0] == "m" else content)
+    done = call("costs", folder)
+    assert done.code == 2 and "tampered" in done.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (ZeroDivisionError(), 70, "defect")]
+)
+def test_what_is_not_an_error_of_the_user_has_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(costs, "run", fail)
+    done = call("costs", "svda:digits")
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err
+    assert ("Traceback" in done.err) == (code == 70)
+
+
+@pytest.mark.parametrize("model", PAPER)
+def test_the_papers_parameters_and_macs(model: str) -> None:
+    for removed, params, params_down, macs, macs_down in PAPER[model]:
+        priced = record("costs", model, "--removed-share", removed)
+        assert (priced["params"], priced["macs"]) == (params, macs)
+        assert f"{priced['params_down_percent']:.3f}" == params_down
+        assert f"{priced['macs_down_percent']:.3f}" == macs_down
+        assert sum(part["params"] for part in priced["parts"].values()) == params
+
+
+def test_losses_as_text() -> None:
+    assert parse_losses(["target_rank:16:0.1"]) == (Task(), TargetRank(16.0, 0.1))
+    assert parse_losses(["task:0", "distillation:runs/t:temperature=2"]) == (Task(0.0), Distillation("runs/t", 2.0))
+    for text in ("target_rank", "target_rank:16:0.1:2", "target_rank:many", "target_rank:16:size=2"):
+        with pytest.raises(ValueError, match="target_rank"):
+            parse_losses([text])
+
+
+def test_plain_tables_are_columns_of_text() -> None:
+    table = Table(("part", "count"), (("a", "1"), ("longer", "1,000")))
+    assert plain_text(table) == "part    count\na           1\nlonger  1,000"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_shows_an_example(name: str) -> None:
+    done = call(name, "--help")
+    assert done.code == 0
+    assert f"example:\n  attnrx {name}" in done.out
+
+
+def test_the_overview_lists_every_command_and_every_exit_code() -> None:
+    done = call("--help")
+    assert done.code == 0
+    assert all(f"  {name}" in done.out for name in COMMANDS)
+    assert all(f"\n  {code} " in done.out for code in (0, 1, 2, 3, 70, 130))
+    assert call().code == 2
+    assert call("--version").out.startswith("attnrx ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["diagnose", "--help"], ["train", "--help"]])
+def test_help_is_instant(words: list[str]) -> None:
+    def seconds() -> float:
+        before = time.perf_counter()
+        assert process(*words).returncode == 0
+        return time.perf_counter() - before
+
+    def bare() -> float:
+        before = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        return time.perf_counter() - before
+
+    # On a machine at rest the limit is 0.4 s; on a busy one even an empty Python takes long.
+    assert min(seconds() for _ in range(4)) < max(0.4, 6 * min(bare() for _ in range(4)))
+
+
+def test_help_loads_none_of_the_heavy_libraries() -> None:
+    heavy = "{'torch', 'numpy', 'rich', 'datasets', 'PIL'}"
+    script = f"import sys; from attnrx.cli import main; main(['verify', '--help']); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("set()")
+
+
+def test_exit_codes_and_streams_of_a_process() -> None:
+    done = process("costs", "svda:nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("attnrx: unknown model")
+
+
+def test_only_the_first_of_several_processes_answers() -> None:
+    done = process("costs", "svda:digits", env={**os.environ, "RANK": "1"})
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_reader_that_had_enough_is_no_error() -> None:
+    command = f"{sys.executable} -c \"from attnrx.cli import main; import sys; sys.exit(main(['--help']))\""
+    script = f"set -o pipefail; {command} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
