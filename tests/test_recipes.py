@@ -81,7 +81,8 @@ def test_tiny_runs_need_no_data_for_any_dataset(protocol):
     experiment = Request(tiny=True).experiment(protocol, SEED)
     splits = experiment.splits()
     model = experiment.model(splits)
-    assert model(next(iter(splits.test.batches(4))).images.to(model.patches.weight.dtype)).shape == (4, 4)
+    images = next(iter(splits.test.batches(4))).images
+    assert model(images.to(next(model.parameters()).dtype)).shape == (4, 4)
 
 
 def test_only_must_be_a_dataset_of_the_recipe(tmp_path: Path):

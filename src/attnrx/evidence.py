@@ -1,5 +1,6 @@
 """What was measured of a candidate against its reference: claims, values, limits, and whether they hold."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +79,11 @@ class Evidence:
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         try:
-            return cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
+            return cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not whole evidence ({error}); it was edited or truncated.") from error
+
+
+def _finding(record: Mapping[str, Any]) -> Finding:
+    """JSON has no NaN: a value that could not be measured is stored as null."""
+    return Finding(**{**record, "value": math.nan if record["value"] is None else record["value"]})

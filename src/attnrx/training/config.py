@@ -22,7 +22,19 @@ class TrainingConfig:
     `Augmentation(padding=0, flip=False)` takes none.
 
     `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is
-    the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate.
+    the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two
+    layers of four heads with 16 directions, 600 steps of 64, learning rate 2e-3, one seed), mean over the heads:
+
+        knob                          mean |strength|  effective rank  retained rank  selectivity  test accuracy
+        none (strengths start at 1)              1.15            15.9           14.5        0.006         76.6 %
+        strength_init=4                          4.13            16.0           15.0        0.068         85.5 %
+        strength_init=16                        16.05            16.0           15.0        0.375         92.8 %
+        strength_decay=1                         0.67            15.8           14.2        0.002         78.0 %
+        strength_decay=10                        0.02             8.8            8.5        0.000         76.0 %
+        strength_learning_rate=10                2.03            12.3           10.9        0.028         80.8 %
+
+    A high start lets heads select at all (scores are bounded by it) but leaves the spectrum flat; decay drives heads
+    towards uniform attention; a faster strength is what spreads the spectrum. Retained: holding 90 % of the energy.
 
     `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
     weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
