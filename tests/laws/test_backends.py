@@ -77,7 +77,11 @@ def test_observed_output_is_what_the_layer_adds() -> None:
     seen: dict[int, Observation] = {}
     outputs: list[torch.Tensor] = []
     attention = family.attention(vit)[0]
-    hook = attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def keep(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        outputs.append(output)
+
+    hook = attention.register_forward_hook(keep)
     with observing(vit, family, seen.__setitem__), torch.no_grad():
         vit(images(CONFIGS["svda"]))
     hook.remove()
@@ -89,10 +93,11 @@ def test_backends_come_back_after_an_error() -> None:
     vit = model(CONFIGS["svda"])
     layers = family_of(vit).attention(vit)
     before = [layer.backend for layer in layers]
-    with (
-        pytest.raises(ZeroDivisionError),
-        using(layers, [Observed(lambda seen: 1 / 0, torch.zeros(3, 4, 12)) for _ in layers]),
-    ):
+
+    def fail(seen: Observation) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), using(layers, [Observed(fail, torch.zeros(3, 4, 12)) for _ in layers]):
         vit(images(CONFIGS["svda"]))
     assert [layer.backend for layer in layers] == before
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cases import CONFIGS, PATTERNS, model, prescription
+from cases import CONFIGS, PATTERNS, model, prescription
 
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.diagnosis import Diagnosis

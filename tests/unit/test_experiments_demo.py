@@ -33,7 +33,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
 
 def test_all_files_are_there_and_are_read_back(result: DemoResult):
     assert Evidence.load(result.evidence_path).holds == result.evidence.holds
-    assert result.report.read_text().startswith("<!doctype html>")
+    assert result.report.read_text().startswith("<!DOCTYPE html>")
     slim = load(result.model)
     assert model_fingerprint(slim) == result.evidence.about["candidate"]
     assert STAGES[0].startswith("[1/7]") and STAGES[-1].startswith("[7/7]")
