@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CONFIGS, PATTERNS, model, prescription
 
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.diagnosis import Diagnosis
@@ -15,6 +14,7 @@ from attnrx.errors import InvalidInput
 from attnrx.examination import diagnose
 from attnrx.models import VisionTransformer, ViTConfig, family_of, model_fingerprint
 from attnrx.realization import realize
+from cases import CONFIGS, PATTERNS, model, prescription
 
 PER_HEAD = {
     "alignment",
