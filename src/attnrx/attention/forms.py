@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.head_linear import HeadLinear
+from attnrx.attention.head_linear import HeadLinear, padding_index
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -88,8 +88,9 @@ class SvdaForm(ScoreForm):
         own = self.strength[first : first + sum(ranks[bucket.heads])]
         if all(rank == bucket.width for rank in ranks[bucket.heads]):
             return own.view(-1, bucket.width)
-        padded = [F.pad(row, (0, bucket.width - row.numel())) for row in own.split(ranks[bucket.heads])]
-        return torch.stack(padded)
+        heads = bucket.stop - bucket.start
+        index = padding_index(ranks[bucket.heads], (bucket.width,) * heads).to(own.device)
+        return F.pad(own, (0, 1)).index_select(0, index).view(heads, bucket.width)
 
 
 def _widened(rows: Tensor, bucket: Bucket) -> Tensor:

@@ -55,13 +55,13 @@ class HeadLinear(nn.Module):
         return self._kept[1]
 
     def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        index = _padding_index(self.rows, rows).to(self.weight.device)
+        index = padding_index(self.rows, rows).to(self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
         return weight, F.pad(self.bias, (0, 1)).index_select(0, index)
 
 
 @lru_cache(maxsize=256)
-def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+def padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
     """Maps every padded row to its stored row, or to the zero row that follows the last one."""
     zero, index, first = sum(own), [], 0
     for stored, padded in zip(own, wanted, strict=True):
