@@ -1,8 +1,6 @@
 """The examination of a model: one pass over images while diagnostics watch every layer."""
 
 import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from attnrx.data import Batch, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.diagnostics import Diagnostic, Panel, PerturbationResponse, standard
 from attnrx.errors import DataError, InvalidInput
-from attnrx.models import family_of, model_fingerprint, observing
+from attnrx.models import evaluating, family_of, model_fingerprint, observing
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import require_finite
 
@@ -43,7 +41,7 @@ def diagnose(
     panel = Panel(chosen, spectra)
     to_perturb = panel.to_perturb(len(shown))
     watched = _Pass(model, panel, to_perturb, seed)
-    with _evaluating(model):
+    with evaluating([model]):
         for batch in shown.batches(batch_size, device=next(model.parameters()).device):
             watched.show(batch)
     if not watched.images:
@@ -104,16 +102,3 @@ def _loss_slope(
         images = images.detach().requires_grad_()
         loss = F.cross_entropy(model(images), labels, reduction="sum")
         return torch.autograd.grad(loss, images)[0]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module gets its own mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

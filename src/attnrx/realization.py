@@ -11,7 +11,7 @@ from attnrx.attention.head_linear import HeadLinear
 from attnrx.data import ImageSet
 from attnrx.decompositions import StrengthFit
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import family_of, model_fingerprint, observing
+from attnrx.models import evaluating, family_of, model_fingerprint, observing
 from attnrx.observation import Observation
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.shapes import Float, Int, Tensor
@@ -95,14 +95,10 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
         strength = seen.strength if seen.strength is not None else torch.ones_like(keep, dtype=seen.query.dtype)
         fits[index].observe(left, right, seen.query, seen.key, strength)
 
-    training, weight = model.training, next(model.parameters())
-    model.eval()
-    try:
-        with observing(model, family, observe), torch.no_grad():
-            for batch in calibration.batches(64, device=weight.device):
-                model(batch.images.to(weight.dtype))
-    finally:
-        model.train(training)
+    weight = next(model.parameters())
+    with evaluating([model]), observing(model, family, observe):
+        for batch in calibration.batches(64, device=weight.device):
+            model(batch.images.to(weight.dtype))
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 

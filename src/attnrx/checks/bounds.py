@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, evaluating
+from attnrx.checks.comparison import Comparison
 from attnrx.checks.spectral_change import SpectralChange, spectral_changes
 from attnrx.checks.theorems import (
     Bounded,
@@ -23,7 +23,7 @@ from attnrx.checks.theorems import (
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
-from attnrx.models import family_of, observing
+from attnrx.models import evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 

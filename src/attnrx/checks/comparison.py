@@ -1,7 +1,6 @@
 """What every check sees: the candidate, its reference, the data, and what they answered, computed once."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
+from attnrx.models import evaluating
 from attnrx.prescription import Prescription
 from attnrx.shapes import Bool, Float, Int, Tensor
 
@@ -120,20 +120,6 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
     """Gives the logits of one batch, at the precision of the model's weights."""
     return model(images.to(next(model.parameters()).dtype))
-
-
-@contextmanager
-def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts models into evaluation mode without gradients, and back as they were."""
-    before = {module: module.training for model in models for module in model.modules()}
-    try:
-        for module in before:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _require_answers(role: str, logits: Tensor, labels: Tensor) -> None:

@@ -7,10 +7,10 @@ from torch import nn
 
 from attnrx.attention import Eager, using
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, evaluating
+from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding
-from attnrx.models import family_of
+from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
 

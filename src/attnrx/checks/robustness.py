@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions, answer, evaluating
+from attnrx.checks.comparison import Comparison, Predictions, answer
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.data import CORRUPTIONS, SEVERITIES, Batch, Corruption, Normalization
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
-from attnrx.models import family_of
+from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
 # How far outside [0, 1] pixels may lie after the normalization was undone: its rounding.

@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
-from attnrx.models.observing import observing
+from attnrx.models.observing import evaluating, observing
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
@@ -22,6 +22,7 @@ __all__ = [
     "VisionTransformer",
     "build_model",
     "config_costs",
+    "evaluating",
     "family_of",
     "initialize_",
     "load_model",

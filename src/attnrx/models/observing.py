@@ -1,9 +1,10 @@
 """Watching every attention layer of a model while it runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import nn
 
 from attnrx.attention import Observed, using
@@ -21,3 +22,18 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
     backends = [Observed(partial(observe, index), readout) for index, readout in enumerate(readouts)]
     with using(layers, backends):
         yield
+
+
+@contextmanager
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Evaluation mode without gradients; every module gets its own mode back."""
+    models = tuple(models)
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        with torch.no_grad():
+            for model in models:
+                model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
