@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, padding_index
+from attnrx.attention.kept import Kept
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -67,13 +68,15 @@ class SvdaForm(ScoreForm):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
+        self._kept: Kept[dict[Bucket, Tensor]] = Kept()
 
     def forward(
         self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
     ) -> tuple[ScoreFactors, ...]:
         """Gives unit rows and the strengths."""
+        strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
-            ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), self._strength(bucket), self.spec.scale)
+            ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
             for bucket, q, k in self.project(tokens, buckets)
         )
 
@@ -82,19 +85,20 @@ class SvdaForm(ScoreForm):
             return unit_rows(rows)[..., : bucket.width]
         return unit_rows(rows, bucket.width)
 
-    def _strength(self, bucket: Bucket) -> Float[Tensor, "heads width"]:
+    def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
+        """Splits the strengths by bucket, those of every head followed by zeros up to the width of its bucket."""
         ranks = self.spec.ranks
-        first = sum(ranks[: bucket.start])
-        own = self.strength[first : first + sum(ranks[bucket.heads])]
-        if all(rank == bucket.width for rank in ranks[bucket.heads]):
-            return own.view(-1, bucket.width)
-        heads = bucket.stop - bucket.start
-        index = padding_index(ranks[bucket.heads], (bucket.width,) * heads).to(own.device)
-        return F.pad(own, (0, 1)).index_select(0, index).view(heads, bucket.width)
+        owns = self.strength.split([sum(ranks[bucket.heads]) for bucket in buckets])
+        return {
+            bucket: _widened(own, ranks[bucket.heads], bucket.width) for bucket, own in zip(buckets, owns, strict=True)
+        }
 
 
-def _widened(rows: Tensor, bucket: Bucket) -> Tensor:
-    return F.pad(rows, (0, bucket.width - bucket.rank)) if bucket.width > bucket.rank else rows
+def _widened(own: Tensor, ranks: tuple[int, ...], width: int) -> Float[Tensor, "heads width"]:
+    if any(rank != width for rank in ranks):
+        index = padding_index(ranks, (width,) * len(ranks)).to(own.device)
+        own = F.pad(own, (0, 1)).index_select(0, index)
+    return own.view(len(ranks), width)
 
 
 FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm}

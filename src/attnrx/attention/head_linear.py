@@ -1,13 +1,13 @@
 """A linear projection whose heads may have different numbers of rows."""
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention.factors import Bucket
+from attnrx.attention.kept import Kept
 from attnrx.shapes import Float, Tensor
 
 
@@ -21,7 +21,7 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows)))
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: tuple[tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._kept: Kept[tuple[Tensor, Tensor]] = Kept()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
         """Projects tokens to the features of all heads, one after the other."""
@@ -32,27 +32,17 @@ class HeadLinear(nn.Module):
     ) -> list[Float[Tensor, "batch tokens _ _"]]:
         """Gives one tensor per bucket, [batch, tokens, heads of the bucket, rows], from a single matrix product.
 
-        `rows` says how many rows each head gets; rows beyond its own are zero. The zero rows exist only during the
-        call.
+        `rows` says how many rows each head gets; rows beyond its own are zero.
         """
         batch, length, _ = tokens.shape
-        features = self(tokens) if rows == self.rows else F.linear(tokens, *self._padded(rows))
+        own = (self.weight, self.bias)
+        weight, bias = own if rows == self.rows else self._kept(rows, own, lambda: self._spread(rows))
+        features = F.linear(tokens, weight, bias)
         if len(buckets) == 1:
             return [features.view(batch, length, len(rows), -1)]
         widths = [sum(rows[bucket.heads]) for bucket in buckets]
         parts = features.split(widths, dim=-1)
         return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
-
-    def _padded(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Spreads weight and bias out with zero rows between; without gradients the result is kept for later."""
-        cached = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self.weight.is_inference()
-        if not cached:
-            return self._spread(rows)
-        own = (self.weight, self.bias)
-        state = (rows, *((part.data_ptr(), part._version, part.dtype, part.device) for part in own))
-        if self._kept is None or self._kept[0] != state:
-            self._kept = (state, self._spread(rows))
-        return self._kept[1]
 
     def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         index = padding_index(self.rows, rows).to(self.weight.device)

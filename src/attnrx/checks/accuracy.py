@@ -1,11 +1,11 @@
 """Accuracy: how many images each model gets right, and what the candidate loses on the same images."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions
-from attnrx.checks.statistics import mcnemar, paired_change, proportion
+from attnrx.checks.statistics import Estimate, mcnemar, paired_change, proportion
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 
@@ -47,27 +47,35 @@ class Accuracy(Check):
 
     def _change(self, predictions: Predictions, seed: int) -> Finding:
         before, after = predictions.correct("reference"), predictions.correct("candidate")
-        change = paired_change(before, after, seed).scaled(100.0)
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
-        claim = "change of accuracy, candidate minus reference"
-        if self.most_drop is not None:
-            claim = f"the candidate loses at most {self.most_drop:g} points of accuracy"
-        return Finding(
-            self.name,
-            claim,
-            change.value,
-            "points",
-            limit=None if self.most_drop is None else -self.most_drop,
-            holds=None if self.most_drop is None else change.low >= -self.most_drop,
-            low=change.low,
-            high=change.high,
-            n=len(predictions),
-            seed=seed,
-            details={
-                "quantity": "accuracy change",
-                "lost": lost,
-                "gained": gained,
-                "mcnemar_p": mcnemar(lost, gained),
-                "interval": "paired bootstrap over images",
-            },
-        )
+        details = {
+            "quantity": "accuracy change",
+            "lost": lost,
+            "gained": gained,
+            "mcnemar_p": mcnemar(lost, gained),
+            "interval": "paired bootstrap over images",
+        }
+        change = paired_change(before, after, seed)
+        finding = change_of_accuracy(self.name, "", change, self.most_drop)
+        return replace(finding, n=len(predictions), seed=seed, details=details)
+
+
+def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: float | None) -> Finding:
+    """Reports a paired change of accuracy, in points, as a claim where `most_drop` limits it.
+
+    The claim holds when the whole interval says so. `where` follows it, e.g. " over all corruptions".
+    """
+    change = change.scaled(100.0)
+    claim = f"change of accuracy{where}, candidate minus reference"
+    if most_drop is not None:
+        claim = f"the candidate loses at most {most_drop:g} points of accuracy{where}"
+    return Finding(
+        check,
+        claim,
+        change.value,
+        "points",
+        limit=None if most_drop is None else -most_drop,
+        holds=None if most_drop is None else change.low >= -most_drop,
+        low=change.low,
+        high=change.high,
+    )

@@ -1,11 +1,12 @@
 """Robustness: whether the candidate bears spoilt images as its reference does."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions, answer
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
@@ -70,51 +71,30 @@ class Robustness(Check):
 
     def _finding(self, corruption: str, severity: int, predictions: Predictions, seed: int) -> Finding:
         before, after = predictions.correct("reference"), predictions.correct("candidate")
-        change = paired_change(before, after, seed).scaled(100.0)
         agreeing = int((predictions.classes("reference") == predictions.classes("candidate")).sum())
         agreement = proportion(agreeing, len(predictions)).scaled(100.0)
-        return Finding(
-            self.name,
-            f"change of accuracy under {corruption} of severity {severity}, candidate minus reference",
-            change.value,
-            "points",
-            low=change.low,
-            high=change.high,
-            n=len(predictions),
-            seed=seed,
-            details={
-                "quantity": "accuracy change",
-                "corruption": corruption,
-                "severity": severity,
-                "reference_accuracy": 100 * float(before.double().mean()),
-                "candidate_accuracy": 100 * float(after.double().mean()),
-                "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
-                "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
-            },
-        )
+        details = {
+            "quantity": "accuracy change",
+            "corruption": corruption,
+            "severity": severity,
+            "reference_accuracy": 100 * float(before.double().mean()),
+            "candidate_accuracy": 100 * float(after.double().mean()),
+            "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
+            "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
+        }
+        where = f" under {corruption} of severity {severity}"
+        finding = change_of_accuracy(self.name, where, paired_change(before, after, seed), None)
+        return replace(finding, n=len(predictions), seed=seed, details=details)
 
     def _overall(self, changes: Float[Tensor, "images"], seed: int) -> Finding:
-        change = mean_change(changes, seed).scaled(100.0)
-        claim = "change of accuracy over all corruptions, candidate minus reference"
-        if self.most_drop is not None:
-            claim = f"the candidate loses at most {self.most_drop:g} points of accuracy over all corruptions"
-        return Finding(
-            self.name,
-            claim,
-            change.value,
-            "points",
-            limit=None if self.most_drop is None else -self.most_drop,
-            holds=None if self.most_drop is None else change.low >= -self.most_drop,
-            low=change.low,
-            high=change.high,
-            n=len(changes),
-            seed=seed,
-            details={
-                "quantity": "overall accuracy change",
-                "corruptions": list(self.corruptions),
-                "severities": list(self.severities),
-            },
-        )
+        details = {
+            "quantity": "overall accuracy change",
+            "corruptions": list(self.corruptions),
+            "severities": list(self.severities),
+        }
+        change = mean_change(changes, seed)
+        finding = change_of_accuracy(self.name, " over all corruptions", change, self.most_drop)
+        return replace(finding, n=len(changes), seed=seed, details=details)
 
 
 def _spoilt(corruption: Corruption, severity: int, comparison: Comparison) -> Iterator[tuple[Batch, Tensor]]:

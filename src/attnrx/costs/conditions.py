@@ -40,7 +40,8 @@ class Conditions:
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Gives a copy of the model under these conditions, in evaluation mode; the model itself is not touched."""
-        placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
+        with torch.inference_mode(mode=False):  # a copy made in it has inference tensors, of which nothing can be kept
+            placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here, not be timed as if it were compiled.
         return torch.compile(placed, fullgraph=True, dynamic=False) if self.compiled else placed
 

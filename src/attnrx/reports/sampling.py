@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.models import Family, family_of, observing
+from attnrx.models import Family, evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.reports.content import AttentionSamples
 from attnrx.shapes import Float, Tensor
@@ -41,13 +41,9 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
         placed[:, list(layers[layer].spec.heads)] = received
         found[layer] = placed
 
-    weight, training = next(model.parameters()), model.training
-    model.eval()
-    try:
-        with observing(model, family, observe), torch.no_grad():
-            model(images.to(weight.device, weight.dtype))
-    finally:
-        model.train(training)
+    weight = next(model.parameters())
+    with evaluating([model]), observing(model, family, observe):
+        model(images.to(weight.device, weight.dtype))
     tokens = max(placed.shape[-1] for placed in found.values())
     empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # a layer that lost all its heads
     return torch.stack([found.get(layer, empty) for layer in range(len(layers))], dim=1)
