@@ -1,7 +1,12 @@
 """Every recipe states where it comes from, agrees with the paper's own arithmetic, and runs."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from attnrx.errors import InvalidInput, UnknownName
@@ -95,3 +100,25 @@ def test_recipes_travel_with_the_package():
     root = Path(__file__).resolve().parents[1]
     assert recipes_folder().resolve() == root / "recipes"
     assert '"recipes" = "attnrx/recipes"' in (root / "pyproject.toml").read_text()
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    asked = "reproduce svda/table1 --only cifar10 --tiny --seeds 1,2 --jobs 2 --epochs 100000"
+    command = [sys.executable, "-m", "attnrx.cli", *asked.split(), "--out", str(tmp_path)]
+    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = psutil.Process(started.pid)
+    wait_until(lambda: len(list(tmp_path.rglob("*.jsonl"))) == 2)  # both are training
+    children = parent.children(recursive=True)
+    assert len(children) >= 2
+    started.kill()
+    started.wait()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.2)

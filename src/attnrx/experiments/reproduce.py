@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -115,10 +117,24 @@ def _run_all(wanted: list[SvdaExperiment], request: Request, reporter: Reporter 
 
 def _alone(threads: int) -> None:
     torch.set_num_threads(threads)
+    threading.Thread(target=_stop_when_orphaned, daemon=True).start()
+
+
+def _stop_when_orphaned() -> None:
+    """Asks this process to stop, as Ctrl-C does, when the one that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # a training saves a checkpoint first
 
 
 def _run_quietly(experiment: SvdaExperiment, folder: Path) -> None:
-    run_svda(experiment, folder, reporter=Silent())
+    parent = multiprocessing.parent_process()
+    try:
+        run_svda(experiment, folder, reporter=Silent())
+    finally:
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the queue may hold more runs, which nobody waits for
 
 
 def _deviations(file: RecipeFile, wanted: Sequence[SvdaExperiment], runs: Sequence[SvdaRun]) -> list[str]:
