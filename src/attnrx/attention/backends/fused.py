@@ -21,12 +21,15 @@ class Fused(Backend):
 
     def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
-        most = max(spec.ranks, default=0)
-        width = max(most, spec.head_dim)
-        full = spec.norms == "original" or most > self.FULL_ABOVE * spec.head_dim
+        most, width = max(spec.ranks, default=0), self.reads(spec)
+        full = spec.norms == "original" or most > self.FULL_ABOVE * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+    def reads(self, spec: AttentionSpec) -> int:
+        """Chooses one width for queries, keys and values."""
+        return max((*spec.ranks, *spec.reads, 1))
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Calls the fused kernel."""
         query, key = factors.folded()
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
