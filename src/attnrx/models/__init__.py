@@ -8,7 +8,8 @@ from torch import nn
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
-from attnrx.models.observing import evaluating, observing
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.observing import evaluating, observing, observing_mlp
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
@@ -18,6 +19,7 @@ __all__ = [
     "FAMILIES",
     "SCENARIOS",
     "Family",
+    "LowRankLinear",
     "ViTConfig",
     "VisionTransformer",
     "build_model",
@@ -30,6 +32,8 @@ __all__ = [
     "model_names",
     "named_config",
     "observing",
+    "observing_mlp",
+    "rank_of",
     "save_model",
 ]
 

@@ -9,6 +9,7 @@ from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
 from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
 from attnrx.rules.parsing import parse_text
 from attnrx.rules.prescribing import prescribe
@@ -18,8 +19,10 @@ from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
 from attnrx.rules.shrinkage import Shrinkage
 from attnrx.rules.threshold import Threshold
 from attnrx.rules.top_rank import TopRank
+from attnrx.rules.total_rank import TotalRank
 from attnrx.rules.uniform_heads import UniformHeads
 from attnrx.rules.uniform_matched import UniformMatched
+from attnrx.rules.uniform_rank import UniformRank
 
 # Every rule by its name in text; the last three are controls, which match another rule.
 RULES: Mapping[str, type[Rule]] = {
@@ -28,6 +31,8 @@ RULES: Mapping[str, type[Rule]] = {
         EnergyRetention,
         Threshold,
         TopRank,
+        TotalRank,
+        UniformRank,
         EffectiveRank,
         ContributionEnergy,
         Shrinkage,
@@ -41,6 +46,8 @@ RULES: Mapping[str, type[Rule]] = {
 }
 
 __all__ = [
+    "METRICS",
+    "OWN",
     "RULES",
     "And",
     "ContributionEnergy",
@@ -55,8 +62,10 @@ __all__ = [
     "Shrinkage",
     "Threshold",
     "TopRank",
+    "TotalRank",
     "UniformHeads",
     "UniformMatched",
+    "UniformRank",
     "parse_rule",
     "prescribe",
     "readings_needed",

@@ -1,0 +1,92 @@
+"""Rewritten directions: full rank == original, mask == compress, nested, and best in their own metric."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
+from attnrx.examination import diagnose
+from attnrx.models import VisionTransformer
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
+from attnrx.rules import METRICS, EnergyRetention, Rule, TotalRank, UniformRank, prescribe
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.rewriting import rewritten
+from comparisons import pixels
+
+DENSE = cases.CONFIGS["dense"]
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return cases.model(DENSE)
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageSet:
+    return pixels(DENSE, 16)
+
+
+@pytest.fixture(scope="module")
+def found(model: VisionTransformer, images: ImageSet) -> Diagnosis:
+    return diagnose(model, images, batch_size=8)
+
+
+def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_all_directions_in_any_metric_are_the_original(
+    metric: str, by: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    told, bases = rewritten(found, metric)
+    layers = tuple(
+        replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)
+        for layer, basis in zip(told.layers, bases, strict=True)
+    )
+    realized = realize(model, Prescription(layers, {}, found.fingerprint, {}), by=by)
+    torch.testing.assert_close(logits(realized, images), logits(model, images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("rule", [TotalRank(0.5, metric="own"), UniformRank(2, "own"), EnergyRetention(0.8)], ids=str)
+def test_mask_equals_compress(
+    metric: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    prescription = prescribe(found, rule, metric)
+    masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(masked, logits(model, images), rtol=1e-6)
+
+
+@pytest.mark.parametrize("circuit", ["values", "mlp"])
+@pytest.mark.parametrize("rule", [TotalRank(0.6, metric="own"), UniformRank(0.5, "own")], ids=str)
+def test_other_maps_masked_equal_compressed(
+    circuit: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    prescription = prescribe(found, None, **{circuit: rule})
+    masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
+    torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-6)
+    assert parameters(masked) == parameters(model) > parameters(small)
+
+
+def test_everything_at_once_survives_the_disk(
+    tmp_path, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    rule = UniformRank(0.5, "own")
+    prescription = prescribe(found, TotalRank(0.75), values=rule, mlp=rule)
+    again = Prescription.load(prescription.save(tmp_path / "prescription.json"))
+    first, second = (logits(realize(model, each), images) for each in (prescription, again))
+    assert torch.equal(first, second)
