@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import cases
+from attnrx.attention import Eager, using
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.examination import diagnose
-from attnrx.models import VisionTransformer
+from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.rules import METRICS, EnergyRetention, Rule, TotalRank, UniformRank, prescribe
+from attnrx.rules import METRICS, EnergyRetention, FusionRank, Rule, SharedRank, TotalRank, UniformRank, prescribe
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.rewriting import rewritten
 from comparisons import pixels
@@ -80,6 +81,39 @@ def test_other_maps_masked_equal_compressed(
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-6)
     assert parameters(masked) == parameters(model) > parameters(small)
+
+
+@pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
+@pytest.mark.parametrize("form", ["cp", "epc", "tied", "warm", "literal"])
+def test_shared_directions_run_as_eager_says(
+    joint: str, form: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    small = realize(model, prescribe(found, SharedRank(5, form, joint, sweeps=20)))
+    fused = logits(small, images)
+    layers = family_of(small).attention(small)
+    with using(layers, [Eager()] * len(layers)):
+        torch.testing.assert_close(logits(small, images), fused, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
+def test_enough_shared_directions_are_the_original(
+    joint: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    # All directions of all heads, each used by its own head alone: where least squares starts, it cannot leave.
+    realized = realize(model, prescribe(found, SharedRank(1.0, "cp", joint)))
+    expected = model if joint != "weights" else None
+    if expected is not None:
+        torch.testing.assert_close(logits(realized, images), logits(expected, images), rtol=1e-8, atol=1e-8)
+    assert all(layer.spec.form == "shared" for layer in family_of(realized).attention(realized))
+
+
+def test_fusion_ranks_are_realized_as_irregular_heads(
+    model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    prescription = prescribe(found, FusionRank(6))
+    assert all(sum(ranks) <= 6 for ranks in prescription.ranks)
+    masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
 
 
 def test_everything_at_once_survives_the_disk(

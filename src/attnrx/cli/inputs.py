@@ -30,12 +30,12 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
     return images if arguments.images is None else images.take(arguments.images)
 
 
-def load_model(source: str, device: str | None) -> "nn.Module":
+def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
     """Loads a model onto the device that was asked for, or where it runs fastest."""
     import torch
 
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = rx.load(source)
+    model = rx.load(source, weights=weights)
     try:
         return model.to(wanted)
     except (RuntimeError, AssertionError) as error:  # an unknown device is the former, torch without CUDA the latter

@@ -1,5 +1,7 @@
 """The costs of one transformer block in closed form, from its spec alone: nothing is built and nothing is run."""
 
+from dataclasses import replace
+
 from attnrx.costs.parts import LayerCosts, PartCosts
 from attnrx.spec import AttentionSpec
 
@@ -25,13 +27,27 @@ def layer_costs(
         query_key=query + key,
         scores=PartCosts(0, tokens * tokens * rank),
         diagonal=PartCosts(strengths, tokens * strengths),
+        fusion=PartCosts(),
         value_output=value + output,
         read_out=PartCosts(0, tokens * tokens * attending),
         mlp=first + second,
         layer_norms=_twice(norm_costs(spec.width)),
         directions=rows if spec.form == "shared" else rank,
         direction=direction_costs(spec, tokens),
+        spec=spec,
+        tokens=tokens,
     )
+
+
+def with_fusion(layer: LayerCosts) -> LayerCosts:
+    """Prices the layer as IrrAtt is written (Algorithm 3): a general heads x heads matrix mixes the score maps.
+
+    Our heads keep their own maps, for which that matrix is the identity and costs nothing. Mixed maps are never
+    empty, so every head reads out, even one without directions of its own.
+    """
+    heads, pairs = len(layer.spec.heads), layer.tokens**2
+    read_out = PartCosts(0, pairs * sum(layer.spec.reads))
+    return replace(layer, fusion=PartCosts(heads**2, pairs * heads**2), read_out=read_out)
 
 
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:

@@ -88,11 +88,24 @@ class AdoptedFamily(Family):
         self.require_supported(model)
         origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
         adopted = self.model_type(copy.deepcopy(model), origin)
+        adopted.training = model.training  # of the wrapper alone: every module inside keeps its own mode
         for layer in self.layers(adopted.source):
             theirs = getattr(layer, self.attention_name)
             setattr(layer, self.attention_name, self.adapter_type(self.own(theirs)).train(theirs.training))
         require_same(self.model_type(model, origin), adopted, "its attention is not what it seems")
         self._require_rebuilt(adopted)
+        return adopted
+
+    @abstractmethod
+    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
+        """Makes a model by its name with fresh weights; on the meta device, it has none and can only be priced."""
+
+    def outlined(self, model: nn.Module) -> Adopted:
+        """Puts our attention into a model without weights, of which nothing can be proven."""
+        self.require_supported(model)
+        adopted = self.model_type(model, self._stated(model, {}))
+        for layer in self.layers(adopted.source):
+            setattr(layer, self.attention_name, self.adapter_type(self.own(getattr(layer, self.attention_name))))
         return adopted
 
     def require_supported(self, model: nn.Module) -> None:

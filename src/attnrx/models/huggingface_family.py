@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.attention import Attention
@@ -99,6 +100,20 @@ class HuggingFaceFamily(AdoptedFamily):
                 "Fine-tune it as a classifier first, and save that."
             )
         return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
+
+    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
+        """Makes the classifier of a configuration, with fresh weights or with none on the meta device."""
+        automatic = _transformers("AutoModelForImageClassification")
+        try:
+            config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"hf:{name} has no configuration that can be read: {error}") from error
+        if not on_meta:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(0)
+                return self.adopt(automatic.from_config(config)).eval()
+        with torch.device("meta"):
+            return self.outlined(automatic.from_config(config))
 
     def adopts(self, model: nn.Module) -> bool:
         """Whether the model's class is one of transformers'."""

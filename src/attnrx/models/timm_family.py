@@ -77,6 +77,13 @@ class TimmFamily(AdoptedFamily):
             _load_file_(model, Path(weights), name)
         return self.adopt(model).eval()
 
+    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
+        """Makes the model with weights drawn from seed 0, or with none on the meta device."""
+        if not on_meta:
+            return self.load(name, pretrained=False, **arguments)
+        with torch.device("meta"):
+            return self.outlined(_create(name, arguments))
+
     def adopts(self, model: nn.Module) -> bool:
         """Whether the model's class is one of timm's."""
         return type(model).__module__.split(".")[0] == "timm"

@@ -41,13 +41,11 @@ def copy_rewritten_(
 def _combined(side: HeadLinear, spec: AttentionSpec, table: Tensor) -> Float[Tensor, "owners directions augmented"]:
     """Gives the new rows with their bias, in float64 on the CPU."""
     stored = side.augmented()
-    if table.shape[0] == 1:
-        return (table[0] @ stored)[None]
-    most = table.shape[-1]
+    most = table.shape[-1] if table.shape[0] == len(spec.rows) else table.shape[-1] // len(spec.rows)
     padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])
     for own, rows in zip(padded, stored.split(spec.rows), strict=True):
         own[: rows.shape[0]] = rows
-    return table @ padded
+    return table @ (padded if table.shape[0] == len(spec.rows) else padded.flatten(0, 1))
 
 
 def _kept_rows(rows: Tensor, layer: LayerPrescription, order: list[int]) -> Float[Tensor, "rows augmented"]:

@@ -31,7 +31,7 @@ def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[
     heads = tuple(spec.heads[head] for head in order)
     if layer.basis is not None and layer.basis.left.shape[0] == 1:
         rank = int(layer.keep[order].any(0).sum()) if order else 0
-        shared = replace(spec, form="shared", original_rank=max(rank, spec.original_rank))
+        shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
         return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
     if layer.basis is not None:

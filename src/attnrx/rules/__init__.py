@@ -8,6 +8,7 @@ from attnrx.rules.bounds import score_bound
 from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
+from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
@@ -16,6 +17,7 @@ from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
 from attnrx.rules.remove_heads import RemoveHeads
 from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
+from attnrx.rules.shared_rank import SharedRank
 from attnrx.rules.shrinkage import Shrinkage
 from attnrx.rules.threshold import Threshold
 from attnrx.rules.top_rank import TopRank
@@ -33,6 +35,8 @@ RULES: Mapping[str, type[Rule]] = {
         TopRank,
         TotalRank,
         UniformRank,
+        FusionRank,
+        SharedRank,
         EffectiveRank,
         ContributionEnergy,
         Shrinkage,
@@ -53,12 +57,14 @@ __all__ = [
     "ContributionEnergy",
     "EffectiveRank",
     "EnergyRetention",
+    "FusionRank",
     "LargestMatched",
     "NormClip",
     "Or",
     "RandomMatched",
     "RemoveHeads",
     "Rule",
+    "SharedRank",
     "Shrinkage",
     "Threshold",
     "TopRank",

@@ -81,9 +81,11 @@ def _decide_scores(
     layers, spectra = [], []
     for index, basis in enumerate(bases):
         spectrum, layer = told.layers[index].spectrum, rule.decide(told, index)
-        changed = layer.basis is not None or _changes(spectrum, layer)
-        layers.append(replace(layer, basis=layer.basis or basis) if changed else whole[index])
-        spectra.append(spectrum if changed and layer.basis is None else own[index])
+        if layer.basis is not None:
+            raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={chosen!r} out.")
+        changed = _changes(spectrum, layer)
+        layers.append(replace(layer, basis=basis) if changed else whole[index])
+        spectra.append(spectrum if changed else own[index])
     return layers, spectra
 
 
