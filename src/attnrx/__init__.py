@@ -35,6 +35,7 @@ _HOMES = {
     "matching": "attnrx.flow",
     "prescribe": "attnrx.flow",
     "realize": "attnrx.flow",
+    "refine": "attnrx.flow",
     "save": "attnrx.flow",
     "train": "attnrx.flow",
     "verify": "attnrx.flow",

@@ -1,7 +1,5 @@
 """Rewritten directions: full rank == original, mask == compress, nested, and best in their own metric."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -15,9 +13,8 @@ from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.rules import METRICS, EnergyRetention, FusionRank, Rule, SharedRank, TotalRank, UniformRank, prescribe
-from attnrx.rules.deciding import keep_only
-from attnrx.rules.rewriting import rewritten
 from comparisons import pixels
+from rewriting import whole
 
 DENSE = cases.CONFIGS["dense"]
 
@@ -51,11 +48,7 @@ def parameters(model: nn.Module) -> int:
 def test_all_directions_in_any_metric_are_the_original(
     metric: str, by: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    told, bases = rewritten(found, metric)
-    layers = tuple(
-        replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)
-        for layer, basis in zip(told.layers, bases, strict=True)
-    )
+    layers = whole(found, metric)
     realized = realize(model, Prescription(layers, {}, found.fingerprint, {}), by=by)
     torch.testing.assert_close(logits(realized, images), logits(model, images), rtol=1e-10, atol=1e-10)
 

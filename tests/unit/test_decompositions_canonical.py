@@ -168,3 +168,11 @@ def test_an_unknown_start_is_named() -> None:
 def test_terms_that_are_not_finite_are_refused() -> None:
     with pytest.raises(InvalidInput, match="right holds values"):
         Canonical(torch.ones(3, 2), torch.full((3, 2), torch.nan), torch.ones(2, 2))
+
+
+def test_the_scale_of_the_columns_of_a_start_does_not_matter() -> None:
+    tensor, start = heads(), als(heads(), 4, start="random", sweeps=1)
+    scale = torch.tensor([1e-9, 1.0, 1e9, 1e4])
+    scaled = Canonical(start.left, start.right * scale, start.mix * scale.flip(0))
+    found, same = (als(tensor, 4, start=terms, sweeps=3, tolerance=0.0) for terms in (scaled, start))
+    torch.testing.assert_close(found.dense(), same.dense(), rtol=1e-10, atol=1e-10)

@@ -17,6 +17,7 @@ from attnrx.decompositions import (
     sensitivity,
 )
 from attnrx.decompositions.bounded_least_squares import bounded_update
+from attnrx.decompositions.error_preserving import OBJECTIVES as OBJECTIVE_PARTS
 from attnrx.errors import InvalidInput, UnknownName
 
 OBJECTIVES = ["sensitivity", "norm"]
@@ -192,3 +193,30 @@ def test_another_objective_is_named() -> None:
 def test_a_start_of_another_shape_is_refused() -> None:
     with pytest.raises(InvalidInput, match="do not fit"):
         epc(heads(), als(heads(rows=7), 3, sweeps=1))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_weights_of_columns_are_how_the_objective_grows_with_them(name: str) -> None:
+    left, right, mix = drawn = [torch.randn(size, 3) for size in (7, 5, 4)]
+    goal = {"sensitivity": sensitivity, "norm": lambda terms: value("norm", terms)}[name]
+    before = goal(Canonical(left, right, mix))
+    for mode in range(3):
+        others = [factor for other, factor in enumerate(drawn) if other != mode]
+        left, right, mix = (2 * factor if mode == other else factor for other, factor in enumerate(drawn))
+        weights = OBJECTIVE_PARTS[name].column_weights(*others)
+        growth = 3 * float((drawn[mode].square() * weights).sum())
+        assert goal(Canonical(left, right, mix)) - before == pytest.approx(growth, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 2e-6])
+def test_small_bounds_are_kept_too(size: float) -> None:
+    """Where the squared error has few digits left, and least squares has nothing more to gain."""
+    terms = als(heads(), 6, start="random", sweeps=2)
+    exact = FactoredTensor((terms.left[None] * terms.mix[:, None]).mT, terms.right.T.expand(4, 6, 10))
+    noise = torch.randn(4, 6, 11) * size * exact.left.norm() / 264**0.5
+    tensor = FactoredTensor(exact.left + noise, exact.right)
+    for sweeps in 0, 200:
+        start = als(tensor, 6, start=terms, sweeps=sweeps)
+        found = epc(tensor, start, sweeps=20, tolerance=0.0)
+        assert tensor.relative_error(*found.factors) <= tensor.relative_error(*start.factors) * (1 + 1e-9)
+        assert all(later <= earlier * (1 + 1e-13) for earlier, later in pairwise(found.trace.objectives))

@@ -215,6 +215,14 @@ def test_strengths_that_are_rounding_are_zero(shape: tuple[int, int], mean: floa
     assert bool((left_over.diff() <= 1e-12).all())
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_full_rank_is_the_original_even_with_the_statistics_of_other_data(shape: tuple[int, int]):
+    case, other = Case(*shape), torch.randn(50, shape[0])
+    whole = output_pca(case.weight, case.fixed, other.T @ other, torch.randn(shape[0]))
+    assert whole.bias is not None and (whole.bias - case.fixed).abs().max() <= 1e-12
+    assert (whole.weight - case.weight).abs().max() <= 1e-12
+
+
 def test_without_a_bias_only_a_matched_mean_makes_one():
     case = Case(6, 10)
     assert plain_svd(case.weight).bias is None and activation_aware(case.weight, None, case.moment).bias is None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
     """Loads the dataset that was asked for, at the size that a model reads."""
-    given = {"image": arguments.image_column, "label": arguments.label_column}
+    given = {"image": arguments.image_column, "label": arguments.label_column, "test": arguments.test_column}
     named = {part: column for part, column in given.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)

@@ -55,6 +55,7 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
     )
     group.add_argument("--image-column", metavar="COLUMN", help="the column that holds the images, in tables")
     group.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+    group.add_argument("--test-column", metavar="COLUMN", help="a column of true and false: test only on rows it marks")
 
 
 def add_split(parser: Parser, default: str) -> None:
