@@ -108,16 +108,18 @@ def test_tied_sweeps_never_go_up_and_keep_the_owners(rank: int) -> None:
     torch.testing.assert_close(found.mix.norm(dim=0), torch.ones(4))
 
 
-def test_one_tied_sweep_is_three_least_squares_problems() -> None:
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_a_tied_sweep_is_three_least_squares_problems(sweeps: int) -> None:
     tensor, blocks = heads(), water_filled_blocks(heads(), 9)
     dense, factors = tensor.dense(), list(blocks.canonical.factors)
-    for mode in (0, 1):
-        others = [factor for other, factor in enumerate(factors) if other != mode]
-        design = torch.einsum("ir,jr->ijr", *others).flatten(0, 1)
-        factors[mode] = torch.linalg.lstsq(design, dense.movedim(mode, 0).flatten(1).T).solution.T
-    joint = torch.einsum("ir,jr,rb->ijb", factors[0], factors[1], torch.eye(4)[blocks.owner]).flatten(0, 1)
-    factors[2] = torch.linalg.lstsq(joint, dense.flatten(0, 1)).solution.T[:, blocks.owner]
-    found = tied_als(tensor, blocks, sweeps=1)
+    for _ in range(sweeps):
+        for mode in (0, 1):
+            others = [factor for other, factor in enumerate(factors) if other != mode]
+            design = torch.einsum("ir,jr->ijr", *others).flatten(0, 1)
+            factors[mode] = torch.linalg.lstsq(design, dense.movedim(mode, 0).flatten(1).T).solution.T
+        joint = torch.einsum("ir,jr,rb->ijb", factors[0], factors[1], torch.eye(4)[blocks.owner]).flatten(0, 1)
+        factors[2] = torch.linalg.lstsq(joint, dense.flatten(0, 1)).solution.T[:, blocks.owner]
+    found = tied_als(tensor, blocks, sweeps=sweeps, tolerance=0.0)
     torch.testing.assert_close(formed(found), torch.einsum("ir,jr,hr->ijh", *factors))
 
 
@@ -227,6 +229,16 @@ def test_constrained_training_ends_with_owned_blocks_no_better_than_water_fillin
     assert error(tensor, found) == pytest.approx(error(tensor, truncated_blocks(tensor, found.ranks)), rel=1e-12)
     # The steps find better ranks than those of the start.
     assert error(tensor, found) < 0.9 * error(tensor, owned_blocks(tensor, start))
+
+
+def test_a_heavy_penalty_holds_the_owners_and_none_lets_them_go() -> None:
+    tensor = heads(slices=3, inner=4, width=9, seed=1)
+    start = als(tensor, 6, start="random", sweeps=0, seed=1)
+    held, free = (
+        constrained_blocks(tensor, start, knobs=ConstrainedFit(steps=60, learning_rate=0.03, penalty=penalty))
+        for penalty in (1000.0, 0.0)
+    )
+    assert held.ranks == owned_blocks(tensor, start).ranks != free.ranks
 
 
 def test_a_slice_that_owns_more_than_it_has_gets_what_it_has() -> None:
