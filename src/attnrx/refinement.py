@@ -143,7 +143,7 @@ def _size(row: Tensor) -> float:
 def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
     """Gives the logarithm of the layer's attention; a head without directions attends uniformly."""
     eager = Eager()
-    buckets = eager.buckets(layer.spec)
+    buckets = eager.buckets(layer.spec, tokens.shape[0] * tokens.shape[1])
     found = {part.bucket: scores(part) for part in layer.scores(tokens, buckets)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)

@@ -36,7 +36,7 @@ class Attention(nn.Module):
             return self.output(tokens[..., :0])
         reads = (self.backend.reads(self.spec),) * heads
         value = self.value.padded(tokens, reads).unflatten(-1, (heads, -1)).transpose(1, 2)
-        buckets = self.backend.buckets(self.spec)
+        buckets = self.backend.buckets(self.spec, tokens.shape[0] * tokens.shape[1])
         mixed = self.backend(buckets, self.scores(tokens, buckets), value)
         return self.output.padded(mixed.transpose(1, 2).flatten(2), reads)
 

@@ -13,8 +13,10 @@ class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
     @abstractmethod
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
-        """Chooses which neighbouring heads are computed together, and at which padded rank."""
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+        """Chooses which neighbouring heads are computed together, and at which padded rank, for so many tokens of all
+        images together.
+        """
 
     def reads(self, spec: AttentionSpec) -> int:
         """Chooses to how many features the values of every head are padded."""

@@ -22,7 +22,7 @@ class Observed(Backend):
         self.observe = observe
         self.readout = readout
 
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Puts all heads together."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)
