@@ -12,6 +12,7 @@ from torch import nn
 from attnrx.checks import Check, Comparison, standard
 from attnrx.data import ImageSet, Normalization, Splits
 from attnrx.diagnosis import Diagnosis
+from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose
@@ -30,6 +31,7 @@ __all__ = [
     "diagnose",
     "load",
     "matching",
+    "measure_divergence",
     "prescribe",
     "realize",
     "refine",

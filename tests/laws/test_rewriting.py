@@ -1,5 +1,7 @@
 """Rewritten directions: full rank == original, mask == compress, nested, and best in their own metric."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -8,11 +10,23 @@ import cases
 from attnrx.attention import Eager, using
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
+from attnrx.divergence import measure_divergence
+from attnrx.errors import InvalidInput
 from attnrx.examination import diagnose
-from attnrx.models import VisionTransformer, family_of
+from attnrx.models import VisionTransformer, family_of, observing
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.rules import METRICS, EnergyRetention, FusionRank, Rule, SharedRank, TotalRank, UniformRank, prescribe
+from attnrx.rules import (
+    METRICS,
+    EnergyRetention,
+    FusionRank,
+    Rule,
+    SharedRank,
+    TopRank,
+    TotalRank,
+    UniformRank,
+    prescribe,
+)
 from comparisons import pixels
 from rewriting import whole
 
@@ -117,3 +131,49 @@ def test_everything_at_once_survives_the_disk(
     again = Prescription.load(prescription.save(tmp_path / "prescription.json"))
     first, second = (logits(realize(model, each), images) for each in (prescription, again))
     assert torch.equal(first, second)
+
+
+def test_measured_divergences_fall_to_zero_and_price_the_ranks(
+    model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    measured = measure_divergence(model, found, images)
+    for layer in measured.layers:
+        price = layer.reading("divergence_mix")
+        assert price.shape == (3, 5)
+        assert float(price[:, -1].max()) < 1e-12 < float(price[:, 0].min())
+    rule = TotalRank(0.5, by="divergence")
+    ranks = prescribe(measured, rule).ranks
+    assert all(sum(own) == 6 for own in ranks)
+    for own, layer in zip(ranks, measured.layers, strict=True):
+        price = layer.reading("divergence_mix")
+        best = min(
+            sum(float(price[head, rank]) for head, rank in enumerate(each))
+            for each in itertools.product(range(1, 5), repeat=3)
+            if sum(each) == 6
+        )
+        assert sum(float(price[head, rank]) for head, rank in enumerate(own)) == pytest.approx(best, abs=1e-12)
+
+
+def test_a_divergence_is_that_of_the_realized_layer(
+    model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    """Column r is what the first layer loses when all its heads are cut at rank r."""
+    measured = measure_divergence(model, found, images).layers[0].reading("divergence_mix")
+    for rank in (0, 2):
+        small = realize(model, prescribe(found, TopRank(rank), "mix"))
+        attention = [sampled(each, images) for each in (model, small)]
+        order = family_of(small).attention(small)[0].spec.heads
+        change = (attention[0] * (attention[0].log() - attention[1][:, list(order)].log())).sum(-1).mean((0, 2))
+        torch.testing.assert_close(change, measured[:, rank], rtol=1e-9, atol=1e-12)
+
+
+def sampled(model: nn.Module, images: ImageSet) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    with observing(model, family_of(model), lambda layer, each: None if layer else seen.append(each.attention)):
+        logits(model, images)
+    return torch.cat(seen)
+
+
+def test_without_the_measurement_the_rule_says_what_is_missing(found: Diagnosis) -> None:
+    with pytest.raises(InvalidInput, match="divergence_mix"):
+        prescribe(found, TotalRank(0.5, by="divergence"))

@@ -16,6 +16,7 @@ from attnrx.rules.parsing import parse_text
 from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
 from attnrx.rules.remove_heads import RemoveHeads
+from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
 from attnrx.rules.shared_rank import SharedRank
 from attnrx.rules.shrinkage import Shrinkage
@@ -75,6 +76,7 @@ __all__ = [
     "parse_rule",
     "prescribe",
     "readings_needed",
+    "rewritten",
     "rule_from_dict",
     "score_bound",
 ]

@@ -24,6 +24,11 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--perturbation", choices=("gaussian", "fgsm"), default="gaussian", help="for perturbation_response (gaussian)"
     )
+    parser.add_argument(
+        "--divergence",
+        metavar="METRIC",
+        help="measure in one more pass what every rank costs in this metric, for total_rank:...,by=divergence",
+    )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
@@ -39,6 +44,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     diagnosis = rx.diagnose(
         model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed
     )
+    if arguments.divergence is not None:
+        diagnosis = rx.measure_divergence(model, diagnosis, images, arguments.divergence)
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),
