@@ -16,16 +16,20 @@ from attnrx.rules import (
     ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
+    FusionRank,
     LargestMatched,
     NormClip,
     RandomMatched,
     RemoveHeads,
     Rule,
+    SharedRank,
     Shrinkage,
     Threshold,
     TopRank,
+    TotalRank,
     UniformHeads,
     UniformMatched,
+    UniformRank,
 )
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
@@ -49,6 +53,9 @@ RULES: dict[str, Rule] = {
     "effective_rank": EffectiveRank(),
     "top_rank": TopRank(2),
     "top_rank-none": TopRank(0),
+    "total_rank": TotalRank(0.6, metric="own"),
+    "total_rank-model": TotalRank(2, scope="model", metric="own", minimum=0),
+    "uniform_rank": UniformRank(0.5, metric="own"),
     "contribution_energy": ContributionEnergy(0.8),
     "shrinkage": Shrinkage(0.4),
     "norm_clip": NormClip(0.7),
@@ -59,6 +66,12 @@ RULES: dict[str, Rule] = {
     "uniform_matched": UniformMatched(EnergyRetention(0.8)),
     "both": EnergyRetention(0.9) & RemoveHeads(spectral=0.9, output=0.9),
     "either": (Shrinkage(0.3) & TopRank(3)) | UniformHeads(0.2),
+}
+
+# Rules that combine the rows of heads, which only forms without norms allow.
+REWRITING: dict[str, Rule] = {
+    "fusion_rank": FusionRank(6, sweeps=20),
+    "shared_rank": SharedRank(5, form="tied", joint="centered", sweeps=20),
 }
 
 # name -> loss; Distillation needs a saved teacher, which its own test makes.

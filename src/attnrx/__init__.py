@@ -33,8 +33,10 @@ _HOMES = {
     "load": "attnrx.flow",
     "load_data": "attnrx.data",
     "matching": "attnrx.flow",
+    "measure_divergence": "attnrx.flow",
     "prescribe": "attnrx.flow",
     "realize": "attnrx.flow",
+    "refine": "attnrx.flow",
     "save": "attnrx.flow",
     "train": "attnrx.flow",
     "verify": "attnrx.flow",
@@ -73,8 +75,10 @@ __all__ = [
     "load",
     "load_data",
     "matching",
+    "measure_divergence",
     "prescribe",
     "realize",
+    "refine",
     "rules",
     "save",
     "train",
@@ -101,7 +105,19 @@ if TYPE_CHECKING:
     from attnrx.diagnosis import Diagnosis
     from attnrx.errors import AttnrxError
     from attnrx.evidence import Evidence, Finding
-    from attnrx.flow import control_prescriptions, diagnose, load, matching, prescribe, realize, save, train, verify
+    from attnrx.flow import (
+        control_prescriptions,
+        diagnose,
+        load,
+        matching,
+        measure_divergence,
+        prescribe,
+        realize,
+        refine,
+        save,
+        train,
+        verify,
+    )
     from attnrx.models import ViTConfig
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.errors import FingerprintMismatch, InvalidInput
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
 
@@ -16,11 +16,26 @@ KIND, SCHEMA = "attnrx diagnosis", 1
 
 
 @dataclass(frozen=True)
+class MapDiagnosis:
+    """One linear map of the MLP: the directions of its outputs, orthonormal, by falling strength on the data.
+
+    Projecting the outputs, less their `mean`, on the first r directions is the map of rank r with the least mean square
+    error; what it leaves out is the sum of the squared strengths beyond r.
+    """
+
+    strength: Float[Tensor, "directions"]
+    directions: Float[Tensor, "directions outputs"]
+    mean: Float[Tensor, "outputs"]
+    inputs: int
+
+
+@dataclass(frozen=True)
 class LayerDiagnosis:
-    """One layer: its spectrum, and readings whose first axis is the head (then directions, or heads again)."""
+    """One layer: its spectrum, readings whose first axis is the head, and the maps of its MLP if they were watched."""
 
     spectrum: Spectrum
     readings: Mapping[str, Tensor]
+    mlp: tuple[MapDiagnosis | None, ...] = ()
 
     def reading(self, name: str) -> Tensor:
         """Gives one reading, or says which ones there are."""
@@ -54,6 +69,10 @@ class Diagnosis:
                 tensors[f"layers.{index}.spectrum.{field}"] = getattr(layer.spectrum, field)
             for name, reading in layer.readings.items():
                 tensors[f"layers.{index}.readings.{name}"] = reading
+            for which, found in enumerate(layer.mlp):
+                if found is not None:
+                    for field in ("strength", "directions", "mean"):
+                        tensors[f"layers.{index}.mlp.{which}.{field}"] = getattr(found, field)
         file = write_tensors(stem.with_suffix(".safetensors"), tensors)
         record = {
             "kind": KIND,
@@ -97,6 +116,7 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "scale": spectrum.scale,
         "norms": spectrum.norms,
         "readings": per_head,
+        "mlp": [None if found is None else {"inputs": found.inputs} for found in layer.mlp],
     }
 
 
@@ -114,4 +134,13 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     )
     start = f"layers.{index}.readings."
     readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-    return LayerDiagnosis(spectrum, readings)
+    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts.get("mlp", ())))
+    return LayerDiagnosis(spectrum, readings, maps)
+
+
+def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> MapDiagnosis | None:
+    if facts is None:
+        return None
+    start = f"layers.{index}.mlp.{which}."
+    strength, directions, mean = (tensors[start + field] for field in ("strength", "directions", "mean"))
+    return MapDiagnosis(strength, directions, mean, facts["inputs"])

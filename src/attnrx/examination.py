@@ -1,6 +1,9 @@
 """The examination of a model: one pass over images while diagnostics watch every layer."""
 
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +11,10 @@ from torch import nn
 
 from attnrx.config import to_dict
 from attnrx.data import Batch, ImageSet
-from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.diagnostics import Diagnostic, Panel, PerturbationResponse, standard
+from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, suited
 from attnrx.errors import DataError, InvalidInput
-from attnrx.models import evaluating, family_of, model_fingerprint, observing
+from attnrx.models import evaluating, family_of, model_fingerprint, observing, observing_mlp
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import require_finite
 
@@ -25,9 +28,10 @@ def diagnose(
     batch_size: int = 64,
     seed: int = 0,
 ) -> Diagnosis:
-    """Reads every diagnostic (`standard()` unless told) off a model in one pass over the images, or the first `images`.
+    """Reads every diagnostic (unless told, those `suited` to the model) off a model in one pass over the images.
 
-    The model is only watched: its weights, mode and backends are afterwards what they were. Memory does not grow with
+    `images` takes the first so many only. With `Moments` among the diagnostics the maps of the MLP are watched too. The
+    model is only watched: its weights, mode and backends are afterwards what they were. Memory does not grow with
     the number of images. The images must be on the scale that the model was trained with; they are taken to its device.
     """
     if not isinstance(data, ImageSet):
@@ -35,18 +39,20 @@ def diagnose(
             f"diagnose(data={type(data).__name__}): give one split of a dataset, e.g. load_data('cifar10').validation."
         )
     require_finite(model.state_dict(), "the model to diagnose")
-    chosen = standard() if diagnostics is None else diagnostics
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
+    chosen = suited(spectra) if diagnostics is None else diagnostics
     shown = data if images is None else data.take(images)
     panel = Panel(chosen, spectra)
     to_perturb = panel.to_perturb(len(shown))
+    wanted = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
+    maps = _MapPanel(model, wanted)
     watched = _Pass(model, panel, to_perturb, seed)
-    with evaluating([model]):
+    with evaluating([model]), observing_mlp(model, family_of(model), partial(maps.observe, watched)):
         for batch in shown.batches(batch_size, device=next(model.parameters()).device):
             watched.show(batch)
     if not watched.images:
         raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
-    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), strict=True))
+    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), maps.read(), strict=True))
     about = {
         "family": family_of(model).name,
         "data": {"name": _name(shown), "images": watched.images, "fingerprint": shown.fingerprint},
@@ -58,6 +64,39 @@ def diagnose(
     return Diagnosis(layers, model_fingerprint(model), about)
 
 
+class _MapPanel:
+    """The moments of the maps of every MLP; without any, nothing is watched."""
+
+    def __init__(self, model: nn.Module, wanted: bool):
+        family = family_of(model)
+        self.linears = family.mlp(model)
+        self.layers = len(family.attention(model))
+        self.watches = {
+            (layer, which): MapWatch(linear.in_features, linear.out_features)
+            for layer, pair in enumerate(self.linears)
+            for which, linear in enumerate(pair)
+            if wanted and isinstance(linear, nn.Linear)
+        }
+
+    def observe(self, watched: "_Pass", layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
+        """Takes in what one map computed, of images that were not perturbed."""
+        if (layer, which) in self.watches and watched.showing:
+            whole = slice(len(inputs) // watched.showing)
+            self.watches[layer, which].observe(inputs[whole], outputs[whole])
+
+    def read(self) -> list[tuple[MapDiagnosis | None, ...]]:
+        """Gives what was found, map by map; () for layers that were not watched."""
+        found: list[tuple[MapDiagnosis | None, ...]] = []
+        for layer in range(self.layers):
+            pair = self.linears[layer] if self.watches else ()
+            found.append(tuple(self._read(layer, which, linear) for which, linear in enumerate(pair)))
+        return found
+
+    def _read(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
+        watch = self.watches.get((layer, which))
+        return watch.read(linear.weight, linear.bias) if watch and isinstance(linear, nn.Linear) else None
+
+
 class _Pass:
     """One pass of a model over batches while a panel of diagnostics watches its layers."""
 
@@ -66,6 +105,7 @@ class _Pass:
         self.dtype = next(model.parameters()).dtype
         self.to_perturb = to_perturb
         self.images = 0
+        self.showing = 0  # 1: an ordinary batch runs, 2: one whose second half is perturbed, 0: neither
 
     def show(self, batch: Batch) -> None:
         """Runs one batch; images to perturb run beside their perturbed copies, so each costs one more image."""
@@ -76,16 +116,22 @@ class _Pass:
             for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
                 self._show_pairs(self.panel.perturbation, part, labels)
         if paired < len(images):
-            with observing(self.model, self.family, self.panel.observe):
+            with self._showing(1), observing(self.model, self.family, self.panel.observe):
                 self.model(images[paired:])
             self.images += len(images) - paired
+
+    @contextmanager
+    def _showing(self, halves: int) -> Iterator[None]:
+        self.showing = halves
+        yield
+        self.showing = 0
 
     def _show_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
         def slope(images: Tensor) -> Tensor:
             return _loss_slope(self.model, images, labels)
 
         changed = perturbation.perturb(images, self.images, self.seed, slope)
-        with observing(self.model, self.family, self.panel.observe_pairs):
+        with self._showing(2), observing(self.model, self.family, self.panel.observe_pairs):
             self.model(torch.cat([images, changed]))
         self.images += len(images)
 

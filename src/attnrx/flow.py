@@ -12,12 +12,14 @@ from torch import nn
 from attnrx.checks import Check, Comparison, standard
 from attnrx.data import ImageSet, Normalization, Splits
 from attnrx.diagnosis import Diagnosis
+from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose
 from attnrx.models import family_of, load_model, model_fingerprint, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
+from attnrx.refinement import refine
 from attnrx.reports import model_card
 from attnrx.rules import LargestMatched, RandomMatched, Rule, UniformMatched, parse_rule, rule_from_dict
 from attnrx.rules import prescribe as prescribe_with
@@ -29,8 +31,10 @@ __all__ = [
     "diagnose",
     "load",
     "matching",
+    "measure_divergence",
     "prescribe",
     "realize",
+    "refine",
     "save",
     "train",
     "verify",
@@ -39,11 +43,14 @@ __all__ = [
 CONTROLS = ("random", "largest", "uniform")
 
 
-def load(source: str | Path | nn.Module, seed: int = 0) -> nn.Module:
-    """Gives a model: a folder saved by attnrx, a name such as `svda:cifar10` (fresh weights), or an instance of a
-    known family.
+def load(
+    source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
+) -> nn.Module:
+    """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
+    `hf:ID` or a folder of transformers, a name such as `svda:cifar10` (fresh weights), or an instance, adopted if it is
+    another library's.
     """
-    return load_model(source, seed)
+    return load_model(source, seed, weights, pretrained)
 
 
 def matching(splits: Splits, model: nn.Module) -> Splits:
@@ -58,9 +65,21 @@ def matching(splits: Splits, model: nn.Module) -> Splits:
     return splits.renormalized(Normalization(*family.normalization(model)))
 
 
-def prescribe(diagnosis: Diagnosis, rule: Rule | str) -> Prescription:
-    """Decides what every layer can do without; `rule` is a rule or its text, e.g. `energy_retention:0.90`."""
-    return prescribe_with(diagnosis, parse_rule(rule) if isinstance(rule, str) else rule)
+def prescribe(
+    diagnosis: Diagnosis,
+    rule: Rule | str | None,
+    metric: str | None = None,
+    *,
+    values: Rule | str | None = None,
+    mlp: Rule | str | None = None,
+) -> Prescription:
+    """Decides what every layer can do without; a rule may be its text, e.g. `energy_retention:0.90`.
+
+    `rule` is about the scores: the model's own directions, or those that are the best in a `metric` (for models without
+    norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP.
+    """
+    read = [parse_rule(asked) if isinstance(asked, str) else asked for asked in (rule, values, mlp)]
+    return prescribe_with(diagnosis, read[0], metric, values=read[1], mlp=read[2])
 
 
 def control_prescriptions(
@@ -82,7 +101,8 @@ def control_prescriptions(
         "largest": (LargestMatched(rule),),
         "uniform": (UniformMatched(rule),),
     }
-    return {kind: tuple(prescribe_with(diagnosis, control) for control in rules[kind]) for kind in kinds}
+    metric = prescription.about.get("metric")
+    return {kind: tuple(prescribe_with(diagnosis, control, metric) for control in rules[kind]) for kind in kinds}
 
 
 def verify(

@@ -7,7 +7,8 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Observation:
-    """All intermediates of one layer, heads in storage order, directions padded with zeros to the largest rank.
+    """All intermediates of one layer, heads in storage order, directions and what heads read out padded with zeros
+    to the largest rank.
 
     `query` and `key` are the rows as they enter the scores: divided by their norms where the form has norms, before
     the strength. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @ value;
@@ -20,6 +21,6 @@ class Observation:
     scale: float
     scores: Float[Tensor, "batch heads queries keys"]
     attention: Float[Tensor, "batch heads queries keys"]
-    value: Float[Tensor, "batch heads keys head_dim"]
-    output: Float[Tensor, "batch heads queries head_dim"]
-    readout: Float[Tensor, "heads head_dim width"]
+    value: Float[Tensor, "batch heads keys reads"]
+    output: Float[Tensor, "batch heads queries reads"]
+    readout: Float[Tensor, "heads reads width"]

@@ -9,9 +9,59 @@ import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
-from attnrx.storage import check_schema, read_json, write_json
+from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
 
 KIND, SCHEMA = "attnrx prescription", 1
+
+
+def _lay_out(part: Any, *fields: str) -> None:
+    """Stores the tensors as a file would give them back: products of other layouts are rounded otherwise."""
+    for field in fields:
+        object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The directions that a decision is about, where they are not the model's own: combinations of its rows.
+
+    New row r of owner h is left[h, r] @ the stored query rows, right[h, r] @ the stored key rows. Where every head owns
+    its directions, the rows are those of head h; directions that all heads share (one owner) combine the rows of all
+    heads, one head after the other. Before anything is removed the scores are those of the model, unless the basis
+    says how near they are (`about` of the prescription).
+    """
+
+    left: Float[Tensor, "owners directions rows"]
+    right: Float[Tensor, "owners directions rows"]
+
+    def __post_init__(self):
+        _lay_out(self, "left", "right")
+
+
+@dataclass(frozen=True)
+class OutputPrescription:
+    """What a linear map's outputs are reduced to: y becomes decode @ encode @ (y - center) + center.
+
+    For the values of a layer y is what its heads read out, one head after the other; for a map of the MLP it is the
+    map's result, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` of them, one unit
+    after the other; they see their own unit only, while `decode` may use all. `strength` are the strengths of all
+    directions, kept or not, for whoever wants to see the spectrum.
+    """
+
+    ranks: tuple[int, ...]
+    encode: Float[Tensor, "kept features"]
+    decode: Float[Tensor, "outputs kept"]
+    center: Float[Tensor, "outputs"]
+    strength: Float[Tensor, "units directions"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        kept = sum(self.ranks)
+        if self.encode.shape[0] != kept or self.decode.shape != (len(self.center), kept):
+            raise InvalidInput(
+                f"encode {tuple(self.encode.shape)}, decode {tuple(self.decode.shape)} and center "
+                f"{tuple(self.center.shape)} do not fit the ranks {self.ranks}."
+            )
+        _lay_out(self, "encode", "decode", "center")
 
 
 @dataclass(frozen=True)
@@ -19,13 +69,17 @@ class LayerPrescription:
     """One layer: the directions that stay, their strengths, the heads that stay, and one reason per head.
 
     `strength` is what the kept directions get (their old one unless the rule changes it). A head that stays with no
-    directions attends uniformly; a head that does not stay outputs nothing.
+    directions attends uniformly; a head that does not stay outputs nothing. The directions are the model's own, or
+    those of a `basis`. `values` and `mlp` say what is prescribed for the other maps of the layer, if anything.
     """
 
     keep: Bool[Tensor, "heads directions"]
     strength: Float[Tensor, "heads directions"]
     heads: Bool[Tensor, "heads"]
     reasons: tuple[str, ...]
+    basis: Basis | None = None
+    values: OutputPrescription | None = None
+    mlp: tuple[OutputPrescription | None, OutputPrescription | None] = (None, None)
 
     def __post_init__(self):
         if self.keep.shape != self.strength.shape or self.heads.shape[0] != self.keep.shape[0]:
@@ -62,8 +116,17 @@ class Prescription:
         total = sum(layer.keep.numel() for layer in self.layers)
         return 1 - sum(sum(ranks) for ranks in self.ranks) / total
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether any decision is about other directions than the model's own, or about another map than the scores."""
+        return any(_tensors(layer) for layer in self.layers)
+
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file; floats are written so that they read back bit for bit."""
+        """Writes one JSON file; floats are written so that they read back bit for bit.
+
+        Where there are bases, they go into a safetensors file of the same name beside it, which the JSON names by hash.
+        """
+        path = Path(path)
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -73,15 +136,29 @@ class Prescription:
             "removed_share": self.removed_share,
             "layers": [_to_record(layer) for layer in self.layers],
         }
+        if self.is_rewritten:
+            tensors = {
+                f"layers.{index}.{name}": tensor
+                for index, layer in enumerate(self.layers)
+                for name, tensor in _tensors(layer).items()
+            }
+            record["tensors_sha256"] = file_sha256(write_tensors(path.with_suffix(".safetensors"), tensors))
         return write_json(path, record)
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
         """Reads what `save` wrote."""
+        path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
+        tensors: dict[str, Tensor] = {}
+        if "tensors_sha256" in record:
+            tensors = read_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
         try:
-            layers = tuple(_from_record(layer) for layer in record["layers"])
+            layers = tuple(
+                _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
+                for index, layer in enumerate(record["layers"])
+            )
             return cls(layers, record["rule"], record["fingerprint"], record["about"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
@@ -98,7 +175,7 @@ class Prescription:
 
 
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
-    return {
+    record: dict[str, Any] = {
         "directions": layer.keep.shape[1],
         "heads": [
             {
@@ -113,13 +190,61 @@ def _to_record(layer: LayerPrescription) -> dict[str, Any]:
             )
         ],
     }
+    outputs = {name: _output_record(output) for name, output in _outputs(layer).items()}
+    return record | ({"basis": True} if layer.basis else {}) | ({"outputs": outputs} if outputs else {})
 
 
-def _from_record(record: Mapping[str, Any]) -> LayerPrescription:
+def _output_record(output: OutputPrescription) -> dict[str, Any]:
+    strengths = output.strength.tolist()
+    units = zip(output.ranks, strengths, output.reasons, strict=True)
+    return {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
+
+
+def _outputs(layer: LayerPrescription) -> dict[str, OutputPrescription]:
+    named = {"values": layer.values, "mlp.0": layer.mlp[0], "mlp.1": layer.mlp[1]}
+    return {name: output for name, output in named.items() if output is not None}
+
+
+def _tensors(layer: LayerPrescription) -> dict[str, Tensor]:
+    found = {} if layer.basis is None else {"basis.left": layer.basis.left, "basis.right": layer.basis.right}
+    for name, output in _outputs(layer).items():
+        found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
+    return found
+
+
+def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
     heads = record["heads"]
     keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     stays = torch.tensor([head["stays"] for head in heads], dtype=torch.bool)
-    return LayerPrescription(keep, strength.reshape(keep.shape), stays, tuple(head["why"] for head in heads))
+    outputs = {
+        name: _output(output, _beginning_with(f"{name}.", tensors))
+        for name, output in record.get("outputs", {}).items()
+    }
+    return LayerPrescription(
+        keep,
+        strength.reshape(keep.shape),
+        stays,
+        tuple(head["why"] for head in heads),
+        Basis(tensors["basis.left"], tensors["basis.right"]) if record.get("basis") else None,
+        outputs.get("values"),
+        (outputs.get("mlp.0"), outputs.get("mlp.1")),
+    )
+
+
+def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputPrescription:
+    units = record["units"]
+    return OutputPrescription(
+        tuple(unit["rank"] for unit in units),
+        tensors["encode"],
+        tensors["decode"],
+        tensors["center"],
+        torch.tensor([unit["strength"] for unit in units], dtype=torch.float64),
+        tuple(unit["why"] for unit in units),
+    )

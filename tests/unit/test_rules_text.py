@@ -14,14 +14,20 @@ from attnrx.rules import (
     RandomMatched,
     RemoveHeads,
     Rule,
+    SharedRank,
     Shrinkage,
     Threshold,
     TopRank,
+    TotalRank,
     UniformHeads,
+    UniformRank,
     parse_rule,
     rule_from_dict,
 )
-from cases import RULES as EXAMPLES
+from cases import REWRITING
+from cases import RULES as OWN
+
+EXAMPLES = {**OWN, **REWRITING}
 
 
 @pytest.mark.parametrize("rule", EXAMPLES.values(), ids=EXAMPLES)
@@ -53,6 +59,11 @@ def test_every_registered_rule_is_a_case() -> None:
         ("threshold:1|top_rank:2&top_rank:3", Or((Threshold(1.0), And((TopRank(2), TopRank(3)))))),
         ("(threshold:1|top_rank:2)&top_rank:3", And((Or((Threshold(1.0), TopRank(2))), TopRank(3)))),
         ("((top_rank:2))", TopRank(2)),
+        ("total_rank:96", TotalRank(96)),
+        ("total_rank:0.5,scope=model,multiple=4", TotalRank(0.5, scope="model", multiple=4)),
+        ("uniform_rank:1", UniformRank(1)),
+        ("uniform_rank:1.0,metric=mix", UniformRank(1.0, metric="mix")),
+        ("shared_rank:96,form=cp", SharedRank(96, form="cp")),
     ],
 )
 def test_reading(text: str, rule: Rule) -> None:

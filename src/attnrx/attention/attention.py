@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from attnrx.attention.backends import Backend, Fused
-from attnrx.attention.forms import FORMS, SvdaForm
-from attnrx.attention.head_linear import HeadLinear
+from attnrx.attention.forms import FORMS
+from attnrx.attention.head_linear import HeadLinear, HeadReadout
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
@@ -17,42 +17,44 @@ from attnrx.spectrum import Spectrum
 class Attention(nn.Module):
     """Multi-head attention of any form, with its own rank in every head.
 
-    The heads lie in storage order (`spec.heads` names the original ones); values and output are full in every stored
-    head.
+    The heads lie in storage order (`spec.heads` names the original ones), and each may read out fewer features than
+    it once did.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
         super().__init__()
         self.spec = spec
         self.scores = FORMS[spec.form](spec)
-        self.value = HeadLinear(spec.width, (spec.head_dim,) * len(spec.heads))
-        self.output = HeadLinear(len(spec.heads) * spec.head_dim, (spec.width,))
+        self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
+        self.output = HeadReadout(spec.reads, spec.width, spec.has_bias("output"))
         self.backend: Backend = backend or Fused()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Mixes the tokens."""
-        batch, length, _ = tokens.shape
-        if not self.spec.heads:  # every head was removed: only the output bias is left
-            return self.output(tokens.new_zeros(batch, length, 0))
-        value = self.value(tokens).view(batch, length, len(self.spec.heads), self.spec.head_dim).transpose(1, 2)
-        buckets = self.backend.buckets(self.spec)
-        heads = self.backend(buckets, self.scores(tokens, buckets), value)
-        return self.output(heads.transpose(1, 2).reshape(batch, length, -1))
+        heads = len(self.spec.heads)
+        if not heads:  # every head was removed: only the output bias is left
+            return self.output(tokens[..., :0])
+        reads = (self.backend.reads(self.spec),) * heads
+        value = self.value.padded(tokens, reads).unflatten(-1, (heads, -1)).transpose(1, 2)
+        buckets = self.backend.buckets(self.spec, tokens.shape[0] * tokens.shape[1])
+        mixed = self.backend(buckets, self.scores(tokens, buckets), value)
+        return self.output.padded(mixed.transpose(1, 2).flatten(2), reads)
 
     def spectrum(self) -> Spectrum:
-        """Reads the score directions of the layer, one table per head, biases as the last column, in float64."""
-        ranks, rows = self.spec.ranks, self.spec.rows
-        most = max((*ranks, 1))
+        """Reads the score directions of the layer, one table per owner, biases as the last column, in float64."""
+        spec = self.spec
+        ranks, most = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(most) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, most, dtype=torch.bool)
         strength = torch.zeros(len(ranks), most, dtype=torch.float64)
-        own = self.scores.strength if isinstance(self.scores, SvdaForm) else torch.ones(sum(ranks))
-        strength[used] = own.detach().cpu().double()
-        tables = [_table(side, rows, ranks, most) for side in (self.scores.query, self.scores.key)]
-        return Spectrum(tables[0], tables[1], strength, used, self.spec.scale, self.spec.norms, self.spec.heads)
+        own = getattr(self.scores, "strength", torch.ones(sum(ranks)))
+        strength[used] = own.detach().cpu().double().flatten()
+        owners = ranks[: len(spec.rows)]
+        tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
+        return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads)
 
 
 def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:
-    augmented = torch.cat([side.weight, side.bias[:, None]], dim=1).detach().cpu().double()
+    augmented = side.augmented()
     table = augmented.new_zeros(len(rows), most, augmented.shape[1])
     for head, (part, rank) in enumerate(zip(augmented.split(rows), ranks, strict=True)):
         table[head, :rank] = part[:rank]

@@ -29,12 +29,12 @@ class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
     The rows of query and key are divided by their norms already where the form has norms; `strength` is None where it
-    is one.
+    is one. There are as many owners as heads, or a single one of directions that all heads share.
     """
 
     bucket: Bucket
-    query: Float[Tensor, "batch tokens heads width"]
-    key: Float[Tensor, "batch tokens heads width"]
+    query: Float[Tensor, "batch tokens owners width"]
+    key: Float[Tensor, "batch tokens owners width"]
     strength: Float[Tensor, "heads width"] | None
     scale: float
 
@@ -43,7 +43,8 @@ class ScoreFactors:
     ) -> tuple[Float[Tensor, "batch heads tokens width"], Float[Tensor, "batch heads tokens width"]]:
         """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
-        return query.transpose(1, 2), self.key.transpose(1, 2)
+        key = self.key.expand(-1, -1, query.shape[2], -1)
+        return query.transpose(1, 2), key.transpose(1, 2)
 
 
 def exact_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:

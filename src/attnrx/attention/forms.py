@@ -20,8 +20,8 @@ class ScoreForm(nn.Module, ABC):
     def __init__(self, spec: AttentionSpec):
         super().__init__()
         self.spec = spec
-        self.query = HeadLinear(spec.width, spec.rows)
-        self.key = HeadLinear(spec.width, spec.rows)
+        self.query = HeadLinear(spec.width, spec.rows, spec.has_bias("query"))
+        self.key = HeadLinear(spec.width, spec.rows, spec.has_bias("key"))
 
     @abstractmethod
     def forward(
@@ -56,6 +56,27 @@ class DenseForm(ScoreForm):
         return tuple(
             ScoreFactors(bucket, q, k, None, self.spec.scale) for bucket, q, k in self.project(tokens, buckets)
         )
+
+
+class SharedForm(ScoreForm):
+    """CP SlimAtt (Eqs. 3-4): all heads share their directions, each in strengths of its own, the fusion matrix."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
+
+    def forward(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> tuple[ScoreFactors, ...]:
+        """Gives the shared rows once, and the strengths of every head."""
+        (bucket,) = buckets
+        if not bucket.rank:
+            return ()
+        wide = (bucket.width,)
+        query = self.query.padded(tokens, wide).unsqueeze(2)
+        key = self.key.padded(tokens, wide).unsqueeze(2)
+        strength = F.pad(self.strength, (0, bucket.width - self.strength.shape[1]))
+        return (ScoreFactors(bucket, query, key, strength, self.spec.scale),)
 
 
 class SvdaForm(ScoreForm):
@@ -101,4 +122,4 @@ def _widened(own: Tensor, ranks: tuple[int, ...], width: int) -> Float[Tensor, "
     return own.view(len(ranks), width)
 
 
-FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm}
+FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm, "shared": SharedForm}

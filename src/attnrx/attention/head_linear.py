@@ -14,18 +14,28 @@ from attnrx.shapes import Float, Tensor
 class HeadLinear(nn.Module):
     """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
 
-    def __init__(self, width: int, rows: tuple[int, ...]):
+    def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
         self.rows = rows
         self.weight = nn.Parameter(torch.empty(sum(rows), width))
-        self.bias = nn.Parameter(torch.zeros(sum(rows)))
+        self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: Kept[tuple[Tensor, Tensor]] = Kept()
+        self._kept: Kept[tuple[Tensor, Tensor | None]] = Kept()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
         """Projects tokens to the features of all heads, one after the other."""
         return F.linear(tokens, self.weight, self.bias)
+
+    def padded(
+        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
+    ) -> Float[Tensor, "batch tokens rows"]:
+        """Projects tokens to `rows[h]` features for every head, those beyond its own being zero."""
+        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if rows == self.rows:
+            return self(tokens)
+        weight, bias = self._kept(rows, own, lambda: self._spread(rows))
+        return F.linear(tokens, weight, bias)
 
     def buckets(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
@@ -34,20 +44,52 @@ class HeadLinear(nn.Module):
 
         `rows` says how many rows each head gets; rows beyond its own are zero.
         """
-        batch, length, _ = tokens.shape
-        own = (self.weight, self.bias)
-        weight, bias = own if rows == self.rows else self._kept(rows, own, lambda: self._spread(rows))
-        features = F.linear(tokens, weight, bias)
+        features = self.padded(tokens, rows)
         if len(buckets) == 1:
-            return [features.view(batch, length, len(rows), -1)]
+            return [features.unflatten(-1, (len(rows), -1))]
         widths = [sum(rows[bucket.heads]) for bucket in buckets]
         parts = features.split(widths, dim=-1)
         return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
 
-    def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def augmented(self) -> Float[Tensor, "rows augmented"]:
+        """Gives the rows with their bias, or zero, as the last column, in float64 on the CPU."""
+        bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
+        return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
+
+    def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         index = padding_index(self.rows, rows).to(self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
-        return weight, F.pad(self.bias, (0, 1)).index_select(0, index)
+        return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
+
+
+class HeadReadout(nn.Module):
+    """The output projection: sums what all heads read out, `reads[h]` features of head h, stored unpadded."""
+
+    def __init__(self, reads: tuple[int, ...], width: int, bias: bool = True):
+        super().__init__()
+        self.reads = reads
+        self.weight = nn.Parameter(torch.empty(width, sum(reads)))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        if self.weight.numel():
+            nn.init.trunc_normal_(self.weight, std=0.02)
+        self._kept: Kept[Tensor] = Kept()
+
+    def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
+        """Sums the heads' features, one head after the other."""
+        return F.linear(features, self.weight, self.bias)
+
+    def padded(
+        self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
+    ) -> Float[Tensor, "batch tokens width"]:
+        """Sums heads that were padded to `reads[h]` features, those beyond their own being ignored."""
+        if reads == self.reads:
+            return self(features)
+        return F.linear(features, self._kept(reads, (self.weight,), lambda: self.spread(reads)), self.bias)
+
+    def spread(self, reads: tuple[int, ...]) -> Float[Tensor, "width features"]:
+        """Gives the weight with zero columns for the padding."""
+        index = padding_index(self.reads, reads).to(self.weight.device)
+        return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
     """Loads the dataset that was asked for, at the size that a model reads."""
-    given = {"image": arguments.image_column, "label": arguments.label_column}
+    given = {"image": arguments.image_column, "label": arguments.label_column, "test": arguments.test_column}
     named = {part: column for part, column in given.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
@@ -30,12 +30,12 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
     return images if arguments.images is None else images.take(arguments.images)
 
 
-def load_model(source: str, device: str | None) -> "nn.Module":
+def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
     """Loads a model onto the device that was asked for, or where it runs fastest."""
     import torch
 
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = rx.load(source)
+    model = rx.load(source, weights=weights)
     try:
         return model.to(wanted)
     except (RuntimeError, AssertionError) as error:  # an unknown device is the former, torch without CUDA the latter

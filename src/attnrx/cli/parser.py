@@ -34,6 +34,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
 
+def add_model(parser: Parser, purpose: str = "") -> None:
+    """Adds the model, and the file of its weights where its name alone does not say them."""
+    kinds = "a saved folder, timm:NAME, hf:ID, or a name such as svda:cifar10 for fresh weights"
+    parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
+    parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
+
+
 def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
     """Adds the dataset and how it is to be read."""
     group = parser.add_argument_group("data")
@@ -48,6 +55,7 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
     )
     group.add_argument("--image-column", metavar="COLUMN", help="the column that holds the images, in tables")
     group.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+    group.add_argument("--test-column", metavar="COLUMN", help="a column of true and false: test only on rows it marks")
 
 
 def add_split(parser: Parser, default: str) -> None:

@@ -1,16 +1,30 @@
 """What a model costs: parameters and MACs in closed form, counted, and in seconds and bytes on real hardware."""
 
+from attnrx.costs.compressing import Compression
 from attnrx.costs.conditions import Conditions, device_name
+from attnrx.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
 from attnrx.costs.counting import count_params, count_product_macs
 from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latency
-from attnrx.costs.layers import direction_costs, layer_costs, linear_costs, norm_costs
+from attnrx.costs.layers import (
+    direction_costs,
+    factored_costs,
+    layer_costs,
+    linear_costs,
+    norm_costs,
+    with_fusion,
+)
 from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
 from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
 from attnrx.costs.profiling import Profile, profiled
 from attnrx.costs.timing import Ratio, Timing, interleave
 
 __all__ = [
+    "CONVENTIONS",
+    "IRRATT",
+    "SVDA",
+    "Compression",
     "Conditions",
+    "Convention",
     "LatencyComparison",
     "LatencyProtocol",
     "LayerCosts",
@@ -18,6 +32,7 @@ __all__ = [
     "ModelCosts",
     "PartCosts",
     "PeakMemory",
+    "Price",
     "Profile",
     "Ratio",
     "Saving",
@@ -28,9 +43,12 @@ __all__ = [
     "count_product_macs",
     "device_name",
     "direction_costs",
+    "factored_costs",
     "interleave",
     "layer_costs",
     "linear_costs",
     "norm_costs",
+    "paper_convention",
     "profiled",
+    "with_fusion",
 ]

@@ -1,47 +1,81 @@
 """The costs of one transformer block in closed form, from its spec alone: nothing is built and nothing is run."""
 
+from dataclasses import replace
+
 from attnrx.costs.parts import LayerCosts, PartCosts
 from attnrx.spec import AttentionSpec
 
 
-def layer_costs(spec: AttentionSpec, tokens: int, hidden: int) -> LayerCosts:
+def layer_costs(
+    spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
+) -> LayerCosts:
     """Prices a pre-norm block: attention as `spec` says, an MLP with `hidden` features, two LayerNorms.
 
-    What is counted is the arithmetic that the spec asks for; a backend that pads heads to a common rank computes more.
+    `mlp_ranks` are those of the MLP's two maps where they are written as two factors each. What is counted is the
+    arithmetic that the spec asks for; a backend that pads heads to a common rank computes more.
     """
-    rows, rank, features = sum(spec.rows), sum(spec.ranks), len(spec.heads) * spec.head_dim
+    rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
     # A head without directions reads out the mean of its values, which takes no product of tokens with tokens.
-    attending = sum(1 for own in spec.ranks if own)
-    strengths = rank if spec.form == "svda" else 0
+    attending = sum(reads for own, reads in zip(spec.ranks, spec.reads, strict=True) if own)
+    strengths = 0 if spec.form == "dense" else rank
+    query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
+    value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
+    output = linear_costs(features, spec.width, tokens, bias=spec.has_bias("output"))
+    first = factored_costs(spec.width, hidden, tokens, mlp_ranks[0])
+    second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
     return LayerCosts(
-        query_key=_twice(linear_costs(spec.width, rows, tokens)),
+        query_key=query + key,
         scores=PartCosts(0, tokens * tokens * rank),
         diagonal=PartCosts(strengths, tokens * strengths),
-        value_output=linear_costs(spec.width, features, tokens) + linear_costs(features, spec.width, tokens),
-        read_out=PartCosts(0, tokens * tokens * attending * spec.head_dim),
-        mlp=linear_costs(spec.width, hidden, tokens) + linear_costs(hidden, spec.width, tokens),
+        fusion=PartCosts(),
+        value_output=value + output,
+        read_out=PartCosts(0, tokens * tokens * attending),
+        mlp=first + second,
         layer_norms=_twice(norm_costs(spec.width)),
-        directions=rank,
+        directions=rows if spec.form == "shared" else rank,
         direction=direction_costs(spec, tokens),
+        spec=spec,
+        tokens=tokens,
     )
 
 
+def with_fusion(layer: LayerCosts) -> LayerCosts:
+    """Prices the layer as IrrAtt is written (Algorithm 3): a general heads x heads matrix mixes the score maps.
+
+    Our heads keep their own maps, for which that matrix is the identity and costs nothing. Mixed maps are never
+    empty, so every head reads out, even one without directions of its own.
+    """
+    heads, pairs = len(layer.spec.heads), layer.tokens**2
+    read_out = PartCosts(0, pairs * sum(layer.spec.reads))
+    return replace(layer, fusion=PartCosts(heads**2, pairs * heads**2), read_out=read_out)
+
+
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
-    """What one direction of one head costs: a row and a bias of query and key, its strength, its share of the scores.
+    """What one direction costs: a row and a bias of query and key, its strengths, its share of the scores.
 
     For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
-    the projections stay, and only strength and scores are left to save.
+    the projections stay, and only strength and scores are left to save. A shared direction has a strength and scores
+    in every head.
     """
-    strength = PartCosts(1, tokens) if spec.form == "svda" else PartCosts()
-    scores = PartCosts(0, tokens * tokens)
+    users = len(spec.heads) if spec.form == "shared" else 1
+    strength = PartCosts() if spec.form == "dense" else PartCosts(users, tokens * users)
+    scores = PartCosts(0, tokens * tokens * users)
     if spec.norms == "original":
         return scores + strength
-    return _twice(linear_costs(spec.width, 1, tokens)) + scores + strength
+    query, key = (linear_costs(spec.width, 1, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
+    return query + key + scores + strength
 
 
-def linear_costs(inputs: int, outputs: int, tokens: int) -> PartCosts:
-    """Prices a linear map with a bias on every token."""
-    return PartCosts((inputs + 1) * outputs, tokens * inputs * outputs)
+def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
+    """Prices a linear map on every token, as one matrix or as two factors of a rank, whose second has the bias."""
+    if rank is None:
+        return linear_costs(inputs, outputs, tokens)
+    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens)
+
+
+def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
+    """Prices a linear map on every token."""
+    return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
 
 
 def norm_costs(width: int) -> PartCosts:

@@ -2,7 +2,8 @@
 
 The convention is the paper's (A.6): parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
-LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are kept apart.
+LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are kept apart. What other
+conventions count (`attnrx.costs.conventions`) follows from the same parts.
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attnrx.errors import InvalidInput
+from attnrx.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class LayerCosts:
     """One transformer block, part by part.
 
     `query_key` are the two projections of the score pathway, `scores` the products of queries and keys, `diagonal`
-    the strengths, `value_output` the two projections of the other pathway, and `read_out` attention times values.
+    the strengths, `fusion` a matrix that mixes the score maps of the heads, `value_output` the two projections of the
+    other pathway, and `read_out` attention times values. `spec` and `tokens` are what the attention was priced from.
     """
 
     query_key: PartCosts
     scores: PartCosts
     diagonal: PartCosts
+    fusion: PartCosts
     value_output: PartCosts
     read_out: PartCosts
     mlp: PartCosts
@@ -41,19 +45,26 @@ class LayerCosts:
     directions: int
     direction: PartCosts
     """What each of the `directions` costs, which is what removing it saves."""
+    spec: AttentionSpec
+    tokens: int
 
     @property
     def parts(self) -> dict[str, PartCosts]:
         """Every part by its name; together they are the layer."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _DIRECTIONS}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _FACTS}
 
     @property
     def total(self) -> PartCosts:
         """The whole layer."""
         return _sum(self.parts.values())
 
+    @property
+    def norm_features(self) -> int:
+        """Features that the two LayerNorms divide for one image."""
+        return 2 * self.tokens * self.spec.width
 
-_DIRECTIONS = ("directions", "direction")
+
+_FACTS = ("directions", "direction", "spec", "tokens")
 
 
 @dataclass(frozen=True)
@@ -70,13 +81,17 @@ class Saving:
 class ModelCosts:
     """A whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `classifier_macs` is known but not part of `macs`, as in the paper.
+    `embeddings` are the tokens and positions that are learned, which take no MACs. `classifier_macs` and the norms are
+    known but not part of `macs`, as in the paper.
     """
 
     patches: PartCosts
     layers: tuple[LayerCosts, ...]
     classifier: PartCosts
     classifier_macs: int
+    embeddings: PartCosts = PartCosts()
+    outer_norm_features: int | None = None
+    """Features that the norms outside the layers divide for one image; None stands for one norm on all tokens."""
 
     @property
     def parts(self) -> dict[str, PartCosts]:
@@ -84,6 +99,7 @@ class ModelCosts:
         names = self.layers[0].parts if self.layers else {}
         return {
             "patches": self.patches,
+            "embeddings": self.embeddings,
             **{name: _sum(layer.parts[name] for layer in self.layers) for name in names},
             "classifier": self.classifier,
         }
@@ -107,6 +123,13 @@ class ModelCosts:
     def product_macs(self) -> int:
         """MACs of every matrix product and convolution, the classifier's too: what a counter of operations sees."""
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
+
+    @property
+    def final_norm_features(self) -> int:
+        """Features that the norms outside the layers divide for one image."""
+        if self.outer_norm_features is not None:
+            return self.outer_norm_features
+        return self.layers[-1].tokens * self.layers[-1].spec.width if self.layers else 0
 
     @property
     def directions(self) -> int:

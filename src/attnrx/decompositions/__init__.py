@@ -1,5 +1,84 @@
 """Tensors in, factors out: nothing here knows of attention."""
 
+from attnrx.decompositions.allocation import uniform, water_fill
+from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
+from attnrx.decompositions.block_term import (
+    BlockTerms,
+    Fusion,
+    fusion_ranks,
+    initial_blocks,
+    tied_als,
+    truncated_blocks,
+    water_filled_blocks,
+)
+from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, sensitivity, water_filled
+from attnrx.decompositions.deflation import block_terms, deflate
+from attnrx.decompositions.dynamic_programme import allocate_by_loss
+from attnrx.decompositions.error_preserving import Schedule, cpd_epc, epc
+from attnrx.decompositions.factored import FactoredTensor
+from attnrx.decompositions.low_rank import (
+    LowRank,
+    activation_aware,
+    break_even_rank,
+    output_pca,
+    pays,
+    plain_svd,
+)
+from attnrx.decompositions.low_rank_peers import asvd, fwsvd, svd_llm
+from attnrx.decompositions.rank_constrained import (
+    ConstrainedFit,
+    constrained_blocks,
+    nonnegative_units,
+    owned_blocks,
+    ownership_penalty,
+)
+from attnrx.decompositions.readout import Circuit, Readout, read_out, readout_directions
 from attnrx.decompositions.strength_fit import StrengthFit
 
-__all__ = ["StrengthFit"]
+__all__ = [
+    "Balanced",
+    "BlockTerms",
+    "Canonical",
+    "Circuit",
+    "ConstrainedFit",
+    "FactoredTensor",
+    "Fusion",
+    "LowRank",
+    "Readout",
+    "Schedule",
+    "StrengthFit",
+    "Trace",
+    "activation_aware",
+    "allocate_by_loss",
+    "als",
+    "asvd",
+    "balance",
+    "block_terms",
+    "break_even_rank",
+    "constrained_blocks",
+    "cpd_epc",
+    "deflate",
+    "epc",
+    "factor_directions",
+    "fusion_ranks",
+    "fwsvd",
+    "initial_blocks",
+    "least_sensitivity",
+    "nonnegative_units",
+    "output_pca",
+    "owned_blocks",
+    "ownership_penalty",
+    "pays",
+    "plain_svd",
+    "read_out",
+    "readout_directions",
+    "sensitivity",
+    "svd_directions",
+    "svd_llm",
+    "tied_als",
+    "truncated_blocks",
+    "uniform",
+    "water_fill",
+    "water_filled",
+    "water_filled_blocks",
+]

@@ -3,16 +3,20 @@
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
 from attnrx.diagnostics.difference import Change, compare
 from attnrx.diagnostics.geometry import Geometry
+from attnrx.diagnostics.maps import MapWatch
+from attnrx.diagnostics.moments import Moments
 from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
 from attnrx.diagnostics.redundancy import Redundancy
 from attnrx.diagnostics.spectral_shape import SpectralShape
+from attnrx.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
     "spectral_shape": SpectralShape,
     "geometry": Geometry,
     "perturbation_response": PerturbationResponse,
     "redundancy": Redundancy,
+    "moments": Moments,
 }
 
 __all__ = [
@@ -21,15 +25,27 @@ __all__ = [
     "Change",
     "Diagnostic",
     "Geometry",
+    "MapWatch",
+    "Moments",
     "Panel",
     "PerturbationResponse",
     "Redundancy",
     "SpectralShape",
     "compare",
     "standard",
+    "suited",
 ]
 
 
 def standard() -> tuple[Diagnostic, ...]:
-    """Gives every diagnostic with its default knobs."""
-    return tuple(kind() for kind in DIAGNOSTICS.values())
+    """Gives the diagnostics of the SVDA paper with their default knobs."""
+    return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
+
+
+def suited(spectra: tuple[Spectrum, ...]) -> tuple[Diagnostic, ...]:
+    """Gives the diagnostics that layers with these spectra are best served with.
+
+    Where a form has no norms, its directions may be rewritten in any metric, and the moments say in which.
+    """
+    free = any(spectrum.norms == "none" for spectrum in spectra)
+    return (*standard(), Moments()) if free else standard()

@@ -1,5 +1,6 @@
 """Experiments: whole runs. The demo, and the tables of the papers from training to numbers."""
 
+from attnrx.experiments.comparing import Bench, Contender, Trials, compare_contenders
 from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import SvdaExperiment
 from attnrx.experiments.recipe import load_recipe, recipe_names
@@ -9,11 +10,15 @@ from attnrx.experiments.svda import SvdaRun, run_svda
 from attnrx.experiments.table import ReproducedTable, make_table
 
 __all__ = [
+    "Bench",
+    "Contender",
     "DemoResult",
     "ReproducedTable",
     "Request",
     "SvdaExperiment",
     "SvdaRun",
+    "Trials",
+    "compare_contenders",
     "demo",
     "load_recipe",
     "make_table",

@@ -3,21 +3,30 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from attnrx.errors import NotSupported, UnknownName
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
-from attnrx.models.observing import evaluating, observing
+from attnrx.models.huggingface_family import HuggingFaceFamily
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.observing import evaluating, observing, observing_mlp
+from attnrx.models.timm_family import TimmFamily
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
-FAMILIES: tuple[Family, ...] = (ViTFamily(),)
+# The families of other libraries, by what stands before the colon of a name.
+LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFamily()}
+FAMILIES: tuple[Family, ...] = (ViTFamily(), *LIBRARIES.values())
 
 __all__ = [
     "FAMILIES",
+    "LIBRARIES",
     "SCENARIOS",
     "Family",
+    "LowRankLinear",
     "ViTConfig",
     "VisionTransformer",
     "build_model",
@@ -30,6 +39,8 @@ __all__ = [
     "model_names",
     "named_config",
     "observing",
+    "observing_mlp",
+    "rank_of",
     "save_model",
 ]
 
@@ -39,32 +50,56 @@ def family_of(model: nn.Module) -> Family:
     for family in FAMILIES:
         if family.matches(model):
             return family
+    if any(library.adopts(model) for library in LIBRARIES.values()):
+        raise NotSupported(
+            f"this {type(model).__name__} still has the attention of its own library: adopt it first, with "
+            "attnrx.load(model), which gives a copy with the same logits."
+        )
     raise NotSupported(
         f"{type(model).__module__}.{type(model).__name__} is not a model that attnrx knows; "
-        f"supported are {', '.join(model_names())} and folders saved by attnrx."
+        f"supported are {', '.join(model_names())}, timm:NAME, hf:ID and folders saved by attnrx."
     )
 
 
 def model_names() -> tuple[str, ...]:
-    """Every name that `build_model` accepts."""
+    """Every name of a model of ours."""
     return tuple(f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
-    """Builds a freshly initialized model from its name, e.g. `svda:cifar10`; `changes` override fields of its
-    configuration.
+    """Builds a freshly initialized model from its name, e.g. `svda:cifar10` or `timm:vit_tiny_patch16_224`.
+
+    `changes` override fields of its configuration. On the meta device the model has no weights, and can be priced.
     """
     form, _, scenario = name.partition(":")
+    if form in LIBRARIES:
+        return LIBRARIES[form].fresh(scenario, on_meta=torch.get_default_device().type == "meta", **changes)
     if form not in ("svda", "dense") or scenario not in SCENARIOS:
-        raise UnknownName("model", name, model_names())
+        raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
     return initialize_(VisionTransformer(named_config(form, scenario, **changes)), seed, strength)
 
 
-def load_model(source: str | Path | nn.Module, seed: int = 0) -> nn.Module:
-    """Gives a model from a saved folder, from a name (fresh weights), or the instance itself if its family is known."""
+def load_model(
+    source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
+) -> nn.Module:
+    """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
+
+    `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
+    ones; `hf:ID` takes a folder or downloads. Names of ours have fresh weights.
+    """
     if isinstance(source, nn.Module):
+        for library in LIBRARIES.values():
+            if library.adopts(source):
+                return library.adopt(source)
         family_of(source)
         return source
+    library, _, name = str(source).partition(":")
+    if library == "timm":
+        return TimmFamily().load(name, weights, pretrained)
+    if weights is not None or pretrained is not None:
+        raise InvalidInput(f"load({str(source)!r}) takes no weights or pretrained; they go with timm:NAME.")
+    if library == "hf":
+        return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     return load_weights(source, FAMILIES)

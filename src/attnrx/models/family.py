@@ -30,6 +30,14 @@ class Family(ABC):
         """Puts another attention into one layer, in place, and updates the model's own description."""
 
     @abstractmethod
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        """The two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another kind."""
+
+    @abstractmethod
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Puts another map into one layer's MLP, the first (0) or the second (1), and updates the description."""
+
+    @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """A JSON-ready description from which `build` makes the same model, without its weights."""
 
@@ -46,8 +54,13 @@ class Family(ABC):
         """Mean and standard deviation that the model's images are normalized with, one per channel."""
 
     @abstractmethod
-    def costs(self, model: nn.Module, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
-        """Parameters and MACs in closed form: of the model as it is, or with these specs in its layers."""
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+    ) -> ModelCosts:
+        """Parameters and MACs in closed form: of the model as it is, or with these specs and ranks in its layers."""
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -7,21 +7,48 @@ from functools import partial
 import torch
 from torch import nn
 
-from attnrx.attention import Observed, using
+from attnrx.attention import Attention, Observed, using
 from attnrx.models.family import Family
 from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
 
 
 @contextmanager
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass made inside the context."""
     layers = family.attention(model)
-    readouts = [
-        layer.output.weight.detach().T.unflatten(0, (len(layer.spec.heads), layer.spec.head_dim)) for layer in layers
-    ]
+    readouts = [_readout(layer) for layer in layers]
     backends = [Observed(partial(observe, index), readout) for index, readout in enumerate(readouts)]
     with using(layers, backends):
         yield
+
+
+@contextmanager
+def observing_mlp(
+    model: nn.Module, family: Family, observe: Callable[[int, int, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Calls `observe(layer, which, inputs, outputs)` for both maps of every MLP in every forward pass inside."""
+    handles = [
+        linear.register_forward_hook(partial(_show, partial(observe, layer, which)))
+        for layer, pair in enumerate(family.mlp(model))
+        for which, linear in enumerate(pair)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _show(
+    observe: Callable[[Tensor, Tensor], None], module: nn.Module, given: tuple[Tensor, ...], outputs: Tensor
+) -> None:
+    observe(given[0].detach(), outputs.detach())
+
+
+def _readout(layer: Attention) -> Float[Tensor, "heads reads width"]:
+    heads, reads = len(layer.spec.heads), max((*layer.spec.reads, 1))
+    return layer.output.spread((reads,) * heads).detach().T.unflatten(0, (heads, reads))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput
+from attnrx.models.low_rank_linear import linear_of_rank
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -17,8 +18,9 @@ from attnrx.spec import AttentionSpec
 class ViTConfig:
     """The shape of the model and the facts of its input.
 
-    `attention` holds one spec per layer, so a compressed model is described as fully as an original one. `mean` and
-    `std` say how the images must be normalized; they are facts that the model was trained with.
+    `attention` holds one spec per layer, so a compressed model is described as fully as an original one; `mlp_ranks`
+    likewise holds the ranks of the two maps of every MLP (None: one matrix), or nothing. `mean` and `std` say how the
+    images must be normalized; they are facts that the model was trained with.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -29,12 +31,15 @@ class ViTConfig:
     mlp_ratio: float = 4.0
     mean: tuple[float, ...] = field(default=(0.5, 0.5, 0.5))
     std: tuple[float, ...] = field(default=(0.5, 0.5, 0.5))
+    mlp_ranks: tuple[tuple[int | None, int | None], ...] = ()
 
     def __post_init__(self):
         if not self.attention:
             raise InvalidInput("a ViT needs at least one layer; give one AttentionSpec per layer.")
         if self.image_size % self.patch_size:
             raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
+        if self.mlp_ranks and len(self.mlp_ranks) != self.depth:
+            raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
         if self.width % 4:
             raise InvalidInput(f"width {self.width} must be a multiple of 4 for two-dimensional sine-cosine positions.")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
@@ -72,6 +77,16 @@ class ViTConfig:
         """Patches of an image; there is no class token."""
         return (self.image_size // self.patch_size) ** 2
 
+    def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
+        """The ranks of the two maps of one layer's MLP; None where it is one matrix."""
+        return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
+
+    def with_mlp_rank(self, layer: int, which: int, rank: int | None) -> "ViTConfig":
+        """The same model with another rank for one map of one MLP."""
+        ranks = [list(self.mlp_rank(index)) for index in range(self.depth)]
+        ranks[layer][which] = rank
+        return replace(self, mlp_ranks=tuple((first, second) for first, second in ranks))
+
     def with_layer(self, index: int, spec: AttentionSpec) -> "ViTConfig":
         """The same model with another spec for one layer."""
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
@@ -80,19 +95,20 @@ class ViTConfig:
 class MLP(nn.Sequential):
     """Two linear maps with a GELU between them."""
 
-    def __init__(self, width: int, hidden: int):
-        super().__init__(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+    def __init__(self, width: int, hidden: int, ranks: tuple[int | None, int | None] = (None, None)):
+        first, second = linear_of_rank(width, hidden, ranks[0]), linear_of_rank(hidden, width, ranks[1])
+        super().__init__(first, nn.GELU(), second)
 
 
 class Layer(nn.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, spec: AttentionSpec, hidden: int):
+    def __init__(self, spec: AttentionSpec, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)):
         super().__init__()
         self.attention_norm = nn.LayerNorm(spec.width)
         self.attention = Attention(spec)
         self.mlp_norm = nn.LayerNorm(spec.width)
-        self.mlp = MLP(spec.width, hidden)
+        self.mlp = MLP(spec.width, hidden, mlp_ranks)
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Adds attention and MLP to the residual stream."""
@@ -114,7 +130,9 @@ class VisionTransformer(nn.Module):
         # On the CPU even when the module is built on the meta device: positions are computed, never loaded.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
         self.register_buffer("positions", positions, persistent=False)
-        self.layers = nn.ModuleList(Layer(spec, config.hidden) for spec in config.attention)
+        self.layers = nn.ModuleList(
+            Layer(spec, config.hidden, config.mlp_rank(index)) for index, spec in enumerate(config.attention)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.classifier = nn.Linear(config.width, config.classes)
 

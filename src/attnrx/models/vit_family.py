@@ -11,6 +11,7 @@ from attnrx.config import from_dict, to_dict
 from attnrx.costs import ModelCosts, PartCosts, layer_costs, linear_costs, norm_costs
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.family import Family
+from attnrx.models.low_rank_linear import rank_of
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.spec import AttentionSpec
 
@@ -54,6 +55,16 @@ class ViTFamily(Family):
         vit.layers[layer].attention = attention
         vit.config = vit.config.with_layer(layer, attention.spec)
 
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        """The two linear maps of every MLP."""
+        return tuple((layer.mlp[0], layer.mlp[2]) for layer in _own(model).layers)  # type: ignore[union-attr]
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Replaces one map of one MLP and its rank in the configuration."""
+        vit = _own(model)
+        vit.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)
+        vit.config = vit.config.with_mlp_rank(layer, which, rank_of(linear))
+
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """The configuration as a dictionary."""
         return to_dict(_own(model).config)
@@ -72,9 +83,15 @@ class ViTFamily(Family):
         config = _own(model).config
         return config.mean, config.std
 
-    def costs(self, model: nn.Module, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
-        """Prices the configuration, with other specs in its layers on request."""
-        return config_costs(_own(model).config, attention)
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+    ) -> ModelCosts:
+        """Prices the configuration, with other specs and ranks in its layers on request."""
+        config = _own(model).config
+        return config_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention)
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
@@ -95,7 +112,10 @@ def config_costs(config: ViTConfig, attention: tuple[AttentionSpec, ...] | None 
         config = replace(config, attention=attention)
     return ModelCosts(
         patches=linear_costs(config.channels * config.patch_size**2, config.width, config.tokens),
-        layers=tuple(layer_costs(spec, config.tokens, config.hidden) for spec in config.attention),
+        layers=tuple(
+            layer_costs(spec, config.tokens, config.hidden, config.mlp_rank(index))
+            for index, spec in enumerate(config.attention)
+        ),
         classifier=norm_costs(config.width) + PartCosts((config.width + 1) * config.classes),
         classifier_macs=config.width * config.classes,
     )

@@ -8,18 +8,24 @@ from attnrx.rules.bounds import score_bound
 from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
+from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
 from attnrx.rules.parsing import parse_text
 from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
 from attnrx.rules.remove_heads import RemoveHeads
+from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
+from attnrx.rules.shared_rank import SharedRank
 from attnrx.rules.shrinkage import Shrinkage
 from attnrx.rules.threshold import Threshold
 from attnrx.rules.top_rank import TopRank
+from attnrx.rules.total_rank import TotalRank
 from attnrx.rules.uniform_heads import UniformHeads
 from attnrx.rules.uniform_matched import UniformMatched
+from attnrx.rules.uniform_rank import UniformRank
 
 # Every rule by its name in text; the last three are controls, which match another rule.
 RULES: Mapping[str, type[Rule]] = {
@@ -28,6 +34,10 @@ RULES: Mapping[str, type[Rule]] = {
         EnergyRetention,
         Threshold,
         TopRank,
+        TotalRank,
+        UniformRank,
+        FusionRank,
+        SharedRank,
         EffectiveRank,
         ContributionEnergy,
         Shrinkage,
@@ -41,25 +51,32 @@ RULES: Mapping[str, type[Rule]] = {
 }
 
 __all__ = [
+    "METRICS",
+    "OWN",
     "RULES",
     "And",
     "ContributionEnergy",
     "EffectiveRank",
     "EnergyRetention",
+    "FusionRank",
     "LargestMatched",
     "NormClip",
     "Or",
     "RandomMatched",
     "RemoveHeads",
     "Rule",
+    "SharedRank",
     "Shrinkage",
     "Threshold",
     "TopRank",
+    "TotalRank",
     "UniformHeads",
     "UniformMatched",
+    "UniformRank",
     "parse_rule",
     "prescribe",
     "readings_needed",
+    "rewritten",
     "rule_from_dict",
     "score_bound",
 ]

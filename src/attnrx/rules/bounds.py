@@ -14,8 +14,10 @@ def score_bound(spectrum: Spectrum, decision: LayerPrescription) -> Float[Tensor
 
     It holds because rows of unit length meet in the score, also where strengths are changed instead of removed.
     It is infinite where no such law exists: for dense attention, whose rows have any length, if anything
-    changes, and for a removed head.
+    changes, for directions that all heads share, and for a removed head.
     """
+    if decision.keep.shape != spectrum.used.shape:  # directions of another kind, which no such law compares
+        return torch.full((len(decision.heads),), math.inf, dtype=torch.float64)
     prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
     # The column of zeros stands for a head without directions, of which there is no maximum.

@@ -41,7 +41,8 @@ def give_strengths(
     reasons = []
     for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
         note = f" ({notes[head]})" if notes else ""
-        rest = _lost(spectrum, keep, head) + _promise(bound) if stays[head] else ""
+        promise = _promise(bound) if spectrum.of == "scores" else ""
+        rest = _lost(spectrum, keep, head) + promise if stays[head] else ""
         reasons.append(_kept(spectrum, decision, head) + note + rest)
     return replace(decision, reasons=tuple(reasons))
 
@@ -58,7 +59,8 @@ def _kept(spectrum: Spectrum, decision: LayerPrescription, head: int) -> str:
     if not total:
         return "has no directions"
     if not rank:
-        return f"keeps none of {total} directions and attends uniformly"
+        consequence = "attends uniformly" if spectrum.of == "scores" else "gives its mean"
+        return f"keeps none of {total} directions and {consequence}"
     return f"keeps all {total} directions" if rank == total else f"keeps {rank} of {total} directions"
 
 

@@ -26,6 +26,15 @@ def require_count(rule: Rule, knob: str, value: int) -> None:
         raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number, 0 or more.")
 
 
+def require_rank(rule: Rule, knob: str, value: int | float) -> None:
+    """Refuses what is neither a whole number of directions nor a share of them: a float in (0, 1]."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not whole and not (isinstance(value, float) and 0 < value <= 1):
+        raise InvalidRule(
+            f"{_asked(rule, knob, value)}: give a whole number of directions, or a share of them in (0, 1], e.g. 0.5."
+        )
+
+
 def require_rule(rule: Rule, value: object) -> None:
     """Refuses a control that has no rule to match."""
     if not isinstance(value, Rule):

@@ -122,11 +122,13 @@ class _Reader:
             raise UnknownName(f"knob of {name.text}", knob, knobs)
         if knob in given:
             raise _error(self.text, here.start, f"{knob} is given twice")
-        number = self.expect("number", f"a number for {knob}")
-        given[knob] = self.value(number, knob, knobs[knob])
+        if knobs[knob] is str:
+            given[knob] = self.expect("name", f"a name for {knob}").text
+        else:
+            given[knob] = self.value(self.expect("number", f"a number for {knob}"), knob, knobs[knob])
 
     def value(self, number: _Token, knob: str, kind: Any) -> int | float:
-        if kind is float:
+        if kind is float or (kind == int | float and not re.fullmatch(r"[-+]?\d+", number.text)):
             return float(number.text)
         if not re.fullmatch(r"[-+]?\d+", number.text):
             raise _error(self.text, number.start, f"{knob} is a whole number, not {number.text}")

@@ -1,6 +1,7 @@
 """From a diagnosis and a rule to a prescription."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,32 +11,82 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NothingChanged
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.rules.bounds import score_bound
-from attnrx.rules.rule import Rule, readings_needed
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.metrics import OWN
+from attnrx.rules.outputs import decide_mlp, decide_values
+from attnrx.rules.rewriting import rewritten
+from attnrx.rules.rule import Rule, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 
 
-def prescribe(diagnosis: Diagnosis, rule: Rule) -> Prescription:
-    """Lets the rule decide about every layer; a rule that would leave the model as it is raises NothingChanged.
+def prescribe(
+    diagnosis: Diagnosis,
+    rule: Rule | None,
+    metric: str | None = None,
+    *,
+    values: Rule | None = None,
+    mlp: Rule | None = None,
+) -> Prescription:
+    """Lets the rule decide about every layer; rules that would leave the model as it is raise NothingChanged.
 
-    The prescription records the rule, everything the diagnosis says about its model and data, and under
-    `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null
-    where there is no such law.
+    With a `metric`, given here or by the rule, the rule decides about the directions that are the best ones in that
+    metric instead of the model's own, by their strengths there (see METRICS). `values` decides in the same way about
+    what the heads read out, and `mlp` about the two maps of every MLP, both in the metric of the data; `rule` may then
+    be None, and the scores stay as they are. The prescription records the rules, everything the diagnosis says about
+    its model and data, and under `score_bounds` how far the mask can move the scores of each head on the same tokens
+    (Theorem 1), or null where there is no such law.
     """
-    if not isinstance(rule, Rule):
-        raise InvalidInput(
-            f"prescribe was given {rule!r} for a rule; use e.g. EnergyRetention(0.9) or parse_rule(text)."
-        )
+    for asked in (rule, values, mlp):
+        if asked is not None and not isinstance(asked, Rule):
+            raise InvalidInput(
+                f"prescribe was given {asked!r} for a rule; use e.g. EnergyRetention(0.9) or parse_rule(text)."
+            )
     if not diagnosis.layers:
         raise InvalidInput(f"prescribe({rule}) found a diagnosis without layers; diagnose a model that has attention.")
-    require_readings(diagnosis, rule)
-    layers = tuple(rule.decide(diagnosis, layer) for layer in range(len(diagnosis.layers)))
-    spectra = [layer.spectrum for layer in diagnosis.layers]
+    layers, spectra = _decide_scores(diagnosis, rule, metric)
+    if values is not None:
+        layers = [
+            replace(layer, values=own) for layer, own in zip(layers, decide_values(diagnosis, values), strict=True)
+        ]
+    if mlp is not None:
+        layers = [replace(layer, mlp=own) for layer, own in zip(layers, decide_mlp(diagnosis, mlp), strict=True)]
     if not any(_changes(spectrum, layer) for spectrum, layer in zip(spectra, layers, strict=True)):
-        raise NothingChanged(_nothing(spectra, layers, rule))
+        raise NothingChanged(_nothing(spectra, layers, rule or values or mlp))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, layers, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    about: dict[str, Any] = {**diagnosis.about, "rule": str(rule), "score_bounds": known}
-    return Prescription(layers, to_dict(rule), diagnosis.fingerprint, about)
+    rules = {"rule": rule, "values_rule": values, "mlp_rule": mlp}
+    about: dict[str, Any] = {**diagnosis.about, **{name: str(own) for name, own in rules.items() if own is not None}}
+    about |= {"score_bounds": known, "metric": _metric(rule, metric)}
+    return Prescription(tuple(layers), {} if rule is None else to_dict(rule), diagnosis.fingerprint, about)
+
+
+def _metric(rule: Rule | None, metric: str | None) -> str:
+    chosen = metric_of(rule) if metric is None and rule is not None else metric
+    return OWN if chosen is None else chosen
+
+
+def _decide_scores(
+    diagnosis: Diagnosis, rule: Rule | None, metric: str | None
+) -> tuple[list[LayerPrescription], list[Spectrum]]:
+    """Gives the decision about every layer's scores and the spectrum it is about; what stays whole stays itself."""
+    own = [layer.spectrum for layer in diagnosis.layers]
+    whole = [keep_only(spectrum, spectrum.used) for spectrum in own]
+    if rule is None:
+        return whole, own
+    require_readings(diagnosis, rule)
+    chosen = _metric(rule, metric)
+    if chosen == OWN:
+        return [rule.decide(diagnosis, layer) for layer in range(len(own))], own
+    told, bases = rewritten(diagnosis, chosen)
+    layers, spectra = [], []
+    for index, basis in enumerate(bases):
+        spectrum, layer = told.layers[index].spectrum, rule.decide(told, index)
+        if layer.basis is not None:
+            raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={chosen!r} out.")
+        changed = _changes(spectrum, layer)
+        layers.append(replace(layer, basis=basis) if changed else whole[index])
+        spectra.append(spectrum if changed else own[index])
+    return layers, spectra
 
 
 def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
@@ -50,11 +101,15 @@ def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
+    if layer.values is not None or any(output is not None for output in layer.mlp):
+        return True
+    if layer.keep.shape != spectrum.used.shape:  # directions of another kind altogether
+        return True
     loses = bool((spectrum.used & ~layer.keep).any()) or not bool(layer.heads.all())
     return loses or bool((layer.strength.double() != spectrum.strength.double())[spectrum.used].any())
 
 
-def _nothing(spectra: list[Spectrum], layers: tuple[LayerPrescription, ...], rule: Rule) -> str:
+def _nothing(spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None) -> str:
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     span = (
         f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"

@@ -98,6 +98,19 @@ def readings_needed(rule: Rule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def metric_of(rule: Rule) -> str | None:
+    """Gives the metric that a rule and its parts decide in; None where none says, or all mean the model's own.
+
+    Raises:
+        InvalidRule: for parts that ask for different metrics, as their directions cannot be combined.
+    """
+    own = getattr(rule, "metric", None)
+    asked = {metric for metric in (own, *(metric_of(part) for part in parts_of(rule))) if metric is not None}
+    if len(asked) > 1:
+        raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(asked))}; give all parts the same.")
+    return next(iter(asked), None)
+
+
 def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
     """Spells out nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
@@ -139,7 +152,7 @@ def _spell_knobs(rule: Rule) -> str:
     for field in _knobs(rule):
         value = getattr(rule, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
-            said.append(f"{field.name}={value!r}")
+            said.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
         elif field.default is dataclasses.MISSING and not isinstance(value, Rule):
             said.append(repr(value))
     return ":" + ",".join(said) if said else ""

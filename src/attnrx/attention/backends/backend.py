@@ -13,19 +13,25 @@ class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
     @abstractmethod
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
-        """Chooses which neighbouring heads are computed together, and at which padded rank."""
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+        """Chooses which neighbouring heads are computed together, and at which padded rank, for so many tokens of all
+        images together.
+        """
+
+    def reads(self, spec: AttentionSpec) -> int:
+        """Chooses to how many features the values of every head are padded."""
+        return max((*spec.reads, 1))
 
     @abstractmethod
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Gives the output of one bucket's heads, in the shape of their values."""
 
     def __call__(
         self,
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
-        value: Float[Tensor, "batch heads tokens head_dim"],
-    ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        value: Float[Tensor, "batch heads tokens reads"],
+    ) -> Float[Tensor, "batch heads tokens reads"]:
         """Gives the output of all heads; a head without directions reads out the mean of the values."""
         found = {part.bucket: part for part in factors}
         outputs = []

@@ -11,11 +11,11 @@ from attnrx.spec import AttentionSpec
 class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal rank."""
         return exact_buckets(spec.ranks)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""
         return torch.softmax(scores(factors), dim=-1) @ value
 

@@ -16,17 +16,22 @@ class Fused(Backend):
     """
 
     # Above this share of the width of the values, projecting fewer rows saves less than it costs to spread them out
-    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did.
-    FULL_ABOVE = 0.75
+    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
+    # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
+    FULL_ABOVE, FULL_ABOVE_WITH_FEW, FEW_TOKENS = 0.75, 0.25, 1024
 
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
-        most = max(spec.ranks, default=0)
-        width = max(most, spec.head_dim)
-        full = spec.norms == "original" or most > self.FULL_ABOVE * spec.head_dim
+        most, width = max(spec.ranks, default=0), self.reads(spec)
+        limit = self.FULL_ABOVE_WITH_FEW if tokens < self.FEW_TOKENS else self.FULL_ABOVE
+        full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+    def reads(self, spec: AttentionSpec) -> int:
+        """Chooses one width for queries, keys and values."""
+        return max((*spec.ranks, *spec.reads, 1))
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Calls the fused kernel."""
         query, key = factors.folded()
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)

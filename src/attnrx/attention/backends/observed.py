@@ -18,24 +18,24 @@ class Observed(Backend):
     A head of rank 0 has zero rows here, so its scores are zero and its attention uniform, as it must be.
     """
 
-    def __init__(self, observe: Callable[[Observation], None], readout: Float[Tensor, "heads head_dim width"]):
+    def __init__(self, observe: Callable[[Observation], None], readout: Float[Tensor, "heads reads width"]):
         self.observe = observe
         self.readout = readout
 
-    def buckets(self, spec: AttentionSpec) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Puts all heads together."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens head_dim"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes the read-out and shows how."""
         logits = scores(factors)
         attention = torch.softmax(logits, dim=-1)
         output = attention @ value
         self.observe(
             Observation(
-                factors.query,
-                factors.key,
+                factors.query.expand(-1, -1, value.shape[1], -1),
+                factors.key.expand(-1, -1, value.shape[1], -1),
                 factors.strength,
                 factors.scale,
                 logits,

@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {
     "verify": "collect evidence of what a candidate costs against its reference",
     "report": "write everything that was found into one HTML page",
     "costs": "price a model in parameters and MACs, before or after a prescription",
+    "compare": "compress one model in several ways, and see what each costs and loses",
     "diff": "compare two diagnoses, two prescriptions or two pieces of evidence",
     "reproduce": "make a table of the paper again, from training to numbers",
     "demo": "go the whole way on one dataset, from training to a report",

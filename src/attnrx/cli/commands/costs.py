@@ -1,24 +1,24 @@
-"""attnrx costs: a model, and perhaps a prescription, in; parameters and MACs, exactly, out."""
+"""attnrx costs: a model, and perhaps what is to become of it, in; parameters and MACs, exactly, out."""
 
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser
-from attnrx.cli.prices import priced, prices_table
+from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import nn
 
-EXAMPLE = "attnrx costs svda:cifar10 --prescription prescription.json --json"
+EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --mlp 152 --convention paper --json"
 
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("model", help="a name such as svda:cifar10, or a saved folder")
+    parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
     smaller = parser.add_mutually_exclusive_group()
     smaller.add_argument("--prescription", metavar="FILE", help="price the model that this would leave")
     smaller.add_argument(
@@ -33,24 +33,104 @@ def add(parser: Parser) -> None:
         default="renormalized",
         help="the kind of compression that --prescription is priced for (renormalized)",
     )
+    forms = parser.add_argument_group("compressed forms")
+    forms.add_argument(
+        "--qk",
+        metavar="FORM",
+        help="query and key: full, truncatt:R (R directions for each head), cp:R (R that all heads share), "
+        "irratt:R (R in all, as many for each head as it needs)",
+    )
+    forms.add_argument("--vo", type=int, metavar="R", help="value and output: R features for each head")
+    forms.add_argument("--mlp", type=int, metavar="R", help="MLP: each of its two maps written as two of rank R")
+    parser.add_argument(
+        "--convention",
+        choices=("svda", "irratt", "paper"),
+        default="svda",
+        help="what counts as a MAC: svda (every product of patches and layers, and strengths), irratt (classifier and "
+        "LayerNorms too, no strengths, IrrAtt with the fusion it is written with), paper (that of the model's paper)",
+    )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
-    """Prices in closed form: nothing is run."""
-    model = rx.load(arguments.model)
+    """Prices in closed form: nothing is run, and a model that is named is built without weights."""
+    forms = (arguments.qk, arguments.vo, arguments.mlp)
+    compressed = any(form is not None for form in forms)
+    if compressed and (arguments.prescription is not None or arguments.removed_share is not None):
+        raise InvalidInput("--qk, --vo and --mlp say what is compressed; price a prescription or a share by itself.")
+    # Refused before the model is built, which may take a while.
+    compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
+    model = _outline(arguments.model)
+    convention = _convention(model, arguments.convention)
     costs = rx.models.family_of(model).costs(model)
-    record: dict[str, Any] = {"model": arguments.model, **costs.to_record()}
+    if compressed:
+        return _priced_forms(model, arguments, compression, convention)
+    price = convention.price(costs)
+    record: dict[str, Any] = {"model": arguments.model, "convention": convention.name, **_record(costs, price)}
     if arguments.prescription is not None:
         after = _after(model, arguments)
-        prices = priced(costs, after)
-        record |= {**prices, "compressed": after.to_record(), "norms": arguments.norms}
-        return Outcome(record, (_parts(costs), prices_table(costs, after)))
+        prices = priced(costs, after, convention)
+        smaller = _record(after, convention.price(after))
+        record |= {**prices, "compressed": smaller, "norms": arguments.norms}
+        return Outcome(record, (parts_table(price), prices_table(costs, after, convention)))
     if arguments.removed_share is not None:
-        saving = costs.saving_without(arguments.removed_share)
-        params, macs = 100 * saving.params_share, 100 * saving.macs_share
-        record |= {"removed_share": arguments.removed_share, "params_down_percent": params, "macs_down_percent": macs}
-        return Outcome(record, (_parts(costs), f"saved: {params:.3f} % of the parameters, {macs:.3f} % of the MACs"))
-    return Outcome(record, (_parts(costs),))
+        return _priced_share(costs, price, record, arguments.removed_share)
+    return Outcome(record, (parts_table(price),))
+
+
+def _outline(source: str) -> "nn.Module":
+    """Builds a named model on the meta device, where nothing is allocated, drawn or downloaded; loads a folder."""
+    import torch
+
+    if ":" not in source or Path(source).exists():
+        return rx.load(source)
+    with torch.device("meta"):
+        return rx.models.build_model(source)
+
+
+def _convention(model: "nn.Module", name: str) -> "rx.costs.Convention":
+    if name == "paper":
+        return rx.costs.paper_convention(rx.models.family_of(model).name)
+    return rx.costs.CONVENTIONS[name]
+
+
+def _priced_forms(
+    model: "nn.Module",
+    arguments: Namespace,
+    compression: "rx.costs.Compression",
+    convention: "rx.costs.Convention",
+) -> Outcome:
+    """Prices a compressed form: by the paper's convention as the paper writes it, otherwise as it is realized."""
+    family = rx.models.family_of(model)
+    specs = [layer.spec for layer in family.attention(model)]
+    wanted = tuple(compression.spec(spec) for spec in specs)
+    realized = family.costs(model, wanted, compression.mlp_ranks(specs))
+    after = compression.as_written(realized) if convention.fusion else realized
+    original, price = convention.price(family.costs(model)), convention.price(after)
+    record = {
+        "model": arguments.model,
+        "convention": convention.name,
+        "qk": compression.qk,
+        "vo": compression.vo,
+        "mlp": compression.mlp,
+        **_record(after, price),
+        **price.percent_of(original),
+        "original": price_record(original),
+    }
+    if after != realized:
+        plain = convention.price(realized)
+        record["realized"] = {**price_record(plain), **plain.percent_of(original)}
+    return Outcome(record, (parts_table(price), percent_table(original, price)))
+
+
+def _priced_share(
+    costs: "rx.costs.ModelCosts", price: "rx.costs.Price", record: dict[str, Any], share: float
+) -> Outcome:
+    if record["convention"] != "svda":
+        raise InvalidInput("--removed-share is priced by the convention svda only; drop --convention.")
+    saving = costs.saving_without(share)
+    params, macs = 100 * saving.params_share, 100 * saving.macs_share
+    record |= {"removed_share": share, "params_down_percent": params, "macs_down_percent": macs}
+    return Outcome(record, (parts_table(price), f"saved: {params:.3f} % of the parameters, {macs:.3f} % of the MACs"))
 
 
 def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
@@ -72,6 +152,6 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     return family.costs(model, tuple(rx.realization.compressed_spec(spec, layer, norms) for spec, layer in pairs))
 
 
-def _parts(costs: "rx.costs.ModelCosts") -> Table:
-    rows = [(name.replace("_", " "), f"{part.params:,}", f"{part.macs:,}") for name, part in costs.parts.items()]
-    return Table(("part", "parameters", "MACs"), (*rows, ("all", f"{costs.params:,}", f"{costs.macs:,}")))
+def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:
+    parts = {name: {"params": part.params, "macs": part.macs} for name, part in price.parts.items()}
+    return {**costs.to_record(), **price_record(price), "parts": parts}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say, Table
-from attnrx.cli.parser import Parser, add_data, add_out, add_running, add_split
+from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
 
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
@@ -16,7 +16,7 @@ SHOWN = ("effective_rank", "sparsity", "alignment", "selectivity", "perturbation
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("model", help="a saved folder, or a name such as svda:cifar10 for fresh weights")
+    add_model(parser)
     add_data(parser, "the images to watch the model on")
     add_out(parser, "the diagnosis: this file, and a .safetensors beside it")
     add_split(parser, "validation")
@@ -24,20 +24,28 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--perturbation", choices=("gaussian", "fgsm"), default="gaussian", help="for perturbation_response (gaussian)"
     )
+    parser.add_argument(
+        "--divergence",
+        metavar="METRIC",
+        help="measure in one more pass what every rank costs in this metric, for total_rank:...,by=divergence",
+    )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Reads every diagnostic in one pass."""
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, arguments.weights)
     images = chosen_images(splits_for(model, arguments), arguments)
     say(f"diagnosing {arguments.model} on {len(images):,} images")
+    spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
     diagnostics = tuple(
         replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
-        for each in rx.diagnostics.standard()
+        for each in rx.diagnostics.suited(spectra)
     )
     diagnosis = rx.diagnose(
         model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed
     )
+    if arguments.divergence is not None:
+        diagnosis = rx.measure_divergence(model, diagnosis, images, arguments.divergence)
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),

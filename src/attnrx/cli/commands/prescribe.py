@@ -5,6 +5,7 @@ from argparse import Namespace
 import attnrx as rx
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import Parser, add_out
+from attnrx.errors import InvalidInput
 
 EXAMPLE = "attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out prescription.json"
 
@@ -14,17 +15,27 @@ def add(parser: Parser) -> None:
     parser.add_argument("diagnosis", help="the file of a diagnosis")
     parser.add_argument(
         "--rule",
-        required=True,
         metavar="RULE",
         help='NAME:KNOB,..., joined by & and |: energy_retention:0.9, top_rank:32, "threshold:0.1 & remove_heads"',
     )
-    add_out(parser, "the prescription, one JSON file")
+    parser.add_argument(
+        "--metric",
+        metavar="METRIC",
+        help="decide about the score directions that are best in this metric instead of the model's own: weights, "
+        "augmented, activation, centered, softmax or mix (models without norms)",
+    )
+    parser.add_argument("--values", metavar="RULE", help="the rule for what the heads read out, e.g. total_rank:0.75")
+    parser.add_argument("--mlp", metavar="RULE", help="the rule for the maps of the MLP, e.g. uniform_rank:0.5")
+    add_out(parser, "the prescription, one JSON file, and a .safetensors beside it where directions are rewritten")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Decides."""
-    rule = rx.rules.parse_rule(arguments.rule)
-    prescription = rx.prescribe(rx.Diagnosis.load(arguments.diagnosis), rule)
+    asked = {"values": arguments.values, "mlp": arguments.mlp}
+    if arguments.rule is None and not any(asked.values()):
+        raise InvalidInput("prescribe needs at least one of --rule, --values and --mlp.")
+    diagnosis = rx.Diagnosis.load(arguments.diagnosis)
+    prescription = rx.prescribe(diagnosis, arguments.rule, arguments.metric, **asked)
     path = prescription.save(arguments.out)
     record = {
         "prescription": str(path),

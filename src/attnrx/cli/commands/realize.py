@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import Parser, add_data, add_device, add_out
+from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.cli.prices import priced, prices_table
 from attnrx.errors import InvalidInput
 
@@ -22,7 +22,7 @@ EXAMPLE = (
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("model", help="the saved folder that the prescription was made for")
+    add_model(parser, "what the prescription was made for")
     parser.add_argument("--prescription", required=True, metavar="FILE", help="what is to be carried out")
     add_out(parser, "the folder of the new model")
     parser.add_argument(
@@ -50,7 +50,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     if Path(arguments.out).resolve() == Path(arguments.model).resolve():
         raise InvalidInput(f"--out {arguments.out} is the model itself, which is never changed; choose another folder.")
     prescription = rx.Prescription.load(arguments.prescription)
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(arguments.model, arguments.device, arguments.weights)
     calibration = _calibration(model, arguments)
     made = rx.realize(model, prescription, by=arguments.by, norms=arguments.norms, calibration=calibration)
     # How it was made stays with the model: its controls must be made in the same way.

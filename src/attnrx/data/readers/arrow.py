@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the columns that hold the image, its label and, in a file of several splits, the split."""
+    """The names of the columns that hold the image, its label and, in a file of several splits, the split.
+
+    `test` may name a column of true and false: of the test images only those that it marks are used.
+    """
 
     image: str = "image"
     label: str = "label"
     split: str = "split"
+    test: str | None = None
 
 
 class ArrowRecords(Records):
@@ -77,6 +81,20 @@ def check_columns(found: list[str], columns: Columns, place: str) -> None:
                 f"{place} has no {kind} column {wanted!r} (it has {', '.join(found)}): {nearest(wanted, found)} "
                 f'Pass columns=Columns({kind}="...").'
             )
+
+
+def marked_rows(table: "pa.Table", columns: Columns, place: str) -> np.ndarray:
+    """Says of every row whether it may be a test image."""
+    import pyarrow.types as kinds
+
+    if columns.test is None:
+        return np.ones(len(table), dtype=bool)
+    if columns.test not in table.column_names or not kinds.is_boolean(table.column(columns.test).type):
+        raise DataError(
+            f"{place} has no column {columns.test!r} of true and false (it has {', '.join(table.column_names)}), which "
+            "was to choose the test images."
+        )
+    return np.asarray(table.column(columns.test).to_pylist(), dtype=bool)
 
 
 def declared_names(schema: "pa.Schema", column: str) -> tuple[str, ...] | None:

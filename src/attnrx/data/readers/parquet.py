@@ -21,6 +21,7 @@ from attnrx.data.readers.arrow import (
     declared_names,
     image_column,
     label_column,
+    marked_rows,
     unify_labels,
 )
 from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
@@ -58,8 +59,9 @@ class ParquetReader(Reader):
         splits: dict[str, Records] = {}
         for name, table in tables.items():
             images = image_column(table, columns, place)
-            rows = torch.arange(len(table))
-            splits[name or "train"] = ArrowRecords(images, numbers[name], rows, FileRows(groups[name]).name)
+            kept = marked_rows(table, columns, place) if name == "test" else np.ones(len(table), dtype=bool)
+            rows = torch.from_numpy(np.flatnonzero(kept))
+            splits[name or "train"] = ArrowRecords(images, numbers[name][rows], rows, FileRows(groups[name]).name)
         return Opened(splits, class_names)
 
     def _columns(self) -> Columns:
@@ -84,7 +86,10 @@ class ParquetReader(Reader):
         belongs = np.asarray(table.column(columns.split).to_pylist(), dtype=object)
         splits: dict[str, Records] = {}
         for name in dict.fromkeys(belongs.tolist()):
-            rows = torch.from_numpy(np.flatnonzero(belongs == name))
+            own = belongs == name
+            if name == "test":
+                own &= marked_rows(table, columns, place)
+            rows = torch.from_numpy(np.flatnonzero(own))
             splits[str(name)] = ArrowRecords(images, numbers[""][rows], rows, FileRows(self.files).name)
         return Opened(splits, class_names)
 
@@ -151,7 +156,7 @@ def _table(files: tuple[Path, ...], columns: Columns) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    wanted = [columns.image, columns.label, f"{columns.label}_name", columns.split]
+    wanted = [columns.image, columns.label, f"{columns.label}_name", columns.split, columns.test]
     try:
         if sum(file.stat().st_size for file in files) > READ_WHOLE:
             return _mapped(files)

@@ -1,0 +1,64 @@
+"""attnrx compare: a model and several ways of compressing it in, what each costs and loses out."""
+
+from argparse import Namespace
+
+import attnrx as rx
+from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
+from attnrx.errors import InvalidInput
+
+EXAMPLE = (
+    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --contenders 'truncatt=uniform_rank:{share}' "
+    "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
+)
+COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    add_model(parser)
+    add_data(parser, "calibration from its training images, measurement on --split")
+    add_out(parser, "the comparison, one JSON file")
+    add_split(parser, "test")
+    add_running(parser, 64)
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        required=True,
+        metavar="NAME=RULE",
+        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], where {share} stands for the share kept",
+    )
+    parser.add_argument("--shares", default="0.75,0.5,0.25", metavar="S,S", help="shares kept (0.75,0.5,0.25)")
+    parser.add_argument(
+        "--calibration-images", type=int, default=96, metavar="N", help="training images to diagnose on (96)"
+    )
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Diagnoses once, then prescribes, realizes and measures every contender at every share."""
+    shares = _shares(arguments.shares)
+    contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
+    model = load_model(arguments.model, arguments.device, arguments.weights)
+    splits = splits_for(model, arguments)
+    calibration = splits.train.take(arguments.calibration_images)
+    say(f"diagnosing {arguments.model} on {len(calibration):,} training images")
+    diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
+    if any("by=divergence" in str(contender.rule) for contender in contenders):
+        priced = calibration.take(min(len(calibration), 24))
+        say(f"measuring the divergence at every rank on {len(priced)} images")
+        diagnosis = rx.measure_divergence(model, diagnosis, priced)
+    test = chosen_images(splits, arguments)
+    bench = rx.experiments.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
+    trials = rx.experiments.compare_contenders(bench, contenders, shares, say)
+    path = trials.save(arguments.out)
+    table = Table(COLUMNS, tuple(trial.cells for trial in trials.trials))
+    original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
+    return Outcome(rx.storage.read_json(path), (table, original, f"comparison: {path}"))
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidInput(f"--shares {text!r}: give numbers in (0, 1] with commas between them.") from error

@@ -1,0 +1,96 @@
+"""Conventions: what of a model's arithmetic each paper counts, so that its numbers come out exactly.
+
+Parameters are the same in all of them, every trainable tensor; only what counts as a MAC differs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
+
+ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a model costs by one convention: its parts, and the MACs of the attention of every layer, for one image."""
+
+    parts: Mapping[str, PartCosts]
+    attention_macs: tuple[int, ...]
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        return sum(part.params for part in self.parts.values())
+
+    @property
+    def macs(self) -> int:
+        """MACs of the whole model."""
+        return sum(part.macs for part in self.parts.values())
+
+    @property
+    def mhsa_macs_per_layer(self) -> int | list[int]:
+        """MACs of the attention of a layer: one number where all layers agree, or one for each of them."""
+        found = list(self.attention_macs)
+        return found[0] if len(set(found)) == 1 else found
+
+    def saving(self, smaller: "Price") -> Saving:
+        """What `smaller` saves of this; negative where it costs more."""
+        params, macs = float(self.params - smaller.params), float(self.macs - smaller.macs)
+        return Saving(params, macs, params / max(self.params, 1), macs / max(self.macs, 1))
+
+    def percent_of(self, original: "Price") -> dict[str, float]:
+        """Parameters, MACs and MACs of the attention in percent of the original's: the compression ratios (CR)."""
+        own, whole = sum(self.attention_macs), sum(original.attention_macs)
+        return {
+            "params_percent": 100 * self.params / max(original.params, 1),
+            "macs_percent": 100 * self.macs / max(original.macs, 1),
+            "mhsa_percent": 100 * own / max(whole, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What counts beside the matrix products of patches and layers, which always do.
+
+    `strengths`: a MAC per token for every strength. `norms`: so many MACs for every feature of a LayerNorm.
+    `classifier`: its product. `fusion`: IrrAtt is charged as it is written, with a matrix that mixes the heads' score
+    maps, though it can be realized without one (`attnrx.costs.with_fusion`).
+    """
+
+    name: str
+    source: str
+    strengths: bool
+    norms: int
+    classifier: bool
+    fusion: bool
+
+    def price(self, costs: ModelCosts) -> Price:
+        """Counts what the convention counts; the parts add up to the whole."""
+        layers = [self._layer(layer) for layer in costs.layers]
+        parts = costs.parts
+        for name in layers[0] if layers else ():
+            parts[name] = sum((layer[name] for layer in layers), start=PartCosts())
+        head = costs.classifier_macs if self.classifier else 0
+        parts["classifier"] += PartCosts(0, head + self.norms * costs.final_norm_features)
+        return Price(parts, tuple(sum(layer[name].macs for name in ATTENTION) for layer in layers))
+
+    def _layer(self, layer: LayerCosts) -> dict[str, PartCosts]:
+        diagonal = layer.diagonal if self.strengths else PartCosts(layer.diagonal.params)
+        norms = layer.layer_norms + PartCosts(0, self.norms * layer.norm_features)
+        return {**layer.parts, "diagonal": diagonal, "layer_norms": norms}
+
+
+# The SVDA paper's accounting (A.6), which is also that of ModelCosts.macs.
+SVDA = Convention("svda", "SVDA, A.6", strengths=True, norms=0, classifier=False, fusion=False)
+
+# Inferred from the IrrAtt paper's Table 1, which these rules reproduce in 53 of its 54 cells: a fused multiply-add is
+# one FLOP, and a LayerNorm is counted as common counters of operations do, at five for every feature.
+IRRATT = Convention("irratt", "IrrAtt, Table 1", strengths=False, norms=5, classifier=True, fusion=True)
+
+CONVENTIONS: dict[str, Convention] = {convention.name: convention for convention in (SVDA, IRRATT)}
+
+
+def paper_convention(family: str) -> Convention:
+    """The convention of the paper that a family of models is of: SVDA for our own, IrrAtt for pre-trained ones."""
+    return SVDA if family == "vit" else IRRATT

@@ -1,0 +1,205 @@
+"""The canonical polyadic decomposition: a sum of rank-one terms shared by all slices, by alternating least squares."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from attnrx.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.shapes import Float, Tensor
+
+STARTS = ("water_filling", "random")
+# Below this relative error the fast formula of the error carries too much rounding to compare sweeps with.
+_NEARLY_EXACT = 1e-4
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How an iteration went: the relative errors (and, if it had one, the objective) at the start and per sweep.
+
+    `converged` is True when it stopped because a sweep gained less than the tolerance, False when sweeps ran out.
+    """
+
+    errors: tuple[float, ...] = ()
+    objectives: tuple[float, ...] = ()
+    converged: bool = False
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
+
+    Raises InvalidInput on factors of different ranks, empty ones and values that are not finite.
+    """
+
+    left: Float[Tensor, "rows rank"]
+    right: Float[Tensor, "columns rank"]
+    mix: Float[Tensor, "slices rank"]
+    trace: Trace = field(default_factory=Trace)
+
+    def __post_init__(self):
+        for name in ("left", "right", "mix"):
+            object.__setattr__(self, name, as_matrix(getattr(self, name), name))
+        if len({factor.shape[1:] for factor in self.factors}) != 1 or self.left.ndim != 2:
+            shapes = [tuple(factor.shape) for factor in self.factors]
+            raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three of one rank.")
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices rank"]]:
+        """The three factors A, B, C."""
+        return self.left, self.right, self.mix
+
+    @property
+    def rank(self) -> int:
+        """The number of terms."""
+        return self.left.shape[1]
+
+    @property
+    def strength(self) -> Float[Tensor, "rank"]:
+        """The norm lambda_r of every term."""
+        return self.left.norm(dim=0) * self.right.norm(dim=0) * self.mix.norm(dim=0)
+
+    def balanced(self) -> "Canonical":
+        """Gives the same tensor in the scaling of least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
+        sizes = [factor.shape[0] for factor in self.factors]
+        scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
+        left, right, mix = (
+            unit_columns(factor)[0] * math.sqrt(size) * scale for factor, size in zip(self.factors, sizes, strict=True)
+        )
+        return replace(self, left=left, right=right, mix=mix)
+
+    def dense(self) -> Float[Tensor, "rows columns slices"]:
+        """Forms the tensor: for tests, and for nothing else."""
+        return torch.einsum("ir,jr,hr->ijh", *self.factors)
+
+
+def sensitivity(terms: Canonical) -> float:
+    """Gives sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+
+    The expected squared change of the tensor, per variance of an independent error in every entry of the factors, as
+    that variance goes to zero. It depends on the scaling of the terms; `balanced` makes it least.
+    """
+    left, right, mix = (factor.square().sum(0) for factor in terms.factors)
+    rows, columns, slices = (factor.shape[0] for factor in terms.factors)
+    return float((slices * left * right + columns * left * mix + rows * right * mix).sum())
+
+
+def least_sensitivity(terms: Canonical) -> float:
+    """Gives the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3)."""
+    size = math.prod(factor.shape[0] for factor in terms.factors)
+    return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
+
+
+def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
+    """Gives the `rank` strongest singular triples of all slices together, each owned by its slice.
+
+    The best approximation with one owner a term: its squared error is the energy of the triples left out. Terms come
+    by falling strength, at equal strength the earlier slice first.
+    """
+    check_rank(tensor, rank)
+    left, strength, right = tensor.svd()
+    slices, triples = strength.shape
+    chosen = strength.flatten().sort(descending=True, stable=True).indices[:rank]
+    owner, triple = chosen // triples, chosen % triples
+    mix = torch.zeros(slices, rank, dtype=torch.float64, device=strength.device)
+    mix[owner, torch.arange(rank, device=owner.device)] = strength[owner, triple]
+    return Canonical(left[owner, :, triple].T, right[owner, :, triple].T, mix)
+
+
+def als(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    start: str | Canonical = "water_filling",
+    sweeps: int = 200,
+    tolerance: float = 1e-8,
+    seed: int = 0,
+) -> Canonical:
+    """Gives a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never goes up.
+
+    `start` is one of STARTS or a decomposition of that rank; `seed` matters for "random" only. Stops after `sweeps`,
+    or when a sweep lowers the relative error by less than `tolerance` of itself. The columns of left and right come
+    out with length one, the strength in mix. Raises InvalidInput on knobs out of range, UnknownName on another start.
+    """
+    check_sweeps(sweeps, tolerance)
+    best = starting_terms(tensor, rank, start, seed).factors
+    errors, converged = [tensor.relative_error(*best)], False
+    right, mix = unit_columns(best[1])[0], best[2]
+    projection = tensor.project_right(right)
+    for _ in range(sweeps):
+        left, right, mix, projection, square = _sweep(tensor, right, projection, mix)
+        error = error_of(tensor, (left, right, mix), square)
+        converged = errors[-1] - error <= tolerance * errors[-1]
+        # Where nothing but rounding is left to gain, the last sweep may be a hair worse.
+        if error <= errors[-1]:
+            best = left, right, mix
+            errors.append(error)
+        if converged:
+            break
+    (left, left_length), (right, right_length) = unit_columns(best[0]), unit_columns(best[1])
+    return Canonical(left, right, best[2] * left_length * right_length, Trace(tuple(errors), converged=converged))
+
+
+def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
+    """Gives the start that was asked for, after checking that it fits the tensor."""
+    check_rank(tensor, rank)
+    if isinstance(start, Canonical):
+        check_fit(tensor, start)
+        if start.rank != rank:
+            raise InvalidInput(f"the start has {start.rank} terms, {rank} were asked for; give a start of that rank.")
+        return start
+    if start == "water_filling":
+        return water_filled(tensor, rank)
+    if start == "random":
+        generator = torch.Generator().manual_seed(seed)
+        drawn = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
+        left, right, mix = (factor.to(tensor.left.device) for factor in drawn)
+        return Canonical(left, right, mix)
+    raise UnknownName("start", start, STARTS)
+
+
+def check_fit(tensor: FactoredTensor, terms: Canonical) -> None:
+    """Raises InvalidInput if the terms are not of the shape of the tensor."""
+    shape = tuple(factor.shape[0] for factor in terms.factors)
+    if shape != tensor.shape:
+        raise InvalidInput(f"terms of shape {shape} do not fit a tensor of shape {tensor.shape}.")
+
+
+def check_rank(tensor: FactoredTensor, rank: int) -> None:
+    """Raises InvalidInput unless 1 <= rank <= the rank at which every slice is exact."""
+    rows, columns, slices = tensor.shape
+    largest = slices * min(tensor.left.shape[1], rows, columns)
+    if not 1 <= rank <= largest:
+        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
+
+
+def check_sweeps(sweeps: int, tolerance: float) -> None:
+    """Raises InvalidInput on knobs of an iteration that are out of range."""
+    if sweeps < 0 or not 0 <= tolerance < 1:
+        raise InvalidInput(f"sweeps={sweeps}, tolerance={tolerance}: give sweeps >= 0 and 0 <= tolerance < 1.")
+
+
+def error_of(tensor: FactoredTensor, factors: tuple[Tensor, Tensor, Tensor], square: float) -> float:
+    """Turns a squared residual into a relative error, or measures it anew where rounding has eaten its digits."""
+    if square > _NEARLY_EXACT**2 * tensor.square:
+        return (square / tensor.square) ** 0.5
+    return tensor.relative_error(*factors)
+
+
+def _sweep(
+    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    # Unit columns of the factors that a step holds fixed put ones on the diagonal of its normal matrix.
+    mix = unit_columns(mix)[0]
+    mix_gram = mix.T @ mix
+    products = tensor.left_products(projection, mix)
+    left = unit_columns(solve_normal((right.T @ right) * mix_gram, products))[0]
+    left_gram, left_projection = left.T @ left, tensor.project_left(left)
+    products = tensor.right_products(left_projection, mix)
+    right = unit_columns(solve_normal(left_gram * mix_gram, products))[0]
+    normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
+    products = tensor.mix_products(left_projection, projection)
+    mix = solve_normal(normal, products)
+    square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
+    return left, right, mix, projection, square

@@ -1,0 +1,187 @@
+"""The error-preserving correction of a canonical decomposition (CPD-EPC): terms that cancel less, at the same error."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnrx.decompositions.bounded_least_squares import bounded_update
+from attnrx.decompositions.canonical import (
+    Canonical,
+    Trace,
+    als,
+    check_fit,
+    check_sweeps,
+    error_of,
+    least_sensitivity,
+)
+from attnrx.decompositions.factored import FactoredTensor
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.shapes import Float, Tensor
+
+# The smallest relative error that a bound can name: its square must stand clear of the rounding of || Y ||^2.
+SMALLEST_BOUND = 1e-6
+_MARGIN = 64 * torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """What is made small: its value, and the squared weight of each column of a factor, the other two held fixed."""
+
+    value: Callable[[Canonical], float]
+    column_weights: Callable[[Tensor, Tensor], Float[Tensor, "rank"]]
+
+
+def _squared_strength(terms: Canonical) -> float:
+    return float(terms.strength.square().sum())
+
+
+def _sensitivity_weights(other: Tensor, another: Tensor) -> Float[Tensor, "rank"]:
+    return another.shape[0] * other.square().sum(0) + other.shape[0] * another.square().sum(0)
+
+
+def _norm_weights(other: Tensor, another: Tensor) -> Float[Tensor, "rank"]:
+    return other.square().sum(0) * another.square().sum(0)
+
+
+# "sensitivity" is that of the balanced terms, "norm" the sum of the squared strengths.
+OBJECTIVES = {
+    "sensitivity": _Objective(least_sensitivity, _sensitivity_weights),
+    "norm": _Objective(_squared_strength, _norm_weights),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The knobs of CPD-EPC: alternating least squares, a correction, and least squares again from there.
+
+    `sweeps` and `tolerance` are those of each least-squares run, `correction_sweeps` and `correction_tolerance` those
+    of the correction of `objective`. With `finish` a last correction follows: the terms least hurt by rounding and
+    easiest to train on, at the final error.
+    """
+
+    sweeps: int = 200
+    tolerance: float = 1e-8
+    correction_sweeps: int = 100
+    correction_tolerance: float = 1e-6
+    objective: str = "sensitivity"
+    finish: bool = False
+
+    def __post_init__(self):
+        check_sweeps(self.sweeps, self.tolerance)
+        check_sweeps(self.correction_sweeps, self.correction_tolerance)
+        named_objective(self.objective)
+
+
+def named_objective(name: str) -> _Objective:
+    """Gives the objective of that name; raises UnknownName."""
+    if name not in OBJECTIVES:
+        raise UnknownName("objective", name, OBJECTIVES)
+    return OBJECTIVES[name]
+
+
+def epc(
+    tensor: FactoredTensor,
+    start: Canonical,
+    bound: float | None = None,
+    *,
+    objective: str = "sensitivity",
+    sweeps: int = 100,
+    tolerance: float = 1e-6,
+) -> Canonical:
+    """Lowers the objective while the relative error stays at or below `bound`, by default the error of the start.
+
+    No update is taken that raises the objective, none that leaves the bound. The result is balanced; its trace holds
+    errors and objectives per sweep. Stops after `sweeps`, or when one lowers the objective
+    by less than `tolerance` of itself. An error below SMALLEST_BOUND may rise to it. Raises InvalidInput on a bound
+    that the start does not keep or that rounding hides, and UnknownName on another objective.
+    """
+    check_fit(tensor, start)
+    check_sweeps(sweeps, tolerance)
+    goal, terms = named_objective(objective), start.balanced()
+    errors = [tensor.relative_error(*terms.factors)]
+    limit = _limit(errors[0], bound)
+    objectives, converged = [goal.value(terms)], False
+    projection = tensor.project_right(terms.right)
+    for _ in range(sweeps):
+        found, projection, square = _sweep(tensor, terms, projection, limit**2 * tensor.square, goal)
+        terms = found.balanced()
+        projection = projection * _ratio(terms.right, found.right)
+        errors.append(error_of(tensor, terms.factors, square))
+        objectives.append(goal.value(terms))
+        converged = objectives[-2] - objectives[-1] <= tolerance * objectives[-2]
+        if converged:
+            break
+    return replace(terms, trace=Trace(tuple(errors), tuple(objectives), converged))
+
+
+def cpd_epc(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    start: str | Canonical = "water_filling",
+    schedule: Schedule | None = None,
+    seed: int = 0,
+) -> Canonical:
+    """Gives a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
+
+    The trace is that of the last run. The error is at most that of the first one (or SMALLEST_BOUND).
+    """
+    schedule = schedule or Schedule()
+    terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, tolerance=schedule.tolerance, seed=seed)
+    terms = _corrected(tensor, terms, schedule)
+    terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
+    return _corrected(tensor, terms, schedule) if schedule.finish else terms
+
+
+def _sweep(
+    tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float, goal: _Objective
+) -> tuple[Canonical, Tensor, float]:
+    left, right, mix = terms.factors
+    # Rounding of the squared error, which may not use up the bound, grows with what cancels.
+    bound = bound - _MARGIN * (tensor.square + _squared_strength(terms))
+    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), (tensor.square, bound), goal)
+    left_projection = tensor.project_left(left)
+    products = tensor.right_products(left_projection, mix)
+    right, _ = _updated(right, products, (left, mix), (tensor.square, bound), goal)
+    projection = tensor.project_right(right)
+    products = tensor.mix_products(left_projection, projection)
+    mix, square = _updated(mix, products, (left, right), (tensor.square, bound), goal)
+    return Canonical(left, right, mix), projection, square
+
+
+def _updated(
+    old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float], goal: _Objective
+) -> tuple[Tensor, float]:
+    """Gives the factor after its bounded update, unless that raises the objective, and the squared error with it."""
+    (other, another), (square, bound) = others, squares
+    normal, weights = (other.T @ other) * (another.T @ another), goal.column_weights(other, another)
+    new = bounded_update(normal, products, weights, square, bound)
+    if float((weights * (new.square() - old.square())).sum()) >= 0:
+        new = old
+    return new, square + float((new * (new @ normal - 2 * products)).sum())
+
+
+def _corrected(tensor: FactoredTensor, terms: Canonical, schedule: Schedule) -> Canonical:
+    return epc(
+        tensor,
+        terms,
+        objective=schedule.objective,
+        sweeps=schedule.correction_sweeps,
+        tolerance=schedule.correction_tolerance,
+    )
+
+
+def _limit(error: float, bound: float | None) -> float:
+    if bound is None:
+        return max(error, SMALLEST_BOUND)
+    if not bound >= SMALLEST_BOUND:
+        raise InvalidInput(f"bound={bound}: rounding hides an error below {SMALLEST_BOUND}; give at least that.")
+    if error > bound * (1 + 1e-12):
+        raise InvalidInput(f"the start has error {error}, above bound={bound}: raise it or improve the start.")
+    return bound
+
+
+def _ratio(after: Tensor, before: Tensor) -> Float[Tensor, "rank"]:
+    length = before.norm(dim=0)
+    return after.norm(dim=0) / torch.where(length > 0, length, torch.ones_like(length))

@@ -1,0 +1,170 @@
+"""A third-order tensor held as the products of thin factors, slice by slice, and what a decomposition needs of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+
+# Below this relative error, the difference of large squares has lost too many digits to be trusted.
+_RESOLVED = 1e-3
+# Smaller than this share of the largest eigenvalue, a normal matrix carries rounding only.
+_NULL = 1e-13
+
+
+@dataclass(frozen=True)
+class FactoredTensor:
+    """Slices Y_h = left_h^T right_h, of shape rows x columns, that are never formed.
+
+    Computed in float64, without gradients. Ranks may differ from slice to slice: rows of zeros in `left` and `right`
+    add nothing. The cost of a product with R terms is one matrix product of rows x (slices * inner) x R. Raises
+    InvalidInput on shapes that do not fit, empty factors and values that are not finite.
+    """
+
+    left: Float[Tensor, "slices inner rows"]
+    right: Float[Tensor, "slices inner columns"]
+
+    def __post_init__(self):
+        left, right = as_matrix(self.left, "left"), as_matrix(self.right, "right")
+        if left.ndim != 3 or right.ndim != 3 or left.shape[:2] != right.shape[:2]:
+            raise InvalidInput(
+                f"left {tuple(left.shape)} and right {tuple(right.shape)} do not multiply: give [slices, inner, rows] "
+                "and [slices, inner, columns]."
+            )
+        object.__setattr__(self, "left", left)
+        object.__setattr__(self, "right", right)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, columns and slices: the sizes I, J, K of the three modes."""
+        return self.left.shape[2], self.right.shape[2], self.left.shape[0]
+
+    @cached_property
+    def square(self) -> float:
+        """The sum of squares of all entries."""
+        return float((_gram(self.left) * _gram(self.right)).sum())
+
+    @property
+    def norm(self) -> float:
+        """The Frobenius norm."""
+        return self.square**0.5
+
+    def project_left(self, left: Float[Tensor, "rows rank"]) -> Float[Tensor, "slices inner rank"]:
+        """Multiplies the left factor of every slice with `left`."""
+        return self._stacked_left.mm(left).view(*self.left.shape[:2], -1)
+
+    def project_right(self, right: Float[Tensor, "columns rank"]) -> Float[Tensor, "slices inner rank"]:
+        """Multiplies the right factor of every slice with `right`."""
+        return self._stacked_right.mm(right).view(*self.right.shape[:2], -1)
+
+    def left_products(
+        self, right_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+    ) -> Float[Tensor, "rows rank"]:
+        """Gives G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
+        return self._stacked_left.T.mm((right_projection * mix[:, None]).flatten(0, 1))
+
+    def right_products(
+        self, left_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+    ) -> Float[Tensor, "columns rank"]:
+        """Gives G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
+        return self._stacked_right.T.mm((left_projection * mix[:, None]).flatten(0, 1))
+
+    def mix_products(
+        self, left_projection: Float[Tensor, "slices inner rank"], right_projection: Float[Tensor, "slices inner rank"]
+    ) -> Float[Tensor, "slices rank"]:
+        """Gives G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
+        return (left_projection * right_projection).sum(1)
+
+    def inner_product(
+        self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
+    ) -> float:
+        """Gives <Y, [[A, B, C]]>."""
+        return float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
+
+    def relative_error(
+        self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
+    ) -> float:
+        """Gives || Y - [[A, B, C]] || / || Y ||, accurate however small it is; 0 if both are zero.
+
+        A zero tensor has no relative error: for terms that are not zero the answer is then infinite.
+        """
+        terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
+        square = self.square - 2 * self.inner_product(left, right, mix) + terms
+        if square < _RESOLVED**2 * max(self.square, terms):
+            square = self._residual_square(left, right, mix)
+        if self.square == 0:
+            return 0.0 if square == 0 else float("inf")
+        return (square / self.square) ** 0.5
+
+    def svd(
+        self,
+    ) -> tuple[
+        Float[Tensor, "slices rows inner"], Float[Tensor, "slices inner"], Float[Tensor, "slices columns inner"]
+    ]:
+        """Gives the singular value decomposition of every slice, from two thin QRs and one small SVD.
+
+        As many triples as the smallest of inner, rows and columns, largest first.
+        """
+        basis_left, small_left = torch.linalg.qr(self.left.mT)
+        basis_right, small_right = torch.linalg.qr(self.right.mT)
+        left, strength, right = torch.linalg.svd(small_left @ small_right.mT, full_matrices=False)
+        return basis_left @ left, strength, basis_right @ right.mT
+
+    def dense(self) -> Float[Tensor, "rows columns slices"]:
+        """Forms the tensor: for tests, and for nothing else."""
+        return torch.einsum("hdi,hdj->ijh", self.left, self.right)
+
+    @property
+    def _stacked_left(self) -> Float[Tensor, "stacked rows"]:
+        return self.left.flatten(0, 1)
+
+    @property
+    def _stacked_right(self) -> Float[Tensor, "stacked columns"]:
+        return self.right.flatten(0, 1)
+
+    def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
+        # Orthogonal reduction instead of squares: the digits that cancel are never formed.
+        slices = mix.shape[0]
+        rows = torch.cat([self.left.mT, left.expand(slices, -1, -1)], -1)
+        columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
+        small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
+        return float((small_rows @ small_columns.mT).square().sum())
+
+
+def as_matrix(values: Tensor, name: str) -> Tensor:
+    """Gives the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
+    values = values.detach().to(torch.float64).contiguous()
+    if values.numel() == 0:
+        raise InvalidInput(f"{name} is empty (shape {tuple(values.shape)}); give at least one row, column and term.")
+    if not bool(torch.isfinite(values).all()):
+        raise InvalidInput(f"{name} holds values that are not finite; look where they came from.")
+    return values
+
+
+def solve_normal(
+    normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]
+) -> Float[Tensor, "size rank"]:
+    """Gives products normal^-1 for a positive semidefinite matrix: a least-squares step.
+
+    Cholesky where it is safe, otherwise the smallest solution by eigenvalues. Nothing is added to the diagonal, so
+    that the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
+    """
+    lower, failed = torch.linalg.cholesky_ex(normal)
+    pivots = lower.diagonal()
+    if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
+        return torch.cholesky_solve(products.T, lower).T
+    values, vectors = torch.linalg.eigh(normal)
+    seen = values > _NULL * values[-1].clamp_min(0)
+    return (products @ vectors[:, seen] / values[seen]) @ vectors[:, seen].T
+
+
+def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
+    """Gives the columns at length one and their lengths; a column of zeros stays, with length zero."""
+    length = matrix.norm(dim=0)
+    return matrix / torch.where(length > 0, length, torch.ones_like(length)), length
+
+
+def _gram(factors: Float[Tensor, "slices inner size"]) -> Float[Tensor, "slices inner inner"]:
+    return factors @ factors.mT

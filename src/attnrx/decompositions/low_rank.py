@@ -1,0 +1,192 @@
+"""A linear map as two thinner ones: the best of every rank, on the weights or on the data that goes through it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decompositions.grams import checked_gram, gram_spectrum, require_finite
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+
+# A direction with less than this share of the strongest one's strength is rounding.
+NULL_SHARE = 1e-13
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The map x -> second @ (first @ x) + bias that stands for x -> weight @ x + bias; float64, nested in the rank.
+
+    `strength` is what each direction adds in the metric of the method, descending, zero where it sees nothing. All
+    min(outputs, inputs) are listed whatever the rank: the squared error in that metric is the sum of their squares
+    beyond the rank. The bias follows the rank where a mean is matched: it is center + second @ shift.
+    """
+
+    first: Float[Tensor, "rank inputs"]
+    second: Float[Tensor, "outputs rank"]
+    strength: Float[Tensor, "most"]
+    center: Float[Tensor, "outputs"] | None = None
+    shift: Float[Tensor, "rank"] | None = None
+
+    @property
+    def rank(self) -> int:
+        """The number of directions kept."""
+        return self.first.shape[0]
+
+    @property
+    def weight(self) -> Float[Tensor, "outputs inputs"]:
+        """The matrix that the two factors stand for."""
+        return self.second @ self.first
+
+    @property
+    def bias(self) -> Float[Tensor, "outputs"] | None:
+        """The bias that goes with this rank, None where the original has none and no mean was matched."""
+        if self.center is None or self.shift is None:
+            return self.center
+        return self.center + self.second @ self.shift
+
+    def truncated(self, rank: int) -> "LowRank":
+        """Keeps the first `rank` directions; raises InvalidInput for more than there are, or for fewer than none."""
+        if not 0 <= rank <= self.rank:
+            raise InvalidInput(f"rank {rank} was asked of a map that holds {self.rank} directions.")
+        shift = None if self.shift is None else self.shift[:rank]
+        return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.center, shift)
+
+
+def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
+    """Gives the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias stays."""
+    weight, bias = checked_map(weight, bias)
+    left, strength, right = torch.linalg.svd(weight, full_matrices=False)
+    return LowRank(strength[:, None] * right, left, strength, bias)
+
+
+def activation_aware(
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+    moment: Float[Tensor, "inputs inputs"],
+    mean: Float[Tensor, "inputs"] | None = None,
+) -> LowRank:
+    """Gives the map of every rank with the least E |y - y'|^2 over inputs of this second moment.
+
+    The outputs are projected on the leading eigenvectors V of W M W^T: y' = V V^T W x + b. With the mean of the
+    inputs, their covariance takes the place of M and the mean of the outputs is matched by the bias:
+    y' = V V^T (W x + b - mu) + mu with mu = W mean + b, the best affine map of the rank. M may be singular: full rank
+    is the original map all the same, for any input.
+
+    Raises:
+        InvalidInput: for shapes that do not match, and moments that are not finite, symmetric and semidefinite.
+    """
+    weight, bias = checked_map(weight, bias)
+    moment = _checked_moment(moment, weight.shape[1], "moment of the inputs")
+    if mean is None:
+        return _centred(weight, moment, None, bias)
+    mean = _checked_mean(mean, weight.shape[1], "mean of the inputs")
+    center = weight @ mean if bias is None else weight @ mean + bias
+    return _centred(weight, moment, mean, center)
+
+
+def output_pca(
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
+    covariance: Float[Tensor, "outputs outputs"],
+    mean: Float[Tensor, "outputs"],
+) -> LowRank:
+    """Gives the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
+
+    y' = V V^T (W x + b - mu) + mu, with V the leading eigenvectors of the covariance. What the statistics hold outside
+    the range of W, where no output can go, is left out.
+
+    Raises:
+        InvalidInput: for shapes that do not match, and covariances that are not finite, symmetric and semidefinite.
+    """
+    weight, bias = checked_map(weight, bias)
+    covariance = _checked_moment(covariance, weight.shape[0], "covariance of the outputs")
+    fixed = weight.new_zeros(weight.shape[0]) if bias is None else bias
+    offset = _checked_mean(mean, weight.shape[0], "mean of the outputs") - fixed
+    basis, inner = reachable(weight)
+    strength, turn = _directions(basis.mT @ covariance @ basis, covariance.norm(), inner)
+    inner_offset = basis.mT @ offset
+    return LowRank(turn.mT @ inner, basis @ turn, strength, fixed + basis @ inner_offset, -turn.mT @ inner_offset)
+
+
+def pays(rank: int, outputs: int, inputs: int) -> bool:
+    """Says whether two factors of this rank have fewer entries, and multiply-adds, than the matrix they stand for."""
+    return rank < break_even_rank(outputs, inputs)
+
+
+def break_even_rank(outputs: int, inputs: int) -> float:
+    """Gives the rank at which two factors cost what the matrix costs, outputs * inputs / (outputs + inputs)."""
+    if outputs < 1 or inputs < 1:
+        raise InvalidInput(f"a matrix needs a positive number of outputs and inputs, found {outputs} and {inputs}.")
+    return outputs * inputs / (outputs + inputs)
+
+
+def checked_map(
+    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
+) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs"] | None]:
+    """Gives both in float64; raises InvalidInput unless they are finite, not empty, and match."""
+    if weight.ndim != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        found = "no bias" if bias is None else f"a bias {list(bias.shape)}"
+        raise InvalidInput(f"a map needs a weight [outputs, inputs], found {list(weight.shape)} with {found}.")
+    require_finite(weight, "weight of the map")
+    if bias is None:
+        return weight.detach().double(), None
+    require_finite(bias, "bias of the map")
+    return weight.detach().double(), bias.detach().double()
+
+
+def reachable(
+    weight: Float[Tensor, "outputs inputs"],
+) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
+    """Gives an orthonormal basis of all outputs that a matrix can make, and the matrix in that basis.
+
+    A square rotation in that basis rewrites the matrix exactly, for any data; one of a larger space would not.
+    """
+    outputs, inputs = weight.shape
+    if outputs > inputs:
+        basis, inner = torch.linalg.qr(weight)
+        return basis, inner
+    return torch.eye(outputs, dtype=weight.dtype, device=weight.device), weight
+
+
+def order_unseen(
+    vectors: Float[Tensor, "most most"], strength: Float[Tensor, "most"], inner: Float[Tensor, "most inputs"]
+) -> Float[Tensor, "most most"]:
+    """Turns the directions that a metric does not see, so that they descend in what they add to the matrix itself."""
+    seen = int((strength > NULL_SHARE * strength[0]).sum())
+    if seen == len(strength):
+        return vectors
+    null = vectors[:, seen:]
+    return torch.cat([vectors[:, :seen], null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1)
+
+
+def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor | None) -> LowRank:
+    basis, inner = reachable(weight)
+    spread = moment if mean is None else moment - torch.outer(mean, mean)
+    bound = inner.square().sum() * moment.norm()
+    strength, turn = _directions(inner @ spread @ inner.mT, bound, inner)
+    first = turn.mT @ inner
+    return LowRank(first, basis @ turn, strength, center, None if mean is None else -first @ mean)
+
+
+def _directions(moment: Tensor, bound: Tensor, inner: Tensor) -> tuple[Float[Tensor, "most"], Float[Tensor, "most _"]]:
+    """Gives strengths and directions of outputs of this moment, whose rounding is that of numbers as large as `bound`.
+
+    A strength that is no larger than this rounding is zero.
+    """
+    values, vectors = gram_spectrum(moment[None], "moment of the data")
+    rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
+    strength = torch.where(values[0] > rounding, values[0], 0).sqrt()
+    return strength, order_unseen(vectors[0], strength, inner)
+
+
+def _checked_moment(moment: Tensor, size: int, what: str) -> Tensor:
+    if moment.shape != (size, size):
+        raise InvalidInput(f"the {what} must be [{size}, {size}], found {list(moment.shape)}.")
+    return checked_gram(moment[None], what)[0]
+
+
+def _checked_mean(mean: Tensor, size: int, what: str) -> Tensor:
+    if mean.shape != (size,):
+        raise InvalidInput(f"the {what} must be [{size}], found {list(mean.shape)}.")
+    require_finite(mean, what)
+    return mean.detach().double()

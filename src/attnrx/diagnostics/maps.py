@@ -1,0 +1,40 @@
+"""The maps of the MLP: which directions of their outputs carry what the data puts through them."""
+
+import torch
+
+from attnrx.decompositions.low_rank import activation_aware, output_pca
+from attnrx.diagnosis import MapDiagnosis
+from attnrx.diagnostics.redundancy import CentredMoment
+from attnrx.shapes import Float, Tensor
+
+
+class MapWatch:
+    """The moments of what goes through one linear map, on whichever side has fewer features.
+
+    Memory is one square matrix of that side, whatever the number of images.
+    """
+
+    def __init__(self, inputs: int, outputs: int):
+        self.on_inputs = inputs <= outputs
+        self.moment = CentredMoment()
+
+    def observe(self, inputs: Float[Tensor, "*batch inputs"], outputs: Float[Tensor, "*batch outputs"]) -> None:
+        """Takes in one batch."""
+        self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
+
+    def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDiagnosis:
+        """Gives the directions of the outputs by falling strength: the leading ones are the best map of every rank.
+
+        The strength of a direction is the root of its mean square about the mean over all tokens.
+        """
+        weight = weight.detach().cpu().double()
+        bias = None if bias is None else bias.detach().cpu().double()
+        mean = self.moment.mean.cpu().double()
+        covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
+        covariance = (covariance + covariance.mT) / 2
+        if self.on_inputs:
+            found = activation_aware(weight, bias, covariance + torch.outer(mean, mean), mean)
+            mean = weight @ mean + (0.0 if bias is None else bias)
+        else:
+            found = output_pca(weight, bias, covariance, mean)
+        return MapDiagnosis(found.strength, found.second.mT.contiguous(), mean, weight.shape[1])

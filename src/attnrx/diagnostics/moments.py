@@ -1,0 +1,86 @@
+"""Moments: what data-aware rewritings of a layer need to know of its keys and of what its heads read out."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
+from attnrx.diagnostics.geometry import query_grams
+from attnrx.diagnostics.redundancy import CentredMoment
+from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
+from attnrx.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class Moments(Diagnostic):
+    """Reads, beside the query_gram and key_covariance of the geometry, the moments that the other metrics are made of.
+
+    key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance as the
+    attention sees them: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature
+    of the softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads,
+    directions, heads * directions] are the query_gram and key_covariance of all heads together, for directions that
+    heads are to share. output_mean [heads, reads] and output_covariance [heads, reads,
+    heads * reads] describe what all heads read out together, over all tokens of all images, and readout_gram [heads,
+    reads, reads] how the output projection uses it.
+    """
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Averages over images."""
+        return _Moments(spectra)
+
+
+class _Moments(Accumulator):
+    def __init__(self, spectra: tuple[Spectrum, ...]):
+        self.keys = Averages(len(spectra), measure_keys)
+        self.outputs = [CentredMoment() for _ in spectra]
+        self.readouts: dict[int, Tensor] = {}
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        self.keys.observe(layer, observation)
+        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+        self.readouts[layer] = observation.readout
+
+    def readings(self) -> list[dict[str, Tensor]]:
+        found = self.keys.readings()
+        for layer, (readings, outputs) in enumerate(zip(found, self.outputs, strict=True)):
+            readout = self.readouts[layer].double().cpu()
+            shape = readout.shape[:2]
+            covariance = outputs.value.cpu().double() / max(outputs.rows, 1)
+            readings["output_mean"] = outputs.mean.cpu().double().reshape(shape)
+            readings["output_covariance"] = covariance.reshape(*shape, shape.numel())
+            readings["readout_gram"] = readout @ readout.mT
+        return found
+
+
+def measure_keys(observation: Observation) -> dict[str, Tensor]:
+    """Gives both moments of the keys of one batch, each the mean over its images."""
+    return {
+        "key_gram": query_grams(observation.key).mean(0),
+        "key_softmax": softmax_covariance(observation.key, observation.attention),
+        "query_joint_gram": joint_grams(observation.query).mean(0),
+        "key_joint_covariance": joint_grams(observation.key - observation.key.mean(1, keepdim=True)).mean(0),
+    }
+
+
+def joint_grams(
+    rows: Float[Tensor, "batch tokens heads directions"],
+) -> Float[Tensor, "batch heads directions features"]:
+    """Gives the second moment of every image's rows, all heads side by side, mean over tokens."""
+    heads = rows.shape[2:]
+    return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
+
+
+def softmax_covariance(
+    key: Float[Tensor, "batch keys heads directions"], attention: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "heads directions directions"]:
+    """Gives the covariance of the keys under each query's own attention, mean over queries and images.
+
+    A change d of the scores of one query moves its attention by a divergence of about d^T (diag p - p p^T) d / 2.
+    """
+    wide = torch.promote_types(key.dtype, torch.float32)
+    keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
+    means = weights @ keys
+    queries = weights.shape[-2]
+    spread = keys.mT @ (keys * weights.sum(-2)[..., None]) - means.mT @ means
+    return (spread / queries).mean(0)

@@ -1,0 +1,121 @@
+"""A model of another library whose attention was replaced by ours."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.observing import evaluating
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import BIASES, AttentionSpec
+
+PLACES: dict[str, str] = {"query": "scores.query", "key": "scores.key", "value": "value", "output": "output"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How the model was made by its own library, and what its images must be like.
+
+    `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
+    """
+
+    architecture: str
+    arguments: Mapping[str, Any]
+    input_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self):
+        channels = self.input_shape[0]
+        if len(self.mean) != channels or len(self.std) != channels or not all(value > 0 for value in self.std):
+            raise InvalidInput(
+                f"{self.architecture} has {channels} channels, but is normalized with mean={self.mean} and "
+                f"std={self.std}: give one mean and one positive std for each channel."
+            )
+
+
+def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
+    """Channels, height and width as integers."""
+    channels, height, width = (int(value) for value in values)
+    return channels, height, width
+
+
+class Adopted(nn.Module):
+    """A foreign model, `source`, with our attention in every layer; gives its logits."""
+
+    def __init__(self, source: nn.Module, origin: Origin):
+        super().__init__()
+        self.source = source
+        self.origin = origin
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """Gives the logits, or the pooled features where the model has no classifier."""
+        if images.shape[1:] != self.origin.input_shape:
+            channels, height, width = self.origin.input_shape
+            raise InvalidInput(
+                f"images of shape {tuple(images.shape)}: {self.origin.architecture} wants [batch, {channels}, "
+                f"{height}, {width}]. Load the data with image_size={height}."
+            )
+        return self.logits(images)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Runs the source on images of the right shape."""
+        return self.source(images)
+
+
+class Adapter(nn.Module):
+    """Stands where the attention of a foreign layer stood, and passes on to ours."""
+
+    def __init__(self, attention: Attention):
+        super().__init__()
+        self.attention = attention
+
+
+def assembled(
+    weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None], heads: int, scale: float
+) -> Attention:
+    """Gives our dense attention from four projections ("query", "key", "value", "output"), copying their tensors.
+
+    The rows of query, key and value, and the columns of output, are sorted by heads.
+    """
+    rows, width = weights["query"].shape
+    present = tuple(name for name in BIASES if biases[name] is not None)
+    ranks = (rows // heads,) * heads
+    spec = AttentionSpec("dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0], biases=present)
+    with torch.device("meta"):
+        attention = Attention(spec)
+    tensors = {f"{place}.weight": weights[name] for name, place in PLACES.items()}
+    tensors |= {f"{PLACES[name]}.bias": own for name, own in biases.items() if own is not None}
+    # Copies, because the parts of a fused projection would share one storage.
+    attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
+    for name, parameter in attention.named_parameters():
+        parameter.requires_grad_(tensors[name].requires_grad)
+    return attention
+
+
+def require_same(first: Adopted, second: Adopted, because: str) -> None:
+    """Runs both models on the same random images, and refuses unless the logits agree to the precision of their type.
+
+    The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
+    forgotten norm, bias or scale far above. The epsilon is float32's or larger, since some attention computes its
+    softmax in float32.
+    """
+    parameter = next(first.parameters())
+    if parameter.is_meta:
+        raise InvalidInput(f"{first.origin.architecture} has no weights yet; load them before adopting it.")
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64).to(parameter)
+    with evaluating((first, second)):
+        one, other = first(images), second(images)
+    epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
+    limit = epsilon**0.5 * max(1.0, float(one.abs().max()))
+    apart = float((one - other).abs().max())
+    if not apart <= limit:  # NaN too
+        raise NotSupported(
+            f"{first.origin.architecture} cannot be adopted: {because}. On random images the logits differ by "
+            f"{apart:.3g}, and rounding explains {limit:.3g}."
+        )

@@ -1,0 +1,208 @@
+"""The family of the image classifiers of transformers: ViT, DeiT and DINOv2, adopted with our attention."""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.plain_attention import changed_linears, features
+from attnrx.shapes import Float, Tensor
+
+PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are in one class of classifiers; `resizes` says that it takes images of another size as they are."""
+
+    body: str
+    layers: str
+    attention: str
+    resizes: bool = False
+
+
+# class -> where its parts are. All of these name what is inside a layer alike.
+LAYOUTS: dict[str, Layout] = {
+    "ViTForImageClassification": Layout("vit", "layers", "ViTAttention"),
+    "DeiTForImageClassification": Layout("deit", "layers", "DeiTAttention"),
+    "DeiTForImageClassificationWithTeacher": Layout("deit", "layers", "DeiTAttention"),
+    "Dinov2ForImageClassification": Layout("dinov2", "encoder.layer", "Dinov2Attention", resizes=True),
+    "Dinov2WithRegistersForImageClassification": Layout(
+        "dinov2_with_registers", "encoder.layer", "Dinov2WithRegistersAttention", resizes=True
+    ),
+}
+PREFIX = ("cls_token", "distillation_token", "register_tokens")
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+
+
+class HuggingFaceModel(Adopted):
+    """An image classifier of transformers with our attention; gives the logits alone."""
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Runs the source without the outputs that our attention does not have."""
+        return self.source(pixel_values=images, output_attentions=False, return_dict=True).logits
+
+
+class HuggingFaceAttention(Adapter):
+    """What a layer of transformers calls: our attention, and no attention weights."""
+
+    def forward(
+        self, hidden_states: Float[Tensor, "batch tokens width"], attention_mask: Tensor | None = None, **options: Any
+    ) -> tuple[Float[Tensor, "batch tokens width"], None]:
+        """Mixes the tokens; refuses masks and requests for the attention weights."""
+        if attention_mask is not None:
+            raise NotSupported("attention_mask is not supported in an adopted model.")
+        if options.get("output_attentions"):
+            raise NotSupported(
+                "output_attentions=True: an adopted model keeps no attention weights. Observe its layers with "
+                "attnrx.models.observing instead."
+            )
+        return self.attention(hidden_states), None
+
+
+class HuggingFaceFamily(AdoptedFamily):
+    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `LAYOUTS`."""
+
+    name = "huggingface"
+    model_type = HuggingFaceModel
+    adapter_type = HuggingFaceAttention
+    attention_name = "attention"
+    mlp_types = ("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP")
+    head_names = (*CLASSIFIERS, *sorted({f"{layout.body}.layernorm" for layout in LAYOUTS.values()}))
+
+    def load(self, source: Path | str, **changes: Any) -> Adopted:
+        """Reads a classifier from a local folder, or from the hub by its id, and adopts it in evaluation mode.
+
+        Mean, std and image size are those of the image processor saved beside it; without one they are 0.5 and the
+        size in the configuration. `changes` override fields of the configuration.
+        """
+        automatic = _transformers("AutoModelForImageClassification")
+        try:
+            model, report = automatic.from_pretrained(source, output_loading_info=True, **changes)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"hf:{source} cannot be read as an image classifier: {error} Give a folder written by save_pretrained, "
+                "or the id of an image classifier on the hub."
+            ) from error
+        drawn = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
+        if drawn:
+            raise CheckpointError(
+                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(drawn[:4])} would be random. "
+                "Fine-tune it as a classifier first, and save that."
+            )
+        return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
+
+    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
+        """Makes the classifier of a configuration, with fresh weights or with none on the meta device."""
+        automatic = _transformers("AutoModelForImageClassification")
+        try:
+            config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"hf:{name} has no configuration that can be read: {error}") from error
+        if not on_meta:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(0)
+                return self.adopt(automatic.from_config(config)).eval()
+        with torch.device("meta"):
+            return self.outlined(automatic.from_config(config))
+
+    def adopts(self, model: nn.Module) -> bool:
+        """Whether the model's class is one of transformers'."""
+        return type(model).__module__.split(".")[0] == "transformers"
+
+    def refusals(self, model: nn.Module) -> Iterator[str]:
+        """Names what is not plain: another class of model or attention, or a feature."""
+        yield from features(model)
+        layout = LAYOUTS.get(type(model).__name__)
+        if layout is None or not self.adopts(model):
+            yield f"the class {type(model).__name__} (wanted is one of {', '.join(LAYOUTS)})"
+            return
+        config: Any = model.config
+        if config.output_attentions:
+            yield "a configuration with output_attentions=True (our attention keeps no attention weights)"
+        for layer in self.layers(model):
+            attention: Any = layer.attention
+            if type(attention).__name__ != layout.attention:
+                yield f"the attention {type(attention).__name__}"
+                continue
+            yield from changed_linears(attention, tuple(PROJECTIONS.values()))
+            if attention.attention_dropout:
+                yield "dropout inside attention (load it with attention_probs_dropout_prob=0.0)"
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
+        name, config = type(model).__name__, model.config
+        layout: Layout = LAYOUTS[name]
+        arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
+        arguments.pop("_name_or_path", None)  # where it was read from is not what it is
+        embedding: Any = model.get_submodule(f"{layout.body}.embeddings.patch_embeddings")
+        own = image_shape((embedding.num_channels, *embedding.image_size))
+        shape = image_shape(stated.get("input_shape") or own)
+        if shape != own and not (layout.resizes and shape[0] == own[0]):
+            raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
+        half = (0.5,) * own[0]
+        return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
+
+    def create(self, origin: Origin) -> nn.Module:
+        """Makes the class from its configuration."""
+        if origin.architecture not in LAYOUTS:
+            raise UnknownName("class of transformers", origin.architecture, LAYOUTS)
+        kind = _transformers(origin.architecture)
+        return kind(kind.config_class.from_dict(dict(origin.arguments)))
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        """The layers of the encoder."""
+        layout = LAYOUTS[type(source).__name__]
+        return tuple(source.get_submodule(f"{layout.body}.{layout.layers}").children())
+
+    def own(self, attention: nn.Module) -> Attention:
+        """Takes over the four projections."""
+        theirs: Any = attention
+        linears: dict[str, nn.Linear] = {name: getattr(theirs, place) for name, place in PROJECTIONS.items()}
+        weights = {name: linear.weight for name, linear in linears.items()}
+        biases = {name: linear.bias for name, linear in linears.items()}
+        return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
+
+    def patches(self, source: nn.Module) -> nn.Conv2d:
+        """The convolution of the patch embedding."""
+        embeddings: Any = self._embeddings(source)
+        return embeddings.patch_embeddings.projection
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        """Class, distillation and register tokens."""
+        embeddings = self._embeddings(source)
+        return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
+
+    def _embeddings(self, source: nn.Module) -> nn.Module:
+        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.embeddings")
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("transformers"), name)
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"models of Hugging Face need the package transformers ({error}): pip install transformers."
+        ) from error
+
+
+def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
+    """Reads what images must be like from the processor beside the model; nothing where there is none."""
+    try:
+        processor = _transformers("AutoImageProcessor").from_pretrained(source)
+    except (OSError, ValueError):  # saved without one
+        return {}
+    facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
+    size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})
+    if layout is not None and layout.resizes and {"height", "width"} <= size.keys():
+        facts["input_shape"] = (len(processor.image_mean), size["height"], size["width"])
+    return facts

@@ -1,0 +1,53 @@
+"""What gives away that the attention of a foreign model is not the plain one."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+# Attributes of attention modules, and of any module. One that is None or an identity is not there.
+ATTENTION_FEATURES: dict[str, str] = {
+    "q_norm": "QK-norm",
+    "k_norm": "QK-norm",
+    "q_layernorm": "QK-norm",
+    "k_layernorm": "QK-norm",
+    "norm": "a norm between attention and output projection",
+    "gate": "a gate on the output of attention",
+    "rel_pos": "relative position bias",
+    "relative_position_bias": "relative position bias",
+    "relative_position_bias_table": "relative position bias",
+    "lambda_q1": "differential attention",
+    "lambda_a": "differential attention",
+    "proj_l": "talking heads",
+    "proj_w": "talking heads",
+}
+MODEL_FEATURES: dict[str, str] = {
+    "rope": "rotary positions",
+    "rope_embed": "rotary positions",
+    "rope_embeddings": "rotary positions",
+    "rotary_emb": "rotary positions",
+    "rel_pos_bias": "relative position bias",
+    "shared_rel_pos": "relative position bias",
+    "attn_pool": "attention pooling before the classifier",
+}
+
+
+def features(model: nn.Module) -> Iterator[str]:
+    """Names the features by which attention anywhere in the model is not the plain one."""
+    for module in model.modules():
+        table = {**MODEL_FEATURES, **ATTENTION_FEATURES} if "Att" in type(module).__name__ else MODEL_FEATURES
+        for attribute, feature in table.items():
+            if not isinstance(getattr(module, attribute, None), nn.Identity | None):
+                yield feature
+
+
+def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+    """Names the projections that are no plain Linear any more: adapters, quantization, parametrizations."""
+    for name in names:
+        kind = type(getattr(module, name))
+        if kind is not nn.Linear:
+            yield f"the projection {name} is a {kind.__name__}, not a plain Linear"
+
+
+def model_name(model: nn.Module) -> str:
+    """The full name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__name__}"

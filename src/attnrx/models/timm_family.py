@@ -1,0 +1,210 @@
+"""The family of timm's Vision Transformers: ViT, DeiT, DeiT III and DINOv2, adopted with our attention."""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.plain_attention import changed_linears, features
+from attnrx.shapes import Float, Tensor
+
+# What sets timm's other blocks apart; any that is not listed is refused by the name of its class.
+BLOCKS: dict[str, str] = {
+    "ParallelScalingBlock": "attention and MLP in parallel with common projections",
+    "ParallelThingsBlock": "several attentions side by side in one layer",
+    "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
+}
+CLASSES: dict[str, str] = {
+    "AttentionRope": "rotary positions",
+    "DiffAttention": "differential attention",
+    "RelPosAttention": "relative position bias",
+    "TalkingHeadAttn": "talking heads",
+}
+
+
+class TimmModel(Adopted):
+    """A Vision Transformer of timm with our attention."""
+
+
+class TimmAttention(Adapter):
+    """What a block of timm calls: our attention, with the two arguments that a classifier never uses."""
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens width"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "batch tokens width"]:
+        """Mixes the tokens; refuses masks."""
+        if attn_mask is not None or is_causal:
+            raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
+        return self.attention(x)
+
+
+class TimmFamily(AdoptedFamily):
+    """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any plain VisionTransformer instance of timm."""
+
+    name = "timm"
+    model_type = TimmModel
+    adapter_type = TimmAttention
+    attention_name = "attn"
+    mlp_types = ("Mlp",)
+    head_names = ("norm", "fc_norm", "head", "head_dist")
+
+    def load(
+        self, name: str, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
+    ) -> Adopted:
+        """Makes a model by its timm name and adopts it, in evaluation mode.
+
+        The weights come from a file (safetensors, or what torch saves; with timm's names), are downloaded by timm, or
+        drawn afresh from seed 0 with `pretrained=False`. `arguments` go to timm, e.g. `num_classes=10`,
+        `img_size=160`.
+        """
+        if weights is not None and pretrained:
+            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        with torch.device("meta"):
+            self.require_supported(_create(name, arguments))  # before anything is downloaded or read
+        model = _create(name, arguments, pretrained=weights is None and pretrained is not False)
+        if weights is not None:
+            _load_file_(model, Path(weights), name)
+        return self.adopt(model).eval()
+
+    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
+        """Makes the model with weights drawn from seed 0, or with none on the meta device."""
+        if not on_meta:
+            return self.load(name, pretrained=False, **arguments)
+        with torch.device("meta"):
+            return self.outlined(_create(name, arguments))
+
+    def adopts(self, model: nn.Module) -> bool:
+        """Whether the model's class is one of timm's."""
+        return type(model).__module__.split(".")[0] == "timm"
+
+    def refusals(self, model: nn.Module) -> Iterator[str]:
+        """Names what is not plain: another class of model, block, attention or patch embedding, or a feature."""
+        vit, timm_layers = _timm("models.vision_transformer"), _timm("layers")
+        known = (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled)
+        yield from features(model)
+        if type(model) not in known:
+            yield f"the class {type(model).__name__} (a VisionTransformer is wanted)"
+            return
+        if type(model.patch_embed) is not timm_layers.PatchEmbed:
+            yield f"the patch embedding {type(model.patch_embed).__name__}"
+        for block in self.layers(model):
+            kind = type(block)
+            if kind not in (vit.Block, vit.ResPostBlock):
+                yield BLOCKS.get(kind.__name__, f"the block {kind.__name__}")
+            elif type(block.attn) is not timm_layers.Attention:
+                yield CLASSES.get(type(block.attn).__name__, f"the attention {type(block.attn).__name__}")
+            else:
+                yield from _changes(block.attn)
+
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the entrypoint and its arguments, which timm keeps on every model that it makes."""
+        facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+        if "architecture" not in facts:
+            raise NotSupported(
+                f"this {type(model).__name__} does not say how it was made. Make it with timm.create_model, "
+                "whose arguments are kept on the model, and load its weights into that."
+            )
+        # get_model_args leaves out the drop rates, which belong to the model that is trained on.
+        arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+        embedding: Any = model.patch_embed
+        own = image_shape((embedding.proj.in_channels, *embedding.img_size))
+        shape = image_shape(stated.get("input_shape") or own)
+        if shape != own and not getattr(model, "dynamic_img_size", False):
+            raise InvalidInput(
+                f"{facts['architecture']} was made for images of {own}: make it with img_size={shape[1:]}."
+            )
+        return Origin(
+            facts["architecture"],
+            _as_json(facts["architecture"], arguments),
+            shape,
+            tuple(stated.get("mean") or facts["mean"]),
+            tuple(stated.get("std") or facts["std"]),
+        )
+
+    def create(self, origin: Origin) -> nn.Module:
+        """Calls timm's entrypoint."""
+        return _create(origin.architecture, origin.arguments)
+
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        """The blocks."""
+        return tuple(source.get_submodule("blocks").children())
+
+    def own(self, attention: nn.Module) -> Attention:
+        """Splits the fused projection into query, key and value."""
+        theirs: Any = attention
+        names = ("query", "key", "value")
+        weights = dict(zip(names, theirs.qkv.weight.chunk(3), strict=True))
+        fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
+        biases = {**dict(zip(names, fused, strict=True)), "output": theirs.proj.bias}
+        return assembled({**weights, "output": theirs.proj.weight}, biases, theirs.num_heads, theirs.scale)
+
+    def patches(self, source: nn.Module) -> nn.Conv2d:
+        """The convolution of the patch embedding."""
+        return source.get_submodule("patch_embed.proj")  # type: ignore[return-value]
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        """Class, distillation and register tokens."""
+        return int(source.num_prefix_tokens)  # type: ignore[arg-type]
+
+
+def _timm(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"timm.{module}")
+    except ModuleNotFoundError as error:
+        raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
+
+
+def _changes(attention: Any) -> Iterator[str]:
+    """Names what a user or another package did to a plain attention."""
+    yield from changed_linears(attention, ("qkv", "proj"))
+    if attention.attn_drop.p or attention.proj_drop.p:
+        yield "dropout inside attention (make it with attn_drop_rate=0 and proj_drop_rate=0)"
+
+
+def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
+    timm = _timm("models")
+    plain = name.partition(".")[0]
+    if ":" not in name and not timm.is_model(plain):
+        raise UnknownName("timm model", name, timm.list_models())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return timm.create_model(name, pretrained=pretrained, **arguments)
+    except Exception as error:  # timm asserts, and its downloads raise errors of several packages
+        if pretrained:
+            raise CheckpointError(
+                f"timm could not give the weights of {name} ({type(error).__name__}: {error}). Give a file with "
+                "weights=..., or pretrained=False for fresh weights."
+            ) from error
+        raise InvalidInput(f"timm cannot make {name} with {dict(arguments)}: {error}") from error
+
+
+def _load_file_(model: nn.Module, path: Path, name: str) -> None:
+    # As timm does for a pretrained file: positions are resampled to the size of the model's images.
+    convert = _timm("models.vision_transformer").checkpoint_filter_fn
+    try:
+        state = _timm("models").load_state_dict(str(path))
+        model.load_state_dict(convert(state, model), strict=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a file with weights.") from error
+    except Exception as error:  # what a file that holds no weights raises depends on its format
+        raise CheckpointError(f"the weights in {path} do not fit timm:{name} ({error}).") from error
+
+
+def _as_json(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(dict(arguments)))
+    except TypeError as error:
+        raise NotSupported(
+            f"{name} was made with an argument that cannot be saved ({error}); timm takes the names of layers too, "
+            "e.g. act_layer='gelu'."
+        ) from error

@@ -1,0 +1,7 @@
+"""Prescriptions made real: the only room that changes a model."""
+
+from attnrx.realization.fitting import refitted
+from attnrx.realization.realizing import BY, NORMS, realize
+from attnrx.realization.shapes import compressed_spec
+
+__all__ = ["BY", "NORMS", "compressed_spec", "realize", "refitted"]

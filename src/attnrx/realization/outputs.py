@@ -1,0 +1,106 @@
+"""Realizing a decision about what a layer reads out, or what a map of its MLP gives: fewer features in between."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.errors import InvalidInput
+from attnrx.models import LowRankLinear
+from attnrx.prescription import OutputPrescription
+from attnrx.realization.own_directions import value_features
+from attnrx.shapes import Float, Tensor
+
+
+def compress_values_(target: Attention, source: Attention, values: OutputPrescription, order: Sequence[int]) -> None:
+    """Writes the reduced values of `source` into a layer that was built for them, its heads in this order."""
+    value, output, bias = reduced(source, values)
+    kept = torch.arange(sum(values.ranks)).split(values.ranks)
+    features = torch.cat([torch.zeros(0, dtype=torch.long), *(kept[head] for head in order)])
+    _write_(target, value[features], output[:, features], bias)
+
+
+def mask_values_(attention: Attention, values: OutputPrescription) -> None:
+    """Writes the reduced values over the first features of every head, and zeros over the rest; every shape stays."""
+    value, output, bias = reduced(attention, values)
+    spec = attention.spec
+    if attention.output.bias is None:
+        raise InvalidInput(
+            "the output projection of this layer has no bias to take over that of the values, so a mask cannot hold "
+            "every shape; realize the prescription by='compress'."
+        )
+    starts = torch.tensor([0, *spec.reads]).cumsum(0).tolist()
+    places = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
+    rows = value.new_zeros(sum(spec.reads), value.shape[1])
+    columns = output.new_zeros(output.shape[0], sum(spec.reads))
+    rows[places], columns[:, places] = value, output
+    _write_(attention, rows, columns, bias)
+
+
+def reduced(
+    attention: Attention, values: OutputPrescription
+) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
+    """Gives the reduced value rows, output columns and output bias, in float64.
+
+    The rows of the softmax sum to one, so what a constant in the values adds is a constant: decode @ encode @ (o -
+    center) + center with o = attention @ x + value bias leaves the bias of the output to hold it all.
+    """
+    spec = attention.spec
+    stored = attention.value.augmented()
+    parts = [stored[value_features(spec, [head])] for head in range(len(spec.heads))]
+    encodes = values.encode.double().split(values.ranks)
+    rows = [encode[:, : own.shape[0]] @ own for encode, own in zip(encodes, parts, strict=True)]
+    augmented = torch.cat([stored.new_zeros(0, stored.shape[1]), *rows])
+    weight = attention.output.weight.detach().cpu().double()
+    output = weight @ values.decode.double()
+    own_bias = attention.output.bias
+    bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
+    seen = torch.cat(
+        [
+            encode @ center[: encode.shape[1]]
+            for encode, center in zip(encodes, _centers(values, attention), strict=True)
+        ]
+    )
+    bias = bias + weight @ values.center.double() + output @ (augmented[:, -1] - seen)
+    return augmented[:, :-1], output, bias
+
+
+def _centers(values: OutputPrescription, attention: Attention) -> Sequence[Tensor]:
+    return values.center.double().split(attention.spec.reads)
+
+
+def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> None:
+    target.value.weight.copy_(value)
+    target.output.weight.copy_(output)
+    if target.value.bias is not None:
+        target.value.bias.zero_()
+    if target.output.bias is not None:
+        target.output.bias.copy_(bias)
+
+
+def compressed_linear(linear: nn.Linear, output: OutputPrescription) -> LowRankLinear:
+    """Gives the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + what is constant."""
+    first, second, bias = _factors(linear, output)
+    result = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
+    result = result.to(linear.weight.device, linear.weight.dtype)
+    result.first.weight.copy_(first)
+    result.second.weight.copy_(second)
+    result.second.bias.copy_(bias)
+    return result.train(linear.training)
+
+
+def mask_linear_(linear: nn.Linear, output: OutputPrescription) -> None:
+    """Writes the product of the two factors over the map."""
+    first, second, bias = _factors(linear, output)
+    if linear.bias is None:
+        raise InvalidInput("a map without a bias cannot hold the mean of its reduced outputs; use by='compress'.")
+    linear.weight.copy_(second @ first)
+    linear.bias.copy_(bias)
+
+
+def _factors(linear: nn.Linear, output: OutputPrescription) -> tuple[Tensor, Tensor, Tensor]:
+    weight = linear.weight.detach().cpu().double()
+    own = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
+    encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()
+    return encode @ weight, decode, center + decode @ (encode @ (own - center))

@@ -1,0 +1,116 @@
+"""Prescriptions made real, as a mask or as a smaller model."""
+
+import copy
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.data import ImageSet
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import Family, family_of, model_fingerprint
+from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.realization.fitting import refitted
+from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
+from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
+from attnrx.realization.rewritten_directions import copy_rewritten_, mask_rewritten_
+from attnrx.realization.shapes import compressed_spec, head_order
+
+BY = ("mask", "compress")
+NORMS = ("renormalized", "exact", "refit")
+
+
+def realize(
+    model: nn.Module,
+    prescription: Prescription,
+    by: str = "compress",
+    norms: str = "renormalized",
+    calibration: ImageSet | None = None,
+) -> nn.Module:
+    """Gives a copy of the model that carries the prescription out; the model itself stays as it is.
+
+    `by="mask"` keeps every shape and writes zeros: removed directions get strength zero (the original norms remain),
+    removed heads a zero read-out. `by="compress"` deletes what is zero; for SVDA, whose rows are divided by their
+    norms, there are three kinds:
+
+    - `"exact"` keeps all rows of the projections for the norms' sake and equals the mask; it saves score MACs only.
+    - `"renormalized"` (the paper's) deletes rows and divides by the norm of what is left: smaller, and an
+      approximation.
+    - `"refit"` is as small, with the kept strengths solved by least squares so that the scores, centred over the
+      keys, come nearest to the original's on `calibration` images.
+
+    Dense attention has no norms: there "exact" and "renormalized" are the same model. Keeping everything gives
+    identical logits. What is prescribed for values and MLP is realized as well.
+    """
+    prescription.require(model_fingerprint(model))
+    if by not in BY or norms not in NORMS:
+        raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
+    layers = list(prescription.layers)
+    if by == "compress" and norms == "refit":
+        layers = _refitted(model, prescription, calibration)
+    changed = copy.deepcopy(model)
+    family = family_of(changed)
+    with torch.no_grad():
+        for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):
+            if by == "mask":
+                _mask_(family.attention(changed)[index], layer)
+            else:
+                family.set_attention_(changed, index, _compressed(attention, layer, norms))
+            _realize_mlp_(family, changed, index, layer, by)
+    return changed
+
+
+def _refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet | None) -> list[LayerPrescription]:
+    if calibration is None:
+        raise InvalidInput(
+            "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
+        )
+    if any(layer.basis is not None for layer in prescription.layers):
+        raise NotSupported(
+            "norms='refit' solves for the strengths of the model's own directions, and this prescription is about "
+            "rewritten ones, whose strengths the metric has set already; leave it out."
+        )
+    return refitted(model, prescription, calibration)
+
+
+def _mask_(attention: Attention, layer: LayerPrescription) -> None:
+    spec = attention.spec
+    if layer.values is not None:
+        compressed_spec(spec, layer)  # refuses what cannot be realized
+        mask_values_(attention, layer.values)
+    if layer.basis is None:
+        mask_own_(attention, layer)
+    else:
+        mask_rewritten_(attention, layer, layer.basis)
+    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
+    attention.output.weight[:, removed] = 0
+
+
+def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:
+    order, weight = head_order(layer), attention.value.weight
+    small = compressed_spec(attention.spec, layer, norms)
+    result = Attention(small, attention.backend).to(weight.device, weight.dtype)
+    if layer.basis is None:
+        copy_own_(result, attention, layer, order)
+    else:
+        copy_rewritten_(result, attention, layer, layer.basis, order)
+    if layer.values is None:
+        copy_values_(result, attention, order)
+    else:
+        compress_values_(result, attention, layer.values, order)
+    return result.train(attention.training)
+
+
+def _realize_mlp_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
+    for which, output in enumerate(layer.mlp):
+        if output is None:
+            continue
+        linear = family.mlp(model)[index][which]
+        if not isinstance(linear, nn.Linear):
+            raise NotSupported(
+                f"the MLP of layer {index} is written as two factors already; prescribe on the original."
+            )
+        if by == "mask":
+            mask_linear_(linear, output)
+        else:
+            family.set_mlp_(model, index, which, compressed_linear(linear, output))

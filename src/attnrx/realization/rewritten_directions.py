@@ -1,0 +1,59 @@
+"""Realizing a decision about rewritten directions: new rows of query and key, combined from those of the layer."""
+
+import torch
+
+from attnrx.attention import Attention
+from attnrx.attention.head_linear import HeadLinear
+from attnrx.errors import NotSupported
+from attnrx.prescription import Basis, LayerPrescription
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+
+def mask_rewritten_(attention: Attention, layer: LayerPrescription, basis: Basis) -> None:
+    """Writes the kept directions over the rows of their head, and zeros over the rest; every shape stays."""
+    spec = attention.spec
+    if basis.left.shape[0] == 1:
+        raise NotSupported(
+            "directions that all heads share (CP SlimAtt) have no mask: the original layer has no place for them. "
+            "Realize the prescription by='compress'."
+        )
+    root = torch.where(layer.keep, layer.strength, 0.0).sqrt()[..., None]
+    for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
+        rows = root * _combined(side, spec, table)
+        _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
+
+
+def copy_rewritten_(
+    target: Attention, source: Attention, layer: LayerPrescription, basis: Basis, order: list[int]
+) -> None:
+    """Writes the kept directions into a layer that was built for them; the root of a strength goes to either side."""
+    shared = target.spec.form == "shared"
+    kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
+    for name, table in (("query", basis.left), ("key", basis.right)):
+        rows = _combined(getattr(source.scores, name), source.spec, table)
+        _write_(getattr(target.scores, name), rows[0, kept] if shared else _kept_rows(rows, layer, order))
+    if shared:
+        fusion = torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]
+        target.scores.get_parameter("strength").copy_(fusion)
+
+
+def _combined(side: HeadLinear, spec: AttentionSpec, table: Tensor) -> Float[Tensor, "owners directions augmented"]:
+    """Gives the new rows with their bias, in float64 on the CPU."""
+    stored = side.augmented()
+    most = table.shape[-1] if table.shape[0] == len(spec.rows) else table.shape[-1] // len(spec.rows)
+    padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])
+    for own, rows in zip(padded, stored.split(spec.rows), strict=True):
+        own[: rows.shape[0]] = rows
+    return table @ (padded if table.shape[0] == len(spec.rows) else padded.flatten(0, 1))
+
+
+def _kept_rows(rows: Tensor, layer: LayerPrescription, order: list[int]) -> Float[Tensor, "rows augmented"]:
+    parts = [layer.strength[head, layer.keep[head]].sqrt()[:, None] * rows[head, layer.keep[head]] for head in order]
+    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])
+
+
+def _write_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -> None:
+    side.weight.copy_(augmented[:, :-1])
+    if side.bias is not None:
+        side.bias.copy_(augmented[:, -1])

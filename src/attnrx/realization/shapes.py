@@ -1,0 +1,66 @@
+"""The shape that a compressed layer has, before anything is built."""
+
+from dataclasses import replace
+
+import torch
+
+from attnrx.errors import NotSupported
+from attnrx.prescription import LayerPrescription
+from attnrx.spec import BIASES, AttentionSpec
+
+
+def head_order(layer: LayerPrescription) -> list[int]:
+    """Names the heads that stay as the compressed layer stores them: by falling rank, so that equals are neighbours."""
+    staying = torch.nonzero(layer.heads).flatten().tolist()
+    return sorted(staying, key=lambda head: -layer.ranks[head])
+
+
+def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
+    """Gives the spec of the compressed layer.
+
+    Rewritten directions need no key bias, which the softmax cannot see, and rewritten values none of their own, which
+    the output's takes over.
+    """
+    order = head_order(layer)
+    heads = tuple(spec.heads[head] for head in order)
+    small = _with_values(_with_directions(spec, layer, order, norms), layer, order)
+    return replace(small, heads=heads)
+
+
+def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[int], norms: str) -> AttentionSpec:
+    heads = tuple(spec.heads[head] for head in order)
+    if layer.basis is not None and layer.basis.left.shape[0] == 1:
+        rank = int(layer.keep[order].any(0).sum()) if order else 0
+        shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
+        return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
+    ranks = tuple(layer.ranks[head] for head in order)
+    if layer.basis is not None:
+        return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
+    loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)
+    if norms != "exact" or spec.norms != "kept" or not loses:
+        return spec.with_ranks(ranks, heads, spec.norms)
+    if any(rank < spec.original_rank for rank in spec.ranks):
+        raise NotSupported(
+            f"norms='exact' needs the norms of all {spec.original_rank} original directions, but this layer was "
+            f"compressed to ranks {spec.ranks} before; realize the prescription from the original model, "
+            "or use 'renormalized'."
+        )
+    return spec.with_ranks(ranks, heads, "original")
+
+
+def _with_values(spec: AttentionSpec, layer: LayerPrescription, order: list[int]) -> AttentionSpec:
+    if layer.values is None:
+        return spec
+    if len(order) != len(layer.values.ranks):
+        raise NotSupported(
+            "the values are prescribed for all heads together, and some heads are removed: realize the removal first, "
+            "and diagnose the smaller model."
+        )
+    reads = tuple(layer.values.ranks[head] for head in order)
+    present = (*spec.biases, "output")
+    kept = tuple(name for name in BIASES if name in present and name != "value")
+    return replace(spec, value_ranks=reads, biases=kept)
+
+
+def _without(spec: AttentionSpec, bias: str) -> AttentionSpec:
+    return replace(spec, biases=tuple(name for name in spec.biases if name != bias))

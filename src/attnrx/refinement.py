@@ -1,0 +1,164 @@
+"""Refinement: the rows of a compressed layer improved on data, until its attention comes nearer to the original's."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention, Eager
+from attnrx.attention.backends import scores
+from attnrx.data import ImageSet
+from attnrx.errors import InvalidInput
+from attnrx.models import evaluating, family_of
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """The knobs: `steps` of Adam a layer on `batch` images each, at a learning rate that falls to zero in a line.
+
+    The learning rate is relative to the root mean square of each tensor that is refined.
+    """
+
+    steps: int = 200
+    learning_rate: float = 3e-3
+    batch: int = 8
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.steps < 1 or self.batch < 1 or not 0 < self.learning_rate < 1:
+            raise InvalidInput(
+                f"{self}: give at least one step and one image a step, and a learning rate between 0 and 1."
+            )
+
+
+@dataclass
+class Refined:
+    """A refined model, and for each layer the mean divergence per query and head (nats) before and after."""
+
+    model: nn.Module
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+
+def refine(
+    candidate: nn.Module, reference: nn.Module, calibration: ImageSet, refinement: Refinement | None = None
+) -> Refined:
+    """Gives a copy of the candidate whose query and key rows minimise KL(reference's attention || its own), by layer.
+
+    Every layer is refined by itself on what the reference feeds it, so the layers do not wait for one another and no
+    labels are used. A layer whose divergence would not fall keeps its rows. Both models must have the same layers and
+    heads; the calibration images are few enough to keep what every layer is fed (64, say).
+
+    Raises:
+        InvalidInput: for models of other depth or other heads, and without images.
+    """
+    knobs = refinement or Refinement()
+    result = Refined(copy.deepcopy(candidate))
+    pairs = list(
+        zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
+    )
+    _require_alike(reference, result.model)
+    for teacher, own in pairs:
+        with evaluating((reference, result.model)):
+            fed = _what_is_fed(reference, teacher, calibration)
+        before, after = _refine_layer_(own, teacher, fed, knobs)
+        result.before.append(before)
+        result.after.append(after)
+    return result
+
+
+def _require_alike(reference: nn.Module, candidate: nn.Module) -> None:
+    first, second = (family_of(model).attention(model) for model in (reference, candidate))
+    heads = [[set(layer.spec.heads) for layer in layers] for layers in (first, second)]
+    if len(first) != len(second) or any(not own <= others for own, others in zip(heads[1], heads[0], strict=True)):
+        raise InvalidInput(
+            f"the candidate has {len(second)} layers of heads {heads[1]}, the reference {len(first)} of {heads[0]}; "
+            "refine a model that was made from the reference."
+        )
+
+
+def _what_is_fed(model: nn.Module, layer: Attention, images: ImageSet) -> Float[Tensor, "images tokens width"]:
+    weight = next(model.parameters())
+    with _recording(layer) as found:
+        for batch in images.batches(64, device=weight.device):
+            model(batch.images.to(weight.dtype))
+    if not found:
+        raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
+    return torch.cat(found)
+
+
+@contextmanager
+def _recording(layer: nn.Module) -> Iterator[list[Tensor]]:
+    found: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, given: found.append(given[0].detach()))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refinement) -> tuple[float, float]:
+    """Refines one layer in place, and gives its divergence before and after."""
+    order = [teacher.spec.heads.index(head) for head in own.spec.heads]
+    parts = list(fed.split(knobs.batch))
+    with torch.no_grad():
+        targets = [_log_attention(teacher, part)[:, order].exp() for part in parts]
+        before = _mean_divergence(own, parts, targets)
+    rows = [parameter for parameter in own.scores.parameters() if parameter.numel()]
+    if not rows or before == 0:
+        return before, before
+    kept = copy.deepcopy(own.scores.state_dict())
+    asked = [parameter.requires_grad for parameter in rows]
+    for parameter in rows:
+        parameter.requires_grad_()
+    groups = [{"params": [row], "lr": knobs.learning_rate * _size(row)} for row in rows]
+    optimizer = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, knobs.steps)
+    generator = torch.Generator().manual_seed(knobs.seed)
+    for _ in range(knobs.steps):
+        chosen = int(torch.randint(len(parts), (), generator=generator))
+        optimizer.zero_grad()
+        _divergence(own, parts[chosen], targets[chosen]).backward()
+        optimizer.step()
+        schedule.step()
+    for parameter, wanted in zip(rows, asked, strict=True):
+        parameter.grad = None
+        parameter.requires_grad_(wanted)
+    with torch.no_grad():
+        after = _mean_divergence(own, parts, targets)
+    if not after < before:  # NaN too
+        own.scores.load_state_dict(kept)
+        return before, before
+    return before, after
+
+
+def _size(row: Tensor) -> float:
+    return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))
+
+
+def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
+    """Gives the logarithm of the layer's attention; a head without directions attends uniformly."""
+    eager = Eager()
+    buckets = eager.buckets(layer.spec, tokens.shape[0] * tokens.shape[1])
+    found = {part.bucket: scores(part) for part in layer.scores(tokens, buckets)}
+    length = tokens.shape[1]
+    flat = tokens.new_zeros(tokens.shape[0], 1, length, length)
+    logits = [found.get(bucket, flat.expand(-1, bucket.stop - bucket.start, -1, -1)) for bucket in buckets]
+    return torch.log_softmax(torch.cat(logits, dim=1), dim=-1)
+
+
+def _divergence(layer: Attention, tokens: Tensor, target: Tensor) -> Float[Tensor, ""]:
+    logs = _log_attention(layer, tokens)
+    told = torch.xlogy(target, target) - target * logs
+    return told.sum(-1).mean()
+
+
+def _mean_divergence(layer: Attention, parts: list[Tensor], targets: list[Tensor]) -> float:
+    total = sum(
+        float(_divergence(layer, part, target)) * len(part) for part, target in zip(parts, targets, strict=True)
+    )
+    return total / sum(len(part) for part in parts)

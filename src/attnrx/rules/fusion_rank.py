@@ -1,0 +1,48 @@
+"""Fusion rank: the ranks of the heads as the paper chooses them, from who uses which shared direction (IrrAtt)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decompositions import Schedule, cpd_epc, fusion_ranks
+from attnrx.diagnosis import Diagnosis
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.joint import JointForm
+from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.rule import Rule
+from attnrx.rules.selection import largest
+
+
+@dataclass(frozen=True)
+class FusionRank(Rule):
+    """Gives every head as many directions as the fusion matrix of a CP SlimAtt of `rank` terms leaves to it.
+
+    The query-key tensor is decomposed by CPD-EPC, every term goes to the head that uses it most (Algorithm 1), and
+    each head keeps the strongest directions of its own in that number: block terms with the identity for fusion, which
+    needs no fusion layer at all. A head never keeps more than it has.
+    """
+
+    rank: int | float
+    metric: str = "augmented"
+    sweeps: int = 100
+    seed: int = 0
+
+    def __post_init__(self):
+        require_rank(self, "rank", self.rank)
+        require_count(self, "sweeps", self.sweeps)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Reads the ranks off the fusion matrix."""
+        spectrum = read_learned_spectrum(self, diagnosis, layer)
+        total = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * int(spectrum.used.sum())))
+        joint = JointForm(diagnosis.layers[layer], self.metric)
+        fusion = fusion_ranks(cpd_epc(joint.tensor, total, schedule=Schedule(sweeps=self.sweeps), seed=self.seed))
+        outside = float(fusion.off_block.mean())
+        notes = [
+            f"owns {rank} of {total} shared directions, {100 * outside:.1f} % of whose energy lies in other heads"
+            for rank in fusion.ranks
+        ]
+        ranks = torch.tensor(fusion.ranks, dtype=torch.long)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks), notes)

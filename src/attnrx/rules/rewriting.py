@@ -1,0 +1,55 @@
+"""Rewriting a diagnosis: the same scores, told in the directions that a metric ranks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from attnrx.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.diagnostics import SpectralShape
+from attnrx.diagnostics.redundancy import spectral_redundancy
+from attnrx.prescription import Basis
+from attnrx.rules.metrics import directions_in
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+
+
+def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
+    """Gives the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
+
+    The rewritten strengths are the singular values of the form in that metric: squared, what removing a direction
+    costs. All rules then apply as they do to learned strengths. Readings that belong to the old directions are told
+    anew or left out.
+    """
+    pairs = [_layer(layer, metric) for layer in diagnosis.layers]
+    about = {**diagnosis.about, "metric": metric}
+    return replace(diagnosis, layers=tuple(layer for layer, _ in pairs), about=about), tuple(b for _, b in pairs)
+
+
+def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
+    spectrum, found = layer.spectrum, directions_in(metric, layer)
+    ranks = spectrum.used.sum(-1, keepdim=True)
+    used = torch.arange(spectrum.used.shape[1]) < ranks
+    changed = replace(
+        spectrum,
+        query=found.left @ spectrum.query,
+        key=found.right @ spectrum.key,
+        strength=torch.where(used, found.strength, 0.0),
+        used=used,
+    )
+    basis = Basis(found.left, found.right)
+    return LayerDiagnosis(changed, _readings(layer.readings, changed, basis)), basis
+
+
+def _readings(old: Mapping[str, Tensor], spectrum: Spectrum, basis: Basis) -> dict[str, Tensor]:
+    """Keeps what does not depend on the directions, and tells anew what does and can be told."""
+    stale = {"energy", "query_moment", "key_moment", "query_gram", "key_covariance", "score_gram", "key_gram"}
+    kept = {name: value for name, value in old.items() if name not in stale and name != "key_softmax"}
+    told = SpectralShape().measure(spectrum)
+    told["spectral_redundancy"] = spectral_redundancy(spectrum.strength, spectrum.used)
+    for name, table in (("query_gram", basis.left), ("key_covariance", basis.right)):
+        if name in old:
+            gram = table @ old[name].double() @ table.mT
+            told[name] = gram
+            told[name.split("_")[0] + "_moment"] = gram.diagonal(dim1=-2, dim2=-1)
+    return kept | told

@@ -1,0 +1,64 @@
+"""Shared directions: one set for all heads, each using them in strengths of its own (CP SlimAtt)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decompositions import BlockTerms, Canonical, Schedule, block_terms, cpd_epc
+from attnrx.decompositions.canonical import als
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import UnknownName
+from attnrx.prescription import Basis, LayerPrescription
+from attnrx.rules.joint import JointForm
+from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.preconditions import read_spectrum
+from attnrx.rules.rule import Rule
+
+FORMS = ("cp", "epc", "tied", "warm", "literal")
+
+
+@dataclass(frozen=True)
+class SharedRank(Rule):
+    """Writes a layer's scores in `rank` directions that all heads share (Eqs. 3 and 4), or in that share of them.
+
+    `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
+    that keeps the terms small (CPD-EPC), and block terms (BTD-(L, L, 1), whose directions come in blocks of one
+    strength pattern each): "tied" improves all blocks at once, "warm" and "literal" one after the other, the latter
+    as Algorithms 1 to 3 are printed. `joint` is the metric (JOINT_METRICS). Nothing is left out afterwards.
+    """
+
+    rank: int | float
+    form: str = "epc"
+    joint: str = "augmented"
+    sweeps: int = 100
+    seed: int = 0
+
+    def __post_init__(self):
+        require_rank(self, "rank", self.rank)
+        require_count(self, "sweeps", self.sweeps)
+        if self.form not in FORMS:
+            raise UnknownName("form of shared_rank", self.form, FORMS)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Decomposes one layer."""
+        spectrum = read_spectrum(self, diagnosis, layer)
+        form = JointForm(diagnosis.layers[layer], self.joint)
+        rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * int(spectrum.used.sum())))
+        terms = self._decompose(form, rank)
+        left, right = form.basis(terms.left, terms.right)
+        error = form.tensor.relative_error(terms.left, terms.right, terms.mix)
+        heads = len(spectrum.heads)
+        why = f"shares {rank} directions with all heads of the layer; relative error of the form {error:.3g}"
+        keep = torch.ones(heads, rank, dtype=torch.bool)
+        return LayerPrescription(
+            keep, terms.mix, torch.ones(heads, dtype=torch.bool), (why,) * heads, Basis(left, right)
+        )
+
+    def _decompose(self, form: JointForm, rank: int) -> Canonical:
+        if self.form == "cp":
+            return als(form.tensor, rank, sweeps=self.sweeps, seed=self.seed)
+        schedule = Schedule(sweeps=self.sweeps, finish=True)
+        if self.form == "epc":
+            return cpd_epc(form.tensor, rank, schedule=schedule, seed=self.seed)
+        found: BlockTerms = block_terms(form.tensor, rank, form=self.form, schedule=schedule, seed=self.seed)
+        return found.canonical

@@ -1,0 +1,33 @@
+"""Uniform rank: every head cut at the same rank (TruncAtt)."""
+
+from dataclasses import dataclass
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.knobs import require_rank
+from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.rule import Rule
+from attnrx.rules.selection import largest
+
+
+@dataclass(frozen=True)
+class UniformRank(Rule):
+    """Keeps the `rank` strongest directions of each head, or that share of its directions (TruncAtt, Section 2.3).
+
+    With the metric "weights" that is the truncated singular value decomposition of W_Q W_K^T of each head.
+    """
+
+    rank: int | float
+    metric: str = "weights"
+
+    def __post_init__(self):
+        require_rank(self, "rank", self.rank)
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Cuts every head at the same rank."""
+        spectrum = read_learned_spectrum(self, diagnosis, layer)
+        there = spectrum.used.sum(-1)
+        whole = isinstance(self.rank, int)
+        ranks = there.clamp(max=int(self.rank)) if whole else (self.rank * there).round().long()
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))

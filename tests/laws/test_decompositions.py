@@ -1,0 +1,90 @@
+"""A larger family of decompositions that starts from a smaller one is never worse, whatever the tensor."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attnrx.decompositions import (
+    BlockTerms,
+    Canonical,
+    FactoredTensor,
+    Schedule,
+    als,
+    cpd_epc,
+    deflate,
+    epc,
+    sensitivity,
+    tied_als,
+    truncated_blocks,
+    water_filled_blocks,
+)
+
+QUICK = Schedule(sweeps=10, correction_sweeps=5)
+
+
+def drawn(kind: str, seed: int) -> FactoredTensor:
+    """Four slices of rank 6, in a space of 15 x 14 dimensions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    left, right = normal(4, 6, 15), normal(4, 6, 14)
+    if kind == "shared":  # all slices live in the same few directions
+        left, right = normal(4, 6, 7) @ normal(7, 15), normal(4, 6, 7) @ normal(7, 14)
+    if kind == "uneven":
+        falling = torch.exp(-0.4 * torch.arange(6))[:, None]
+        left = left * torch.tensor([0.1, 0.5, 1.0, 2.0])[:, None, None] * falling
+    if kind == "ragged":
+        left[torch.arange(6)[None] >= torch.tensor([1, 3, 5, 6])[:, None]] = 0
+    return FactoredTensor(left, right)
+
+
+def error(tensor: FactoredTensor, found: BlockTerms | Canonical) -> float:
+    terms = found if isinstance(found, Canonical) else found.canonical
+    return tensor.relative_error(*terms.factors)
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16])
+@pytest.mark.parametrize("kind", ["independent", "shared", "uneven", "ragged"])
+def test_a_larger_family_started_from_the_smaller_one_is_never_worse(kind: str, rank: int) -> None:
+    """CP <= tied block terms <= water-filling <= uniform ranks; warm-started blocks <= water-filling."""
+    tensor = drawn(kind, seed=rank)
+    uniform = truncated_blocks(tensor, [rank // 4] * 4)
+    filled = water_filled_blocks(tensor, rank)
+    tied = tied_als(tensor, filled, sweeps=20)
+    warm = deflate(tensor, filled, sweeps=1, inner_sweeps=2)
+    canonical = als(tensor, rank, start=tied.canonical, sweeps=20)
+    errors = [error(tensor, found) for found in (canonical, tied, filled, uniform)]
+    assert all(larger <= smaller + 1e-12 for larger, smaller in pairwise(errors))
+    assert error(tensor, warm) <= error(tensor, filled) + 1e-12
+    if kind == "shared" and rank > 4:  # where slices share directions, the larger family pays
+        assert errors[0] < 0.98 * errors[1] and errors[1] < 0.98 * errors[2]
+
+
+@pytest.mark.parametrize("kind", ["independent", "shared", "uneven", "ragged"])
+def test_a_correction_keeps_the_error_of_its_start(kind: str) -> None:
+    tensor = drawn(kind, seed=1)
+    start = als(tensor, 8, start="random", sweeps=10)
+    found = epc(tensor, start, sweeps=10)
+    assert error(tensor, found) <= error(tensor, start) * (1 + 1e-9)
+    assert sensitivity(found) < sensitivity(start.balanced())
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6])
+def test_scaling_the_tensor_scales_the_terms(factor: float) -> None:
+    tensor = drawn("uneven", seed=2)
+    scaled = FactoredTensor(tensor.left * factor, tensor.right)
+    terms, larger = (cpd_epc(which, 5, schedule=QUICK) for which in (tensor, scaled))
+    torch.testing.assert_close(larger.strength, terms.strength * factor, rtol=1e-5, atol=0)
+    assert error(scaled, larger) == pytest.approx(error(tensor, terms), rel=1e-8)
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0]])
+def test_slices_have_no_order(order: list[int]) -> None:
+    tensor = drawn("uneven", seed=3)
+    moved = FactoredTensor(tensor.left[order], tensor.right[order])
+    assert water_filled_blocks(moved, 8).ranks == tuple(water_filled_blocks(tensor, 8).ranks[i] for i in order)
+    errors = [error(which, als(which, 8, sweeps=20, tolerance=0.0)) for which in (tensor, moved)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-8)

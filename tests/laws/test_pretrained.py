@@ -1,0 +1,103 @@
+"""Adopted models obey the laws that our own do: full rank == original, mask == compress, saved == loaded."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.diagnosis import Diagnosis
+from attnrx.examination import diagnose
+from attnrx.models import family_of, load_model, save_model
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
+from attnrx.rules import TotalRank, UniformRank, prescribe
+from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
+from rewriting import whole
+
+RULES = {"rule": TotalRank(0.5), "values": UniformRank(0.5, "own"), "mlp": UniformRank(0.5, "own")}
+
+
+def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
+    shape = family_of(model).input_shape(model)
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randint(0, 256, (count, *shape), generator=generator, dtype=torch.uint8)
+    return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), Normalization((0.5,) * 3, (0.5,) * 3))
+
+
+def logits(model: nn.Module, images: MemoryImages) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, MemoryImages, Diagnosis]:
+    _, _, adopted = adopted_once(request.param)
+    model = copy.deepcopy(adopted)
+    images = images_for(model)
+    return model, images, diagnose(model, images, batch_size=8)
+
+
+def test_all_directions_are_the_original(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
+    model, images, found = case
+    for metric in ("weights", "mix"):
+        prescription = Prescription(whole(found, metric), {}, found.fingerprint, {})
+        for by in ("mask", "compress"):
+            realized = realize(model, prescription, by=by)
+            torch.testing.assert_close(logits(realized, images), logits(model, images), rtol=1e-10, atol=1e-10)
+
+
+def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
+    model, images, found = case
+    family, asked = family_of(model), dict(RULES)
+    # A mask needs a bias to put the mean of what is left out into, and a gated MLP is no pair of maps.
+    if not family.attention(model)[0].spec.has_bias("output"):
+        del asked["values"]
+    if not all(
+        getattr(linear, "bias", None) is not None for pair in family.mlp(model) or ((None,),) for linear in pair
+    ):
+        del asked["mlp"]
+    prescription = prescribe(found, **asked)
+    masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
+    torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-3)
+    costs = family_of(small).costs(small)
+    assert costs.params == sum(parameter.numel() for parameter in small.parameters())
+
+
+def test_twins_have_one_diagnosis_and_one_compressed_model() -> None:
+    source = of_timm(VIT)
+    twin = of_hf("ViTForImageClassification")
+    twin.load_state_dict(twin_of(source))
+    models = [TIMM.adopt(source), HF.adopt(twin)]
+    images = images_for(models[0])
+    found = [diagnose(model, images, batch_size=8) for model in models]
+    for first, second in zip(found[0].layers, found[1].layers, strict=True):
+        assert first.readings.keys() == second.readings.keys()
+        for name, reading in first.readings.items():
+            torch.testing.assert_close(reading, second.reading(name), rtol=1e-9, atol=1e-9, msg=name)
+    small = [realize(model, prescribe(each, **RULES)) for model, each in zip(models, found, strict=True)]
+    torch.testing.assert_close(logits(small[0], images), logits(small[1], images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2, registers", "hf vit"])
+def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: Path) -> None:
+    _, _, adopted = adopted_once(name)
+    images = images_for(adopted)
+    small = realize(adopted, prescribe(diagnose(adopted, images, batch_size=8), **RULES))
+    save_model(tmp_path / "small", small)
+    assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(small, images))
+    script = (
+        "import sys, torch; from attnrx.models import load_model; torch.set_num_threads(1);"
+        "model = load_model(sys.argv[1]); batch = torch.load(sys.argv[2]);"
+        "torch.save(model(batch).detach(), sys.argv[3])"
+    )
+    batch = next(iter(images.batches(8))).images.double()
+    torch.save(batch, tmp_path / "batch.pt")
+    command = [sys.executable, "-c", script, *(str(tmp_path / file) for file in ("small", "batch.pt", "logits.pt"))]
+    subprocess.run(command, check=True, timeout=300)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(small, images))

@@ -1,0 +1,115 @@
+"""Small models of timm and transformers, every weight drawn anew: one of each kind that can be adopted."""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.huggingface_family import HuggingFaceFamily
+from attnrx.models.timm_family import TimmFamily
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+TIMM, HF = TimmFamily(), HuggingFaceFamily()
+SMALL: dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 12,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
+CONFIG = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_labels": 5,
+    "layer_norm_eps": 1e-6,
+}
+
+
+def shaken(model: nn.Module) -> Any:
+    """Every parameter is drawn anew: libraries start biases at zero and scales at one, which would hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval().double()
+
+
+def of_timm(name: str, **changes: Any) -> Any:
+    return shaken(timm.create_model(name, **{**SMALL, **changes}))
+
+
+def of_hf(kind: str, **changes: Any) -> Any:
+    cls = getattr(transformers, kind)
+    fields = {**CONFIG, **changes}
+    if kind.startswith("Dinov2"):
+        fields.pop("intermediate_size")
+    return shaken(cls(cls.config_class(**fields)))
+
+
+VIT = "vit_tiny_patch16_224"
+CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
+    "vit": (TIMM, partial(of_timm, VIT)),
+    "vit, no qkv bias": (TIMM, partial(of_timm, VIT, qkv_bias=False)),
+    "vit, no bias at all": (TIMM, partial(of_timm, VIT, qkv_bias=False, proj_bias=False)),
+    "vit, norms after": (TIMM, partial(of_timm, "vit_base_patch16_rpn_224")),
+    "vit, no class token": (TIMM, partial(of_timm, VIT, class_token=False, global_pool="avg", drop_path_rate=0.1)),
+    "vit, positions resampled": (TIMM, partial(of_timm, VIT, dynamic_img_size=True)),
+    "vit, no classifier": (TIMM, partial(of_timm, VIT, num_classes=0)),
+    "vit, wide images": (TIMM, partial(of_timm, VIT, img_size=(16, 24))),
+    "clip": (TIMM, partial(of_timm, "vit_base_patch16_clip_quickgelu_224")),
+    "deit, distilled": (TIMM, partial(of_timm, "deit_tiny_distilled_patch16_224")),
+    "deit3": (TIMM, partial(of_timm, "deit3_small_patch16_224")),
+    "dinov2": (TIMM, partial(of_timm, "vit_small_patch14_dinov2")),
+    "dinov2, registers": (TIMM, partial(of_timm, "vit_small_patch14_reg4_dinov2")),
+    "dinov2, gated MLP": (TIMM, partial(of_timm, "vit_giant_patch14_reg4_dinov2")),
+    "hf vit": (HF, partial(of_hf, "ViTForImageClassification")),
+    "hf vit, no qkv bias": (HF, partial(of_hf, "ViTForImageClassification", qkv_bias=False)),
+    "hf deit": (HF, partial(of_hf, "DeiTForImageClassification")),
+    "hf deit, distilled": (HF, partial(of_hf, "DeiTForImageClassificationWithTeacher")),
+    "hf dinov2": (HF, partial(of_hf, "Dinov2ForImageClassification")),
+    "hf dinov2, gated MLP": (HF, partial(of_hf, "Dinov2ForImageClassification", use_swiglu_ffn=True)),
+    "hf dinov2, registers": (HF, partial(of_hf, "Dinov2WithRegistersForImageClassification")),
+}
+
+
+@cache
+def adopted_once(name: str) -> tuple[AdoptedFamily, Any, Any]:
+    family, make = CASES[name]
+    model = make()
+    return family, model, family.adopt(model)
+
+
+def twin_of(model: Any) -> Mapping[str, torch.Tensor]:
+    """The weights of a timm ViT under the names of transformers."""
+    names = {
+        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+        "pos_embed": "vit.embeddings.position_embeddings",
+        "cls_token": "vit.embeddings.cls_token",
+        "norm": "vit.layernorm",
+        "head": "classifier",
+    }
+    for layer in range(len(model.blocks)):
+        ours, theirs = f"blocks.{layer}", f"vit.layers.{layer}"
+        names |= {f"{ours}.norm1": f"{theirs}.layernorm_before", f"{ours}.norm2": f"{theirs}.layernorm_after"}
+        names |= {f"{ours}.mlp.{part}": f"{theirs}.mlp.{part}" for part in ("fc1", "fc2")}
+        names |= {f"{ours}.attn.proj": f"{theirs}.attention.o_proj"}
+    renamed = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, kind = name.rpartition(".")
+        if owner.endswith("attn.qkv"):
+            for part, own in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[f"vit.layers.{owner.split('.')[1]}.attention.{part}_proj.{kind}"] = own
+        else:
+            renamed[names.get(name) or f"{names[owner]}.{kind}"] = tensor
+    return renamed

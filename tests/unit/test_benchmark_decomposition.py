@@ -1,0 +1,54 @@
+"""The decomposition benchmark runs, at a size that takes a second, and both sides agree."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnrx.storage import read_json
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "decomposition.py"
+TINY = ("--cases", "20x3x4:8", "--sweeps", "4", "--rounds", "2", "--clock", "cpu")
+
+
+def run(*arguments: str) -> int:
+    return runpy.run_path(str(SCRIPT))["main"]([*TINY, *arguments])
+
+
+@pytest.mark.parametrize("start", ["random", "water_filling"])
+def test_the_errors_of_ours_and_of_tensorly_agree(
+    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensorly = pytest.importorskip("tensorly")
+    out = tmp_path / "decomposition.json"
+    try:
+        assert run("--start", start, "--out", str(out)) == 0
+    finally:
+        tensorly.set_backend("numpy")
+    (result,) = read_json(out)["results"]
+    assert {peer["backend"] for peer in result["peers"]} == {"numpy", "pytorch"}
+    for peer in result["peers"]:
+        assert abs(peer["error"] - result["error"]) <= 1e-10
+        assert peer["ratio"]["value"] > 0
+    assert read_json(out)["threads"]["torch"] == 1
+    assert "peer / ours" in capsys.readouterr().out
+
+
+def test_a_disagreement_fails_the_run() -> None:
+    tensorly = pytest.importorskip("tensorly")
+    try:
+        assert run("--backends", "numpy", "--agreement", "-1") == 1
+    finally:
+        tensorly.set_backend("numpy")
+
+
+def test_a_missing_tensorly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorly", None)
+    with pytest.raises(SystemExit, match="tensorly==0"):
+        run()
+
+
+def test_a_case_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(SystemExit, match="WIDTHxHEADSxINNER:RANK"):
+        run("--cases", "384x6")

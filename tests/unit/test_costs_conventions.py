@@ -1,0 +1,234 @@
+"""Compressed forms by name, priced: what is counted on the built model is what the closed form says."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attnrx.attention import Eager, using
+from attnrx.cli import main
+from attnrx.costs import (
+    CONVENTIONS,
+    IRRATT,
+    SVDA,
+    Compression,
+    PartCosts,
+    count_params,
+    count_product_macs,
+    layer_costs,
+    paper_convention,
+    with_fusion,
+)
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.models import FAMILIES, VisionTransformer, ViTConfig, config_costs, family_of
+from attnrx.spec import BIASES, AttentionSpec
+from cases import CONFIGS, images, model
+
+FULL = AttentionSpec.full("dense", width=12, heads=3)
+NO_KEY_BIAS = replace(FULL, biases=("query", "value", "output"))
+NO_OUTPUT_BIAS = replace(FULL, biases=("query", "key", "value"))
+NO_BIASES = replace(FULL, biases=())
+FORMS = ("full", "truncatt:1", "truncatt:3", "cp:1", "cp:5", "cp:12", "irratt:2", "irratt:7", "irratt:11")
+
+
+def compressed(full: AttentionSpec, compression: Compression) -> ViTConfig:
+    """Two layers of the compressed form, and one as it was, so that the layers differ."""
+    specs = (full,) * 3
+    config = replace(CONFIGS["dense"], attention=(*(compression.spec(full),) * 2, full))
+    ranks = compression.mlp_ranks(specs)
+    return config if ranks is None else replace(config, mlp_ranks=(*ranks[:2], (None, None)))
+
+
+@pytest.mark.parametrize("mlp", [None, 3])
+@pytest.mark.parametrize("vo", [None, 2])
+@pytest.mark.parametrize("qk", FORMS)
+@pytest.mark.parametrize("full", [FULL, NO_KEY_BIAS, NO_OUTPUT_BIAS, NO_BIASES], ids=lambda spec: "-".join(spec.biases))
+def test_closed_form_equals_what_is_allocated_and_what_runs(
+    full: AttentionSpec, qk: str, vo: int | None, mlp: int | None
+) -> None:
+    config = compressed(full, Compression(qk, vo, mlp))
+    vit = VisionTransformer(config).double().eval()
+    layers = family_of(vit).attention(vit)
+    with using(layers, [Eager()] * len(layers)):
+        counted = count_product_macs(vit, images(config, 2))
+    costs = config_costs(config)
+    assert (costs.params, costs.product_macs) == (count_params(vit), counted)
+
+
+def test_biases_after_compression() -> None:
+    assert Compression("truncatt:2").spec(FULL).biases == ("query", "value", "output")
+    assert Compression("cp:2").spec(FULL).biases == ("query", "value", "output")
+    assert Compression("full", vo=2).spec(FULL).biases == ("query", "key", "output")
+    assert Compression("irratt:7", vo=2).spec(FULL).biases == ("query", "output")
+    assert Compression("full", vo=2).spec(NO_OUTPUT_BIAS).biases == ("query", "key", "output")
+    assert Compression("truncatt:2", vo=2).spec(NO_BIASES).biases == ()
+
+
+def test_a_rank_that_leaves_everything_compresses_nothing() -> None:
+    for compression in (Compression(), Compression("truncatt:4", vo=4), Compression("irratt:12")):
+        assert compression.spec(FULL) == FULL
+        assert compression.spec(FULL).biases == BIASES
+
+
+def test_the_shapes_of_the_forms() -> None:
+    assert Compression("irratt:7").spec(FULL).ranks == (3, 2, 2)
+    assert Compression("truncatt:2", vo=1).spec(FULL).ranks == (2, 2, 2)
+    assert Compression("truncatt:2", vo=1).spec(FULL).reads == (1, 1, 1)
+    shared = Compression("cp:5").spec(FULL)
+    assert (shared.form, shared.rows, shared.ranks) == ("shared", (5,), (5, 5, 5))
+    assert {Compression(form).spec(FULL).scale for form in FORMS} == {FULL.scale}
+
+
+@pytest.mark.parametrize("ranks", [(4, 2, 1), (1, 2, 4), (4, 1, 1), (4, 4, 1)])
+def test_irratt_costs_depend_on_the_total_only(ranks: tuple[int, ...]) -> None:
+    spread = Compression(f"irratt:{sum(ranks)}", vo=2).spec(FULL)
+    assert spread.ranks != ranks
+    assert layer_costs(replace(spread, ranks=ranks), 5, 24).parts == layer_costs(spread, 5, 24).parts
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_svda_convention_is_the_default_of_the_costs(config: str) -> None:
+    costs = config_costs(CONFIGS[config])
+    price = SVDA.price(costs)
+    assert (price.params, price.macs, price.parts) == (costs.params, costs.macs, costs.parts)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_irratt_convention_counts_every_product_and_five_for_every_normalized_feature(config: str) -> None:
+    vit = model(CONFIGS[config])
+    costs, shape = config_costs(vit.config), vit.config
+    price = IRRATT.price(costs)
+    layers = family_of(vit).attention(vit)
+    with using(layers, [Eager()] * len(layers)):
+        products = count_product_macs(vit, images(shape, 1))
+    normalized = (2 * shape.depth + 1) * shape.tokens * shape.width
+    assert price.macs == products + 5 * normalized
+    assert price.params == count_params(vit)
+
+
+def test_norms_outside_the_layers_may_see_fewer_tokens() -> None:
+    costs = config_costs(CONFIGS["dense"])
+    one_token = replace(costs, outer_norm_features=12)
+    assert IRRATT.price(costs).macs - IRRATT.price(one_token).macs == 5 * (4 - 1) * 12
+    assert SVDA.price(one_token).macs == SVDA.price(costs).macs
+
+
+def test_fusion_is_a_part_that_only_the_written_form_has() -> None:
+    layer = layer_costs(Compression("irratt:2").spec(FULL), 5, 24)
+    written = with_fusion(layer)
+    assert (layer.fusion, written.fusion) == (PartCosts(), PartCosts(9, 25 * 9))
+    assert written.read_out.macs - layer.read_out.macs == 25 * 4  # the head that has no directions of its own
+    costs = config_costs(CONFIGS["dense"])
+    assert Compression("truncatt:2").as_written(costs) == costs
+
+
+def test_layers_that_differ_are_listed() -> None:
+    config = compressed(FULL, Compression("truncatt:2"))
+    found = IRRATT.price(config_costs(config)).mhsa_macs_per_layer
+    assert isinstance(found, list) and len(found) == 3 and found[0] == found[1] < found[2]
+    assert isinstance(IRRATT.price(config_costs(CONFIGS["dense"])).mhsa_macs_per_layer, int)
+
+
+def test_the_paper_of_a_family() -> None:
+    assert paper_convention("vit") is SVDA
+    assert paper_convention("timm") is paper_convention("huggingface") is IRRATT
+    assert list(CONVENTIONS) == ["svda", "irratt"]
+
+
+@pytest.mark.parametrize(
+    ("qk", "vo", "mlp", "error", "message"),
+    [
+        ("trunkatt:3", None, None, UnknownName, "truncatt"),
+        ("truncatt", None, None, InvalidInput, "irratt:192"),
+        ("truncatt:-1", None, None, InvalidInput, "irratt:192"),
+        ("full:3", None, None, InvalidInput, "full"),
+        ("truncatt:0", None, None, InvalidInput, "1 to 4"),
+        ("truncatt:5", None, None, InvalidInput, "1 to 4"),
+        ("cp:13", None, None, InvalidInput, "1 to 12"),
+        ("irratt:13", None, None, InvalidInput, "1 to 12"),
+        ("full", 5, None, InvalidInput, "1 to 4"),
+        ("full", 0, None, InvalidInput, "vo=0"),
+        ("full", None, 0, InvalidInput, "mlp=0"),
+        ("full", None, 13, InvalidInput, "1 to 12"),
+    ],
+)
+def test_impossible_compressions_are_refused(
+    qk: str, vo: int | None, mlp: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        compression = Compression(qk, vo, mlp)
+        compression.spec(FULL)
+        compression.mlp_ranks([FULL])
+
+
+def test_what_is_compressed_already_or_has_norms_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="price the original"):
+        Compression("cp:2").spec(Compression("truncatt:2").spec(FULL))
+    svda = AttentionSpec.full("svda", width=12, heads=3)
+    with pytest.raises(NotSupported, match="prescription"):
+        Compression("truncatt:2").spec(svda)
+    assert Compression(vo=2).spec(svda).reads == (2, 2, 2)
+
+
+def call(*words: object, code: int = 0) -> dict[str, Any]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert main(["costs", *map(str, words), "--json"]) == code, err.getvalue()
+    return json.loads(out.getvalue())
+
+
+def test_the_command_prices_a_compressed_form() -> None:
+    forms = ("--qk", "irratt:40", "--vo", 8, "--mlp", 16)
+    plain, written = call("dense:digits", *forms), call("dense:digits", *forms, "--convention", "irratt")
+    regular = call("dense:digits", "--qk", "truncatt:10", "--vo", 8, "--mlp", 16, "--convention", "irratt")
+    layers, heads, tokens = 3, 4, 64
+    totals = ("params", "macs", "mhsa_macs_per_layer", "params_percent", "macs_percent", "mhsa_percent")
+    assert {name: written["realized"][name] for name in totals} == {name: regular[name] for name in totals}
+    assert written["params"] - plain["params"] == layers * heads**2
+    assert written["macs"] - regular["macs"] == layers * tokens**2 * heads**2
+    assert "realized" not in plain and plain["convention"] == "svda"
+    original = call("dense:digits")
+    assert plain["original"]["macs"] == original["macs"] > plain["macs"]
+    assert plain["params_percent"] == 100 * plain["params"] / original["params"]
+    assert sum(part["macs"] for part in written["parts"].values()) == written["macs"]
+    assert call("dense:digits", *forms, "--convention", "paper") == plain
+
+
+def test_the_command_prices_the_whole_model_by_a_convention() -> None:
+    svda, irratt = (call("svda:digits", "--convention", name) for name in ("svda", "irratt"))
+    assert svda["params"] == irratt["params"]
+    assert irratt["macs"] - svda["macs"] == 64 * 10 - 64 * 3 * 64 + 5 * 7 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--qk", "irratt:40", "--removed-share", 0.5), "by itself"),
+        (("--removed-share", 0.5, "--convention", "irratt"), "svda only"),
+        (("--qk", "truncatt:17"), "1 to 16"),
+        (("--qk", "trunkatt:3"), "truncatt"),
+        (("--convention", "ours"), "invalid choice"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_priced(words: tuple[object, ...], said: str) -> None:
+    assert said in call("dense:digits", *words, code=2)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "qk", "mlp", "mhsa", "macs", "params"),
+    [
+        ("deit_small_patch16_224", "irratt:192", 152, 74_397_444, 2_340_231_600, 11_349_016),
+        ("deit_base_patch16_224", "cp:168", 304, 260_172_384, 8_776_632_192, 39_822_664),
+    ],
+)
+def test_the_command_prices_a_pre_trained_model_without_its_weights(
+    name: str, qk: str, mlp: int, mhsa: int, macs: int, params: int
+) -> None:
+    if "timm" not in {family.name for family in FAMILIES}:
+        pytest.skip("models of timm are not a family here")
+    pytest.importorskip("timm")
+    found = call(f"timm:{name}", "--qk", qk, "--vo", 32, "--mlp", mlp, "--convention", "paper")
+    assert (found["mhsa_macs_per_layer"], found["macs"], found["params"]) == (mhsa, macs, params)

@@ -1,0 +1,253 @@
+"""Sharing out a total rank: against brute force over every allocation, and by measured losses."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from attnrx.decompositions.allocation import uniform, water_fill
+from attnrx.decompositions.balanced import balance
+from attnrx.decompositions.dynamic_programme import allocate_by_loss
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Tensor
+
+
+def allowed(directions: int, multiple: int, minimum: int) -> list[int]:
+    return [rank for rank in range(0, directions + 1, multiple) if rank >= minimum]
+
+
+def left_out(strengths: list[Tensor], ranks) -> float:
+    """The energy that an allocation leaves out, directions counted from the strongest."""
+    units = [unit.abs().sort(descending=True).values for layer in strengths for unit in layer]
+    flat = list(itertools.chain.from_iterable(ranks))
+    return sum(float(unit[rank:].square().sum()) for unit, rank in zip(units, flat, strict=True))
+
+
+def least(strengths: list[Tensor], fits, multiple: int, minimum: int) -> float:
+    """The least energy left out by any allocation that fits, by trying all of them."""
+    choices = [allowed(layer.shape[1], multiple, minimum) for layer in strengths for _ in layer]
+    shapes = [layer.shape[0] for layer in strengths]
+    best = float("inf")
+    for flat in itertools.product(*choices):
+        chosen = iter(flat)
+        ranks = [[next(chosen) for _ in range(units)] for units in shapes]
+        if fits(ranks):
+            best = min(best, left_out(strengths, ranks))
+    return best
+
+
+@pytest.mark.parametrize("total", range(13))
+def test_water_filling_is_the_best_of_all_allocations(total: int):
+    strengths = [torch.rand(3, 4)]
+    ranks = water_fill(strengths, total)
+    assert sum(ranks[0]) == total
+    best = least(strengths, lambda ranks: sum(map(sum, ranks)) == total, 1, 0)
+    assert left_out(strengths, ranks) == pytest.approx(best, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("multiple", "minimum"), [(1, 1), (2, 0), (2, 1), (2, 2), (4, 0), (1, 3)])
+def test_water_filling_is_the_best_in_multiples_and_above_a_minimum(seed: int, multiple: int, minimum: int):
+    strengths = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)), torch.randn(1, 8) ** 3]
+    total = 12
+    ranks = water_fill(strengths, total, multiple=multiple, minimum=minimum)
+    assert sum(map(sum, ranks)) == total
+    assert all(rank % multiple == 0 and rank >= minimum for layer in ranks for rank in layer)
+    best = least(strengths, lambda ranks: sum(map(sum, ranks)) == total, multiple, minimum)
+    assert left_out(strengths, ranks) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["random", "deficient"])
+def test_water_filling_minimises_the_error_of_balanced_heads(metric: str):
+    """Claim (d): for forms rewritten in any metric, the strengths left out are the whole error."""
+    samples = torch.randn(2, 3, 3 if metric == "deficient" else 9, 4)
+    left, right = samples.mT @ samples
+    balanced = balance(left, right)
+    ((*ranks,),) = water_fill([balanced.strength], 6)
+
+    def error(ranks) -> float:
+        kept = (torch.arange(4) < torch.tensor(ranks)[:, None]) * balanced.strength
+        form = torch.eye(4) - (balanced.left * kept[..., None]).mT @ balanced.right
+        return float(torch.einsum("hij,hik,hkl,hjl->", form, left, form, right))
+
+    best = min(error(other) for other in itertools.product(range(5), repeat=3) if sum(other) == 6)
+    assert error(ranks) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_layer_alone_and_all_layers_together_are_two_scopes():
+    weak, strong = torch.full((2, 4), 0.1), torch.full((2, 4), 10.0)
+    assert water_fill([weak, strong], 8) == ((0, 0), (4, 4))
+    assert [water_fill([layer], 4)[0] for layer in (weak, strong)] == [(4, 0), (4, 0)]
+
+
+def test_ties_go_by_layer_unit_and_index():
+    assert water_fill([torch.ones(2, 3), torch.ones(2, 3)], 7) == ((3, 3), (1, 0))
+
+
+def test_a_minimum_is_rounded_up_to_the_multiple():
+    assert water_fill([torch.tensor([[9.0, 9.0, 9.0, 9.0], [0.1, 0.1, 0.1, 0.1]])], 4, multiple=2, minimum=1) == (
+        (2, 2),
+    )
+    assert allocate_by_loss(torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), 4, multiple=2, minimum=1) == (2, 2)
+
+
+def test_order_and_sign_of_the_strengths_do_not_matter():
+    strengths = torch.randn(3, 6)
+    shuffled = -strengths[:, torch.randperm(6)]
+    assert water_fill([strengths], 7) == water_fill([shuffled], 7)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_budget_of_equal_costs_is_met_exactly(seed: int):
+    strengths = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)), torch.randn(3, 4)]
+    assert water_fill(strengths, 300, cost=[30, 30]) == water_fill(strengths, 10)
+    assert water_fill(strengths, 3, cost=[0.3, 0.3]) == water_fill(strengths, 10)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("multiple", "minimum"), [(1, 0), (1, 1), (2, 0)])
+def test_a_budget_is_kept_and_misses_the_optimum_by_less_than_one_step(seed: int, multiple: int, minimum: int):
+    generator = torch.Generator().manual_seed(seed)
+    strengths = [torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)]
+    cost, budget = [3, 5], 37
+    ranks = water_fill(strengths, budget, cost=cost, multiple=multiple, minimum=minimum)
+
+    def fits(ranks) -> bool:
+        return sum(price * sum(layer) for price, layer in zip(cost, ranks, strict=True)) <= budget
+
+    assert fits(ranks)
+    best = least(strengths, fits, multiple, minimum)
+    steps = [
+        layer.abs().sort(descending=True).values.square().unflatten(1, (-1, multiple)).sum(-1) for layer in strengths
+    ]
+    skipped = max(
+        float(unit[rank // multiple])
+        for layer, own in zip(steps, ranks, strict=True)
+        for unit, rank in zip(layer, own, strict=True)
+        if rank < 4
+    )
+    assert best * (1 - 1e-12) <= left_out(strengths, ranks) <= best + skipped
+
+
+@pytest.mark.parametrize("parts", [9, 11, 20])
+def test_a_budget_that_fits_but_for_rounding_is_spent(parts: int):
+    assert water_fill([torch.ones(1, 40)], 1, cost=[1 / parts]) == ((parts,),)
+
+
+def test_a_cheap_direction_is_taken_before_an_equally_strong_expensive_one():
+    assert water_fill([torch.ones(1, 4), torch.ones(1, 4)], 20, cost=[10, 2]) == ((1,), (4,))
+
+
+def test_no_layers_and_no_units_take_nothing():
+    assert water_fill([], 0) == ()
+    assert water_fill([torch.zeros(0, 4), torch.ones(1, 4)], 2) == ((), (2,))
+    assert uniform(0, 0, 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"total": 13}, "between 0 and 12"),
+        ({"total": -1}, "between 0 and 12"),
+        ({"total": 2, "minimum": 1}, "between 3 and 12"),
+        ({"total": 5, "multiple": 2}, "the total rank, 5: take 4 or 6"),
+        ({"total": 6, "multiple": 3}, "the directions of layer 0, 4"),
+        ({"total": 6, "multiple": 0}, "positive number"),
+        ({"total": 6, "minimum": 5}, "minimum rank of 5"),
+        ({"total": 6, "minimum": -1}, "minimum rank of -1"),
+        ({"total": 6, "cost": [1, 2]}, "each of 1 layers"),
+        ({"total": 6, "cost": [0]}, "positive"),
+        ({"total": 6, "cost": [float("nan")]}, "positive"),
+        ({"total": 6, "cost": [3], "minimum": 1}, "budget of 6"),
+    ],
+)
+def test_what_cannot_be_allocated_is_refused_with_what_can(arguments: dict, message: str):
+    with pytest.raises(InvalidInput, match=message):
+        water_fill([torch.ones(3, 4)], **arguments)
+
+
+def test_a_multiple_of_nothing_is_refused_even_without_layers():
+    with pytest.raises(InvalidInput, match="positive number"):
+        water_fill([], 0, multiple=0)
+
+
+def test_strengths_that_are_not_finite_are_refused():
+    with pytest.raises(InvalidInput, match="layer 1"):
+        water_fill([torch.ones(1, 4), torch.ones(1, 4) / 0], 2)
+
+
+@pytest.mark.parametrize("total", range(0, 25, 2))
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_uniform_ranks_sum_to_the_total_and_differ_by_one_step(total: int, multiple: int):
+    ranks = uniform(total, 3, 8, multiple=multiple)
+    assert sum(ranks) == total and len(ranks) == 3
+    assert max(ranks) - min(ranks) <= multiple and all(rank % multiple == 0 for rank in ranks)
+    assert list(ranks) == sorted(ranks, reverse=True)
+
+
+@pytest.mark.parametrize(("total", "multiple"), [(25, 1), (-1, 1), (7, 2), (6, 3), (4, 0)])
+def test_uniform_ranks_that_do_not_exist_are_refused(total: int, multiple: int):
+    with pytest.raises(InvalidInput):
+        uniform(total, 3, 8, multiple=multiple)
+
+
+def by_trying(loss: Tensor, total: int, multiple: int, minimum: int) -> float:
+    choices = [allowed(loss.shape[1] - 1, multiple, minimum)] * loss.shape[0]
+    return min(
+        sum(float(unit[rank]) for unit, rank in zip(loss, ranks, strict=True))
+        for ranks in itertools.product(*choices)
+        if sum(ranks) == total
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("multiple", "minimum"), [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize("total", [12, 18])
+def test_allocation_by_loss_is_the_best_of_all_allocations(seed: int, multiple: int, minimum: int, total: int):
+    # No order is imposed: a measured loss need not fall, nor be convex.
+    loss = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
+    ranks = allocate_by_loss(loss, total, multiple=multiple, minimum=minimum)
+    assert sum(ranks) == total and all(rank % multiple == 0 and rank >= minimum for rank in ranks)
+    assert float(loss[range(4), ranks].sum()) == pytest.approx(by_trying(loss, total, multiple, minimum), rel=1e-12)
+
+
+@pytest.mark.parametrize("total", [0, 5, 12])
+def test_allocation_by_loss_agrees_with_water_filling_where_the_loss_is_the_energy_left_out(total: int):
+    strength = torch.rand(3, 4).sort(dim=1, descending=True).values
+    loss = torch.stack([strength[:, rank:].square().sum(1) for rank in range(5)], dim=1)
+    assert (allocate_by_loss(loss, total),) == water_fill([strength], total)
+
+
+def test_allocation_by_loss_gives_the_first_units_the_larger_ranks_among_equals():
+    assert allocate_by_loss(torch.zeros(3, 5), 6) == (4, 2, 0)
+    assert allocate_by_loss(torch.zeros(0, 5), 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("total", "knobs", "message"),
+    [
+        (13, {}, "between 0 and 12"),
+        (-1, {}, "between 0 and 12"),
+        (2, {"minimum": 1}, "between 3 and 12"),
+        (5, {"multiple": 2}, "the total rank"),
+        (6, {"multiple": 3}, "the directions of a unit"),
+        (6, {"minimum": 5}, "minimum rank of 5"),
+    ],
+)
+def test_losses_that_cannot_be_allocated_are_refused(total: int, knobs: dict, message: str):
+    with pytest.raises(InvalidInput, match=message):
+        allocate_by_loss(torch.rand(3, 5), total, **knobs)
+
+
+def test_losses_that_are_not_finite_are_refused():
+    with pytest.raises(InvalidInput, match="unit 2"):
+        allocate_by_loss(torch.tensor([[1.0, 0.0], [1.0, 0.0], [float("nan"), 0.0]]), 2)
+
+
+def test_allocation_by_loss_of_a_whole_model_is_fast():
+    loss = torch.rand(72, 33).sort(dim=1, descending=True).values
+    started = time.process_time()
+    ranks = allocate_by_loss(loss, 1152)
+    assert time.process_time() - started < 0.3
+    assert sum(ranks) == 1152

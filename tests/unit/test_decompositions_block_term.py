@@ -1,0 +1,271 @@
+"""Block terms: the ranks read off a fusion matrix, Algorithms 1 to 3, their monotone forms, constrained training."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attnrx.decompositions import (
+    BlockTerms,
+    Canonical,
+    ConstrainedFit,
+    FactoredTensor,
+    Schedule,
+    als,
+    block_terms,
+    constrained_blocks,
+    deflate,
+    fusion_ranks,
+    initial_blocks,
+    nonnegative_units,
+    owned_blocks,
+    ownership_penalty,
+    tied_als,
+    truncated_blocks,
+    water_filled_blocks,
+)
+from attnrx.errors import InvalidInput, UnknownName
+
+QUICK = Schedule(sweeps=15, correction_sweeps=5)
+
+
+def heads(slices: int = 4, inner: int = 6, width: int = 16, seed: int = 0, reach: float = 1.0) -> FactoredTensor:
+    """Independent slices whose strengths run from 1 - reach / 2 to 1 + reach / 2."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(slices, inner, width, generator=generator) for _ in range(2))
+    falling = torch.exp(-0.2 * torch.arange(inner))[:, None]
+    return FactoredTensor(left * falling * torch.linspace(1 - reach / 2, 1 + reach / 2, slices)[:, None, None], right)
+
+
+def formed(blocks: BlockTerms) -> torch.Tensor:
+    """Eq. 6 written out."""
+    total = torch.zeros(len(blocks.left), len(blocks.right), len(blocks.mix))
+    for block, mix in enumerate(blocks.mix.T):
+        mine = blocks.owner == block
+        total += (blocks.left[:, mine] @ blocks.right[:, mine].T)[..., None] * mix
+    return total
+
+
+def error(tensor: FactoredTensor, blocks: BlockTerms) -> float:
+    return float((tensor.dense() - formed(blocks)).norm()) / tensor.norm
+
+
+def test_blocks_are_a_canonical_decomposition_with_tied_mixes() -> None:
+    blocks = BlockTerms(torch.randn(5, 4), torch.randn(6, 4), torch.randn(3, 3), torch.tensor([2, 0, 2, 0]))
+    torch.testing.assert_close(blocks.canonical.dense(), formed(blocks))
+    assert blocks.ranks == (2, 0, 2)
+
+
+def test_owners_and_ranks_are_read_off_the_largest_values() -> None:
+    mix = torch.tensor([[0.0, 4.0, 1.0, 0.0], [-2.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.5, 0.0]])
+    fusion = fusion_ranks(Canonical(torch.ones(2, 4), torch.ones(2, 4), mix))
+    assert fusion.owner.tolist() == [1, 0, 0, 0]
+    assert fusion.ranks == (3, 1, 0)
+    assert fusion.order.tolist() == [1, 2, 3, 0]
+    expected = [[1.0, 1.0, 0.0, 0.0], [0.25, -1.0, 0.0, 1.0], [0.0, 0.5, 0.0, -0.5]]
+    torch.testing.assert_close(fusion.reordered, torch.tensor(expected))
+    torch.testing.assert_close(fusion.off_block, torch.tensor([1 / 5, 1 / 17, 1.25 / 2.25, 0.0]))
+
+
+def test_algorithm_1_keeps_the_part_of_each_term_in_its_owner() -> None:
+    terms = als(heads(), 10, start="random", sweeps=20)
+    fusion, blocks = fusion_ranks(terms), initial_blocks(terms)
+    assert blocks.ranks == fusion.ranks and blocks.owner.tolist() == sorted(fusion.owner.tolist())
+    assert torch.equal(blocks.mix, torch.eye(4))
+    alone = torch.zeros_like(terms.mix).scatter(0, fusion.owner[None], terms.mix.gather(0, fusion.owner[None]))
+    torch.testing.assert_close(formed(blocks), Canonical(terms.left, terms.right, alone).dense())
+
+
+def test_terms_of_separate_heads_give_back_their_ranks() -> None:
+    true = truncated_blocks(heads(reach=0.4), (1, 3, 4, 2))
+    factors = true.canonical.factors
+    tensor = FactoredTensor((factors[0][None] * factors[2][:, None]).mT, factors[1].T.expand(4, 10, 16))
+    found = block_terms(tensor, 10, start="water_filling", schedule=QUICK)
+    assert found.ranks == (1, 3, 4, 2)
+    assert error(tensor, found) <= 1e-6
+
+
+@pytest.mark.parametrize("ranks", [(1, 2, 3, 4), (0, 6, 0, 1), (3, 3, 3, 3)])
+def test_truncated_blocks_leave_the_tails(ranks: tuple[int, ...]) -> None:
+    tensor = heads()
+    energy = torch.linalg.svdvals(tensor.dense().permute(2, 0, 1)).square()
+    tail = sum(float(slice_energy[rank:].sum()) for slice_energy, rank in zip(energy, ranks, strict=True))
+    blocks = truncated_blocks(tensor, ranks)
+    assert blocks.ranks == ranks
+    assert error(tensor, blocks) == pytest.approx((tail / tensor.square) ** 0.5, rel=1e-10)
+
+
+@pytest.mark.parametrize("rank", [4, 9, 14])
+def test_tied_sweeps_never_go_up_and_keep_the_owners(rank: int) -> None:
+    tensor = heads()
+    start = initial_blocks(als(tensor, rank, start="random", sweeps=10))
+    found = tied_als(tensor, start, sweeps=40)
+    assert all(later <= earlier for earlier, later in pairwise(found.trace.errors))
+    assert found.trace.errors[0] == pytest.approx(error(tensor, start), rel=1e-10)
+    assert found.trace.errors[-1] == pytest.approx(error(tensor, found), rel=1e-8)
+    assert found.trace.errors[-1] < found.trace.errors[0]
+    assert torch.equal(found.owner, start.owner)
+    torch.testing.assert_close(found.mix.norm(dim=0), torch.ones(4))
+
+
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_a_tied_sweep_is_three_least_squares_problems(sweeps: int) -> None:
+    tensor, blocks = heads(), water_filled_blocks(heads(), 9)
+    dense, factors = tensor.dense(), list(blocks.canonical.factors)
+    for _ in range(sweeps):
+        for mode in (0, 1):
+            others = [factor for other, factor in enumerate(factors) if other != mode]
+            design = torch.einsum("ir,jr->ijr", *others).flatten(0, 1)
+            factors[mode] = torch.linalg.lstsq(design, dense.movedim(mode, 0).flatten(1).T).solution.T
+        joint = torch.einsum("ir,jr,rb->ijb", factors[0], factors[1], torch.eye(4)[blocks.owner]).flatten(0, 1)
+        factors[2] = torch.linalg.lstsq(joint, dense.flatten(0, 1)).solution.T[:, blocks.owner]
+    found = tied_als(tensor, blocks, sweeps=sweeps, tolerance=0.0)
+    torch.testing.assert_close(formed(found), torch.einsum("ir,jr,hr->ijh", *factors))
+
+
+def test_printed_algorithm_2_can_go_up_and_the_warm_start_cannot() -> None:
+    """From the best blocks with one slice each, a restarted block moves to another slice."""
+    tensor = heads(width=60, seed=2)
+    start = water_filled_blocks(tensor, 4)
+    printed, warm = (deflate(tensor, start, literal=literal, sweeps=3) for literal in (True, False))
+    assert printed.trace.errors[-1] > 1.01 * printed.trace.errors[0]
+    assert printed.mix.abs().argmax(0).tolist() == [0, 2, 2, 3]
+    assert warm.mix.abs().argmax(0).tolist() == [0, 1, 2, 3]
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(warm.trace.errors))
+    assert warm.trace.errors[-1] < warm.trace.errors[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_warm_start_never_goes_up(seed: int) -> None:
+    tensor = heads(seed=seed)
+    start = initial_blocks(als(tensor, 9, start="random", sweeps=10, seed=seed))
+    found = deflate(tensor, start, sweeps=4, inner_sweeps=2)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(found.trace.errors))
+    assert found.trace.errors[-1] == pytest.approx(error(tensor, found), rel=1e-8)
+    assert found.ranks == start.ranks
+
+
+def test_algorithms_2_and_3_are_those_of_the_formed_tensor() -> None:
+    tensor, start = heads(), water_filled_blocks(heads(), 9)
+    found, dense = deflate(tensor, start, literal=True, sweeps=2, inner_sweeps=3), tensor.dense()
+    current = BlockTerms(start.left.clone(), start.right.clone(), start.mix.clone(), start.owner)
+    for _ in range(2):
+        for block in range(4):
+            mine = current.owner == block
+            if not bool(mine.any()):
+                continue
+            rest = dense - formed(current) + formed(only(current, block))
+            left, right, mix = algorithm_2(rest, int(mine.sum()), 3)
+            current.left[:, mine], current.right[:, mine], current.mix[:, block] = left, right, mix
+    torch.testing.assert_close(formed(found), formed(current), rtol=1e-8, atol=1e-8)
+
+
+def only(blocks: BlockTerms, block: int) -> BlockTerms:
+    return BlockTerms(blocks.left * (blocks.owner == block), blocks.right, blocks.mix, blocks.owner)
+
+
+def algorithm_2(rest: torch.Tensor, rank: int, sweeps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As printed, on the formed tensor."""
+    unfolded = rest.flatten(0, 1).T
+    mix = torch.linalg.eigh(unfolded @ unfolded.T).eigenvectors[:, -1]
+    left = right = scale = torch.empty(0)
+    for _ in range(sweeps):
+        rows, _, columns = torch.linalg.svd(rest @ mix)
+        left, right = rows[:, :rank], columns[:rank].T
+        directions, strength, coefficients = torch.linalg.svd(
+            torch.einsum("ijh,ir,jr->hr", rest, left, right), full_matrices=False
+        )
+        mix, scale = directions[:, 0], strength[0] * coefficients[0]
+    return left * scale, right, mix
+
+
+@pytest.mark.parametrize("form", ["tied", "warm", "literal"])
+def test_every_form_runs_from_cpd_epc_and_repeats_itself(form: str) -> None:
+    tensor = heads(slices=3, inner=4, width=9)
+    first, again = (block_terms(tensor, 6, form=form, schedule=QUICK, seed=2) for _ in range(2))
+    assert torch.equal(first.left, again.left) and torch.equal(first.mix, again.mix)
+    assert sum(first.ranks) == 6
+    assert error(tensor, first) < 1
+
+
+def test_a_block_larger_than_a_slice_is_padded() -> None:
+    tensor = FactoredTensor(torch.randn(3, 4, 2), torch.randn(3, 4, 9))
+    start = BlockTerms(torch.randn(2, 4), torch.randn(9, 4), torch.eye(3), torch.tensor([0, 0, 0, 2]))
+    found = deflate(tensor, start, sweeps=2)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(found.trace.errors))
+    assert tied_als(tensor, start, sweeps=10).trace.errors[-1] < 1
+
+
+def test_the_nearest_mix_has_no_negative_value_and_unit_columns() -> None:
+    mix = torch.tensor([[3.0, -1.0, 0.0, -3.0], [4.0, 2.0, 0.0, -1.0]])
+    assert nonnegative_units(mix).tolist() == [[0.6, 0.0, 1.0, 0.0], [0.8, 1.0, 0.0, 1.0]]
+    drawn = torch.randn(5, 40)
+    nearest = nonnegative_units(drawn)
+    assert bool((nearest >= 0).all())
+    torch.testing.assert_close(nearest.norm(dim=0), torch.ones(40))
+    others = torch.nn.functional.normalize(torch.randn(200, 5, 40).abs(), dim=1)
+    assert bool(((drawn - nearest).norm(dim=0) <= (drawn - others).norm(dim=1) + 1e-12).all())
+
+
+def test_the_penalty_is_zero_exactly_with_one_owner_a_column() -> None:
+    owned = torch.tensor([[2.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
+    assert float(ownership_penalty(owned)) == 0
+    shared = owned + torch.tensor([[0.0, 1e-3, 0.0], [0.0, 0.0, 0.0]])
+    assert float(ownership_penalty(shared)) == pytest.approx(2e-3, rel=1e-2)
+    assert float(ownership_penalty(torch.ones(4, 3))) == pytest.approx(3 * 3)
+    mix = torch.rand(4, 3, requires_grad=True)
+    assert torch.autograd.gradcheck(ownership_penalty, (mix,))
+    empty = torch.zeros(2, 3, requires_grad=True)
+    ownership_penalty(empty).backward()
+    assert empty.grad is not None and not empty.grad.any()
+
+
+def test_constrained_training_ends_with_owned_blocks_no_better_than_water_filling() -> None:
+    tensor = heads(slices=3, inner=4, width=9, seed=1)
+    start = als(tensor, 6, start="random", sweeps=0, seed=1)
+    found = constrained_blocks(tensor, start, knobs=ConstrainedFit(steps=60, learning_rate=0.03))
+    assert torch.equal(found.mix, torch.eye(3)) and sum(found.ranks) == 6
+    assert error(tensor, found) >= error(tensor, water_filled_blocks(tensor, 6)) * (1 - 1e-12)
+    assert error(tensor, found) == pytest.approx(error(tensor, truncated_blocks(tensor, found.ranks)), rel=1e-12)
+    # The steps find better ranks than those of the start.
+    assert error(tensor, found) < 0.9 * error(tensor, owned_blocks(tensor, start))
+
+
+def test_a_heavy_penalty_holds_the_owners_and_none_lets_them_go() -> None:
+    tensor = heads(slices=3, inner=4, width=9, seed=1)
+    start = als(tensor, 6, start="random", sweeps=0, seed=1)
+    held, free = (
+        constrained_blocks(tensor, start, knobs=ConstrainedFit(steps=60, learning_rate=0.03, penalty=penalty))
+        for penalty in (1000.0, 0.0)
+    )
+    assert held.ranks == owned_blocks(tensor, start).ranks != free.ranks
+
+
+def test_a_slice_that_owns_more_than_it_has_gets_what_it_has() -> None:
+    tensor = heads(slices=2, inner=3, width=5)
+    mix = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]])
+    terms = Canonical(torch.randn(5, 5), torch.randn(5, 5), mix)
+    assert owned_blocks(tensor, terms).ranks == (3, 1)
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (7, 0, 0, 0), (-1, 2, 2, 2), (0, 0, 0, 0)])
+def test_ranks_that_no_slice_has_are_refused(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInput, match="from 0 to 6"):
+        truncated_blocks(heads(), ranks)
+
+
+def test_blocks_that_cannot_be_right_are_refused() -> None:
+    factors = torch.ones(3, 2), torch.ones(4, 2), torch.ones(2, 2)
+    with pytest.raises(InvalidInput, match="there are 2"):
+        BlockTerms(*factors, torch.tensor([0, 2]))
+    with pytest.raises(InvalidInput, match="do not fit"):
+        tied_als(heads(), BlockTerms(*factors, torch.tensor([0, 1])))
+    with pytest.raises(InvalidInput, match="at least one sweep"):
+        deflate(heads(), water_filled_blocks(heads(), 3), inner_sweeps=0)
+    with pytest.raises(UnknownName, match="tied"):
+        block_terms(heads(), 3, form="tide")
+    with pytest.raises(InvalidInput, match="learning rate"):
+        ConstrainedFit(learning_rate=0.0)
+    with pytest.raises(InvalidInput, match="zeros has no owners"):
+        zeros = FactoredTensor(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+        constrained_blocks(zeros, als(zeros, 2))

@@ -1,0 +1,178 @@
+"""Alternating least squares, its starts, and the sensitivity of what it finds."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from attnrx.decompositions import Canonical, FactoredTensor, als, least_sensitivity, sensitivity, water_filled
+from attnrx.errors import InvalidInput, UnknownName
+
+
+def heads(slices: int = 3, inner: int = 4, rows: int = 10, columns: int = 9, seed: int = 0) -> FactoredTensor:
+    generator = torch.Generator().manual_seed(seed)
+    falling = torch.exp(-0.3 * torch.arange(inner))[:, None]
+    left = torch.randn(slices, inner, rows, generator=generator) * falling
+    return FactoredTensor(left, torch.randn(slices, inner, columns, generator=generator))
+
+
+def terms(rows: int = 7, columns: int = 6, slices: int = 5, rank: int = 3, seed: int = 0) -> Canonical:
+    generator = torch.Generator().manual_seed(seed)
+    left, right, mix = (torch.randn(size, rank, generator=generator) for size in (rows, columns, slices))
+    return Canonical(left, right, mix)
+
+
+def written_out(tensor: FactoredTensor, start: Canonical, sweeps: int) -> torch.Tensor:
+    """Plain alternating least squares on the formed tensor, with no rescaling and no normal equations."""
+    dense, factors = tensor.dense(), list(start.factors)
+    for _ in range(sweeps):
+        for mode in range(3):
+            others = [factor for other, factor in enumerate(factors) if other != mode]
+            design = torch.einsum("ir,jr->ijr", *others).flatten(0, 1)
+            unfolded = dense.movedim(mode, 0).flatten(1)
+            factors[mode] = torch.linalg.lstsq(design, unfolded.T).solution.T
+    return torch.einsum("ir,jr,hr->ijh", *factors)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_sweeps_are_those_of_the_textbook(rank: int) -> None:
+    tensor, start = heads(), als(heads(), rank, start="random", sweeps=0, seed=3)
+    found = als(tensor, rank, start=start, sweeps=5, tolerance=0.0)
+    expected = written_out(tensor, start, 5)
+    assert (found.dense() - expected).norm() <= 1e-10 * expected.norm()
+    assert len(found.trace.errors) == 6
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8, 12])
+@pytest.mark.parametrize("start", ["water_filling", "random"])
+def test_the_error_never_goes_up_and_is_the_one_reported(start: str, rank: int) -> None:
+    tensor = heads()
+    found = als(tensor, rank, start=start, sweeps=50)
+    assert all(later <= earlier for earlier, later in pairwise(found.trace.errors))
+    residual = float((tensor.dense() - found.dense()).norm()) / tensor.norm
+    assert found.trace.errors[-1] == pytest.approx(residual, rel=1e-6, abs=1e-13)
+    assert found.rank == rank
+    for factor in found.left, found.right:
+        torch.testing.assert_close(factor.norm(dim=0), torch.ones(rank))
+
+
+def test_terms_that_are_there_are_found() -> None:
+    true = terms(rank=3)
+    eye = torch.eye(6).expand(5, 6, 6)
+    found = als(FactoredTensor(true.dense().permute(2, 1, 0), eye), 3, start="random", sweeps=500, tolerance=1e-12)
+    assert found.trace.errors[-1] <= 1e-9
+    torch.testing.assert_close(found.strength.sort().values, true.strength.sort().values, rtol=1e-7, atol=0)
+
+
+def test_the_water_filled_start_leaves_the_energy_of_the_weakest_triples() -> None:
+    tensor = heads()
+    energy = torch.linalg.svdvals(tensor.dense().permute(2, 0, 1))[:, :4].square().flatten().sort().values
+    for rank in range(1, 13):
+        left_out = float(energy[: 12 - rank].sum() / energy.sum())
+        start = water_filled(tensor, rank)
+        assert tensor.relative_error(*start.factors) == pytest.approx(math.sqrt(left_out), rel=1e-10, abs=1e-14)
+        assert bool(((start.mix != 0).sum(0) == 1).all())
+        assert start.strength.tolist() == sorted(start.strength.tolist(), reverse=True)
+
+
+def test_a_rank_above_that_of_a_slice_goes_on_lowering_the_error() -> None:
+    tensor = heads()
+    errors = [als(tensor, rank).trace.errors[-1] for rank in (3, 5, 7, 9)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
+    assert als(tensor, 12).trace.errors[-1] <= 1e-13
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    first, again, other = (als(heads(), 5, start="random", sweeps=20, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first.factors, again.factors, strict=True))
+    assert first.trace == again.trace
+    assert not torch.equal(first.left, other.left)
+
+
+def test_terms_that_repeat_or_vanish_do_no_harm() -> None:
+    tensor, start = heads(), als(heads(), 4, start="random", sweeps=0)
+    twice = [0, 0, 1, 2]
+    copied = Canonical(start.left[:, twice], start.right[:, twice], start.mix[:, twice])
+    empty = Canonical(start.left, start.right * torch.tensor([1.0, 1.0, 1.0, 0.0]), start.mix)
+    for begin in copied, empty:
+        found = als(tensor, 4, start=begin, sweeps=30)
+        assert all(later <= earlier for earlier, later in pairwise(found.trace.errors))
+        assert found.trace.errors[-1] < 1 and bool(torch.isfinite(found.strength).all())
+
+
+def test_a_tensor_of_zeros_has_terms_of_no_strength() -> None:
+    zeros = FactoredTensor(torch.zeros(2, 3, 4), torch.ones(2, 3, 4))
+    for start in "water_filling", "random":
+        found = als(zeros, 2, start=start)
+        assert not found.strength.any() and found.trace.errors[-1] == 0
+
+
+def test_sweeps_that_run_out_are_not_convergence() -> None:
+    assert not als(heads(), 5, sweeps=3, tolerance=0.0).trace.converged
+    stopped = als(heads(), 5, sweeps=2000, tolerance=1e-5).trace
+    assert stopped.converged and len(stopped.errors) < 2000
+    assert stopped.errors[-2] - stopped.errors[-1] <= 1e-5 * stopped.errors[-2]
+
+
+def test_the_sensitivity_is_the_squared_change_under_small_noise() -> None:
+    found, generator, size, draws = terms(), torch.Generator().manual_seed(1), 1e-5, 6000
+    noise = [torch.randn(draws, *factor.shape, generator=generator) * size for factor in found.factors]
+    moved = [factor + change for factor, change in zip(found.factors, noise, strict=True)]
+    change = torch.einsum("bir,bjr,bhr->bijh", *moved) - found.dense()
+    measured = float(change.square().sum((1, 2, 3)).mean()) / size**2
+    assert sensitivity(found) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_terms_are_the_same_tensor_at_least_sensitivity(seed: int) -> None:
+    found = terms(seed=seed)
+    balanced = found.balanced()
+    torch.testing.assert_close(balanced.dense(), found.dense(), rtol=1e-12, atol=1e-12)
+    assert sensitivity(balanced) == pytest.approx(least_sensitivity(found), rel=1e-10)
+    assert sensitivity(balanced) < sensitivity(found)
+    for step in (0.99, 1.01):  # any other scaling is worse
+        for left, right, mix in ((step, 1 / step, 1), (1, step, 1 / step), (step, 1, 1 / step)):
+            scaled = Canonical(balanced.left * left, balanced.right * right, balanced.mix * mix)
+            assert sensitivity(scaled) > sensitivity(balanced)
+
+
+def test_a_term_of_zeros_stays_zero_when_balanced() -> None:
+    found = terms()
+    silent = Canonical(found.left * torch.tensor([1.0, 0.0, 1.0]), found.right, found.mix)
+    assert bool(torch.isfinite(silent.balanced().dense()).all())
+    assert sensitivity(silent.balanced()) == pytest.approx(least_sensitivity(silent), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 13}, "give 1 to 12"),
+        ({"rank": 3, "sweeps": -1}, "sweeps=-1"),
+        ({"rank": 3, "tolerance": float("nan")}, "tolerance=nan"),
+        ({"rank": 3, "start": terms(10, 9, 3, 4)}, "4 terms, 3 were asked for"),
+        ({"rank": 3, "start": terms()}, "do not fit"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(knobs: dict, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        als(heads(), **knobs)
+
+
+def test_an_unknown_start_is_named() -> None:
+    with pytest.raises(UnknownName, match="water_filling"):
+        als(heads(), 3, start="water_filing")
+
+
+def test_terms_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="right holds values"):
+        Canonical(torch.ones(3, 2), torch.full((3, 2), torch.nan), torch.ones(2, 2))
+
+
+def test_the_scale_of_the_columns_of_a_start_does_not_matter() -> None:
+    tensor, start = heads(), als(heads(), 4, start="random", sweeps=1)
+    scale = torch.tensor([1e-9, 1.0, 1e9, 1e4])
+    scaled = Canonical(start.left, start.right * scale, start.mix * scale.flip(0))
+    found, same = (als(tensor, 4, start=terms, sweeps=3, tolerance=0.0) for terms in (scaled, start))
+    torch.testing.assert_close(found.dense(), same.dense(), rtol=1e-10, atol=1e-10)

@@ -1,0 +1,222 @@
+"""The error-preserving correction: the same error, at a sensitivity that is never higher."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from attnrx.decompositions import (
+    Canonical,
+    FactoredTensor,
+    Schedule,
+    als,
+    cpd_epc,
+    epc,
+    least_sensitivity,
+    sensitivity,
+)
+from attnrx.decompositions.bounded_least_squares import bounded_update
+from attnrx.decompositions.error_preserving import OBJECTIVES as OBJECTIVE_PARTS
+from attnrx.errors import InvalidInput, UnknownName
+
+OBJECTIVES = ["sensitivity", "norm"]
+
+
+def heads(slices: int = 4, inner: int = 5, rows: int = 11, columns: int = 10, seed: int = 0) -> FactoredTensor:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(slices, inner, size, generator=generator) for size in (rows, columns))
+    return FactoredTensor(left, right)
+
+
+def collinear() -> FactoredTensor:
+    """Rank 4 in 6 x 6 x 6, the columns of every factor nearly parallel: least squares finds terms that cancel."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    left, right, mix = (drawn(6, 1) + 0.2 * drawn(6, 4) for _ in range(3))
+    return FactoredTensor((left[None] * mix[:, None]).mT, right.T.expand(6, 4, 6))
+
+
+def value(objective: str, terms: Canonical) -> float:
+    return least_sensitivity(terms) if objective == "sensitivity" else float(terms.strength.square().sum())
+
+
+def test_collinear_terms_become_far_less_sensitive_at_the_same_error() -> None:
+    tensor = collinear()
+    start = als(tensor, 5, start="random", sweeps=50, tolerance=0.0)
+    found = epc(tensor, start, sweeps=100)
+    assert tensor.relative_error(*found.factors) <= start.trace.errors[-1] * (1 + 1e-9)
+    assert sensitivity(found) <= least_sensitivity(start) / 5
+    assert found.strength.max() <= start.strength.max() / 5
+    # From there least squares gets further too.
+    onwards, instead = (als(tensor, 5, start=terms, sweeps=100, tolerance=0.0) for terms in (found, start))
+    assert onwards.trace.errors[-1] < instead.trace.errors[-1]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("rank", [1, 4, 9, 16])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_bound_is_kept_and_the_objective_never_goes_up(seed: int, rank: int, objective: str) -> None:
+    tensor = heads(seed=seed)
+    start = als(tensor, rank, start="random", sweeps=5, seed=seed)
+    bound = start.trace.errors[-1] * (1 + 1e-9)
+    found = epc(tensor, start, objective=objective, sweeps=30)
+    assert tensor.relative_error(*found.factors) <= bound
+    assert max(found.trace.errors) <= bound
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(found.trace.objectives))
+    assert found.trace.objectives[0] == pytest.approx(value(objective, start), rel=1e-10)
+    assert found.trace.objectives[-1] == pytest.approx(value(objective, found), rel=1e-10)
+    assert found.trace.objectives[-1] < found.trace.objectives[0]
+    assert sensitivity(found) == pytest.approx(least_sensitivity(found), rel=1e-10)  # balanced
+    assert found.trace.errors[-1] == pytest.approx(tensor.relative_error(*found.factors), rel=1e-8)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_wider_bound_allows_a_lower_objective(objective: str) -> None:
+    tensor = heads()
+    start = als(tensor, 6, start="random", sweeps=20)
+    error = start.trace.errors[-1]
+    bounds = [error, 1.1 * error, 1.4 * error, 1.0]
+    found = [epc(tensor, start, bound, objective=objective, sweeps=30) for bound in bounds]
+    objectives = [terms.trace.objectives[-1] for terms in found]
+    assert objectives == sorted(objectives, reverse=True)
+    for terms, bound in zip(found, bounds, strict=True):
+        assert bound * (1 - 1e-6) <= tensor.relative_error(*terms.factors) <= bound * (1 + 1e-9)
+    assert found[-1].strength.max() <= 1e-9 * start.strength.max()
+
+
+def test_one_update_is_the_bounded_least_squares_solution() -> None:
+    """Against a general solver: the same objective, and the constraint active."""
+    design, target = torch.randn(20, 3), torch.randn(20, 4)
+    weights = torch.tensor([0.5, 1.0, 3.0])
+    normal, products, square = design.T @ design, target.T @ design, float(target.square().sum())
+    least = float((target - design @ torch.linalg.lstsq(design, target).solution).square().sum())
+    bound = least + 0.3 * (square - least)
+
+    def residual(flat) -> float:
+        rows = torch.as_tensor(flat).view(4, 3)
+        return square - float(2 * (rows * products).sum() - (rows @ normal * rows).sum())
+
+    found = bounded_update(normal, products, weights, square, bound)
+    assert residual(found.flatten()) == pytest.approx(bound, rel=1e-11)
+    assert residual(found.flatten()) <= bound
+    expected = minimize(
+        lambda flat: float((torch.as_tensor(flat).view(4, 3).square() * weights).sum()),
+        (products @ torch.linalg.inv(normal)).flatten().numpy(),
+        method="SLSQP",
+        constraints={"type": "ineq", "fun": lambda flat: bound - residual(flat)},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    assert float((found.square() * weights).sum()) == pytest.approx(expected.fun, rel=1e-7)
+
+
+def test_one_update_at_the_edges() -> None:
+    design, target, weights = torch.randn(20, 3), torch.randn(20, 4), torch.ones(3)
+    normal, products, square = design.T @ design, target.T @ design, float(target.square().sum())
+    least = products @ torch.linalg.inv(normal)
+    torch.testing.assert_close(bounded_update(normal, products, weights, square, 0.0), least)
+    assert not bounded_update(normal, products, weights, square, square).any()
+    near = bounded_update(normal, products, weights, square, square * (1 - 1e-9))
+    assert 0 < near.norm() < 1e-6
+    # A term that the others do not see costs nothing, and is not used.
+    silent = torch.nn.functional.pad(normal, (0, 1, 0, 1))
+    padded = torch.nn.functional.pad(products, (0, 1))
+    found = bounded_update(silent, padded, torch.tensor([1.0, 1.0, 1.0, 0.0]), square, 0.5 * square)
+    expected = bounded_update(normal, products, weights, square, 0.5 * square)
+    torch.testing.assert_close(found, torch.nn.functional.pad(expected, (0, 1)))
+
+
+def test_a_start_with_an_empty_term_keeps_it_empty() -> None:
+    tensor, start = heads(), als(heads(), 4, start="random", sweeps=5)
+    left, right, mix = (torch.nn.functional.pad(factor, (0, 1)) for factor in start.factors)
+    silent = Canonical(left, right, mix)
+    found = epc(tensor, silent, sweeps=5)
+    assert not found.strength[4] and bool(torch.isfinite(found.strength).all())
+    assert found.trace.objectives[-1] < found.trace.objectives[0]
+
+
+def test_errors_that_rounding_hides_may_rise_to_the_smallest_bound() -> None:
+    tensor = heads()
+    exact = als(tensor, 20)
+    assert exact.trace.errors[-1] < 1e-12
+    assert epc(tensor, exact, sweeps=3).trace.errors[-1] <= 1e-6 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_least_squares_gets_further_through_a_correction(finish: bool) -> None:
+    tensor = collinear()
+    schedule = Schedule(sweeps=50, tolerance=0.0, correction_sweeps=100, finish=finish)
+    alone = als(tensor, 5, start="random", sweeps=100, tolerance=0.0)
+    found = cpd_epc(tensor, 5, start="random", schedule=schedule)
+    assert tensor.relative_error(*found.factors) < alone.trace.errors[-1]
+    assert bool(found.trace.objectives) == finish
+
+
+def test_a_last_correction_lowers_the_sensitivity_and_not_the_error() -> None:
+    tensor = collinear()
+    without, corrected = (
+        cpd_epc(tensor, 5, schedule=Schedule(sweeps=20, correction_sweeps=20, finish=finish))
+        for finish in (False, True)
+    )
+    assert sensitivity(corrected) < least_sensitivity(without)
+    assert corrected.trace.errors[-1] <= without.trace.errors[-1] * (1 + 1e-9)
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    schedule = Schedule(sweeps=10, correction_sweeps=10)
+    first, again = (cpd_epc(heads(), 5, start="random", schedule=schedule, seed=4) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.factors, again.factors, strict=True))
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, 1e-7, float("nan")])
+def test_a_bound_that_rounding_hides_is_refused(bound: float) -> None:
+    with pytest.raises(InvalidInput, match="rounding hides"):
+        epc(heads(), als(heads(), 3, sweeps=1), bound)
+
+
+def test_a_start_outside_the_bound_is_refused() -> None:
+    start = als(heads(), 3, sweeps=1)
+    with pytest.raises(InvalidInput, match="above bound"):
+        epc(heads(), start, start.trace.errors[-1] / 2)
+
+
+def test_another_objective_is_named() -> None:
+    with pytest.raises(UnknownName, match="sensitivity"):
+        epc(heads(), als(heads(), 3, sweeps=1), objective="sensitivty")
+    with pytest.raises(UnknownName, match="norm"):
+        Schedule(objective="nrom")
+
+
+def test_a_start_of_another_shape_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="do not fit"):
+        epc(heads(), als(heads(rows=7), 3, sweeps=1))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_weights_of_columns_are_how_the_objective_grows_with_them(name: str) -> None:
+    left, right, mix = drawn = [torch.randn(size, 3) for size in (7, 5, 4)]
+    goal = {"sensitivity": sensitivity, "norm": lambda terms: value("norm", terms)}[name]
+    before = goal(Canonical(left, right, mix))
+    for mode in range(3):
+        others = [factor for other, factor in enumerate(drawn) if other != mode]
+        left, right, mix = (2 * factor if mode == other else factor for other, factor in enumerate(drawn))
+        weights = OBJECTIVE_PARTS[name].column_weights(*others)
+        growth = 3 * float((drawn[mode].square() * weights).sum())
+        assert goal(Canonical(left, right, mix)) - before == pytest.approx(growth, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 2e-6])
+def test_small_bounds_are_kept_too(size: float) -> None:
+    """Where the squared error has few digits left, and least squares has nothing more to gain."""
+    terms = als(heads(), 6, start="random", sweeps=2)
+    exact = FactoredTensor((terms.left[None] * terms.mix[:, None]).mT, terms.right.T.expand(4, 6, 10))
+    noise = torch.randn(4, 6, 11) * size * exact.left.norm() / 264**0.5
+    tensor = FactoredTensor(exact.left + noise, exact.right)
+    for sweeps in 0, 200:
+        start = als(tensor, 6, start=terms, sweeps=sweeps)
+        found = epc(tensor, start, sweeps=20, tolerance=0.0)
+        assert tensor.relative_error(*found.factors) <= tensor.relative_error(*start.factors) * (1 + 1e-9)
+        assert all(later <= earlier * (1 + 1e-13) for earlier, later in pairwise(found.trace.objectives))

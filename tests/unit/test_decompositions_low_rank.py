@@ -1,0 +1,298 @@
+"""Two factors for a matrix: Eckart and Young's law in every metric, exactness at full rank, and the peers."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attnrx.decompositions.low_rank import (
+    LowRank,
+    activation_aware,
+    break_even_rank,
+    output_pca,
+    pays,
+    plain_svd,
+)
+from attnrx.decompositions.low_rank_peers import asvd, fwsvd, svd_llm
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Tensor
+
+SHAPES = [(6, 10), (10, 6), (7, 7)]
+
+
+class Case:
+    """A map with data: inputs of a low dimension and a mean, some of them dead, where `deficient`."""
+
+    def __init__(self, outputs: int, inputs: int, *, deficient: bool = False):
+        self.weight = torch.randn(outputs, inputs)
+        self.fixed = torch.randn(outputs)
+        mixing = torch.randn(3 if deficient else 60, inputs)
+        self.inputs = torch.randn(300, mixing.shape[0]) @ mixing + 2 * torch.randn(inputs)
+        if deficient:
+            self.inputs[:, 0] = 0.0
+        self.outputs = self.inputs @ self.weight.T + self.fixed
+        self.mean = self.inputs.mean(0)
+        self.moment = self.inputs.T @ self.inputs / 300
+        self.output_mean = self.outputs.mean(0)
+        moved = self.outputs - self.output_mean
+        self.covariance = moved.T @ moved / 300
+        self.fisher = torch.rand(outputs, inputs) ** 3
+        if deficient:
+            self.fisher[1] = 0.0
+            self.fisher[:, 2] = 0.0
+
+
+METHODS: dict[str, Callable[[Case], LowRank]] = {
+    "plain": lambda case: plain_svd(case.weight, case.fixed),
+    "moment": lambda case: activation_aware(case.weight, case.fixed, case.moment),
+    "centred": lambda case: activation_aware(case.weight, case.fixed, case.moment, case.mean),
+    "outputs": lambda case: output_pca(case.weight, case.fixed, case.covariance, case.output_mean),
+    "asvd": lambda case: asvd(case.weight, case.fixed, case.inputs.abs().mean(0)),
+    "fwsvd outputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher),
+    "fwsvd inputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher, side="inputs"),
+    "svd-llm": lambda case: svd_llm(case.weight, case.fixed, case.moment),
+}
+
+
+def applied(low_rank: LowRank, inputs: Tensor) -> Tensor:
+    assert low_rank.bias is not None
+    return inputs @ low_rank.weight.T + low_rank.bias
+
+
+def error(case: Case, low_rank: LowRank, method: str) -> float:
+    """The squared error of two factors in the metric that the method says it makes least."""
+    if method in ("moment", "centred", "outputs", "svd-llm"):
+        missed = applied(low_rank, case.inputs) - case.outputs
+        return float(missed.square().sum(1).mean())
+    missed = case.weight - low_rank.weight
+    if method == "asvd":
+        missed = missed * case.inputs.abs().mean(0).sqrt()
+    if method == "fwsvd outputs":
+        missed = missed * case.fisher.sum(1).sqrt()[:, None]
+    if method == "fwsvd inputs":
+        missed = missed * case.fisher.sum(0).sqrt()
+    return float(missed.square().sum())
+
+
+# Whitening divides by what was never seen, so SVD-LLM makes no promise there.
+ANY_DATA = [
+    (name, deficient) for name in METHODS for deficient in (False, True) if (name, deficient) != ("svd-llm", True)
+]
+
+
+@pytest.mark.parametrize(("method", "deficient"), ANY_DATA)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_full_rank_is_the_original_for_any_input(method: str, shape: tuple[int, int], deficient: bool):
+    case = Case(*shape, deficient=deficient)
+    whole = METHODS[method](case)
+    assert whole.rank == min(shape)
+    rounding = 1e-11 if method == "svd-llm" else 1e-12
+    assert (whole.weight - case.weight).abs().max() <= rounding * case.weight.abs().max()
+    assert whole.bias is not None and (whole.bias - case.fixed).abs().max() <= 1e-11
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_error_is_the_energy_left_out(method: str, shape: tuple[int, int]):
+    case = Case(*shape)
+    whole = METHODS[method](case)
+    assert whole.strength.shape == (min(shape),) and bool((whole.strength.diff() <= 0).all())
+    for rank in range(min(shape) + 1):
+        expected = float(whole.strength[rank:].square().sum())
+        total = float(whole.strength.square().sum())
+        assert error(case, whole.truncated(rank), method) == pytest.approx(expected, rel=1e-9, abs=1e-12 * total)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["moment", "centred", "outputs"])
+def test_error_is_the_energy_left_out_where_the_data_is_deficient(method: str, shape: tuple[int, int]):
+    case = Case(*shape, deficient=True)
+    whole = METHODS[method](case)
+    seen = 4 if method == "moment" else 3
+    assert int((whole.strength > 1e-6 * whole.strength[0]).sum()) == seen
+    for rank in range(min(shape) + 1):
+        expected = float(whole.strength[rank:].square().sum())
+        total = float(whole.strength.square().sum())
+        assert error(case, whole.truncated(rank), method) == pytest.approx(expected, rel=1e-9, abs=1e-12 * total)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_other_factors_of_the_same_rank_are_nearer(method: str, shape: tuple[int, int], rank: int):
+    case = Case(*shape)
+    best = METHODS[method](case).truncated(rank)
+    least = error(case, best, method)
+    assert best.bias is not None
+    for size in (1e-3, 1e-2, 1e-1, 1.0):
+        for _ in range(10):
+            first = best.first + size * torch.randn_like(best.first)
+            second = best.second + size * torch.randn_like(best.second)
+            center = best.bias if method != "centred" else best.bias + size * torch.randn(shape[0])
+            assert error(case, LowRank(first, second, best.strength, center), method) >= least * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_are_nested(method: str):
+    whole = METHODS[method](Case(6, 10))
+    twice, once = whole.truncated(4).truncated(2), whole.truncated(2)
+    assert twice.bias is not None and once.bias is not None
+    assert torch.equal(twice.weight, once.weight) and torch.equal(twice.bias, once.bias)
+    assert torch.equal(once.first, whole.first[:2]) and torch.equal(once.second, whole.second[:, :2])
+    assert once.rank == 2 and once.strength is whole.strength
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_input_and_output_statistics_give_the_same_centred_map(shape: tuple[int, int]):
+    case = Case(*shape)
+    for rank in range(min(shape) + 1):
+        by_inputs, by_outputs = (METHODS[name](case).truncated(rank) for name in ("centred", "outputs"))
+        assert torch.allclose(by_inputs.weight, by_outputs.weight, atol=1e-9)
+        assert by_inputs.bias is not None and by_outputs.bias is not None
+        assert torch.allclose(by_inputs.bias, by_outputs.bias, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["centred", "outputs"])
+def test_matching_the_mean_keeps_it_and_is_nearer(method: str):
+    case = Case(6, 10)
+    for rank in range(6):
+        matched, plain = (METHODS[name](case).truncated(rank) for name in (method, "moment"))
+        assert torch.allclose(applied(matched, case.inputs).mean(0), case.output_mean, rtol=1e-10, atol=1e-10)
+        assert error(case, matched, method) < error(case, plain, "moment")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whitening_by_cholesky_is_the_activation_aware_optimum(shape: tuple[int, int]):
+    case = Case(*shape)
+    whitened, aware = METHODS["svd-llm"](case), METHODS["moment"](case)
+    assert torch.allclose(whitened.strength, aware.strength, rtol=1e-8)
+    for rank in range(min(shape) + 1):
+        assert torch.allclose(whitened.truncated(rank).weight, aware.truncated(rank).weight, atol=1e-8)
+
+
+def test_whitening_survives_a_deficient_moment_and_stays_near_the_optimum():
+    case = Case(6, 10, deficient=True)
+    for rank in (1, 2, 3):
+        whitened, aware = (METHODS[name](case).truncated(rank) for name in ("svd-llm", "moment"))
+        assert error(case, whitened, "moment") <= error(case, aware, "moment") * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_every_peer_is_worse_on_the_data_than_the_optimum(rank: int):
+    case = Case(6, 10)
+    least = error(case, METHODS["moment"](case).truncated(rank), "moment")
+    for name in ("plain", "asvd", "fwsvd outputs", "fwsvd inputs"):
+        assert error(case, METHODS[name](case).truncated(rank), "moment") > least * (1 + 1e-6)
+
+
+def test_scaling_by_nothing_is_the_plain_svd():
+    case = Case(6, 10)
+    plain = plain_svd(case.weight).truncated(3).weight
+    assert torch.allclose(asvd(case.weight, None, torch.rand(10), alpha=0.0).truncated(3).weight, plain)
+    assert torch.allclose(asvd(case.weight, None, torch.zeros(10)).truncated(3).weight, plain)
+    assert torch.allclose(fwsvd(case.weight, None, torch.ones(6, 10)).truncated(3).weight, plain)
+
+
+def test_unseen_directions_are_ordered_by_what_they_add_to_the_matrix():
+    weight = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    moment = torch.diag(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    whole = activation_aware(weight, None, moment)
+    assert whole.strength.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert torch.allclose(whole.truncated(2).weight, torch.diag(torch.tensor([1.0, 0.0, 0.0, 4.0])))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+def test_strengths_that_are_rounding_are_zero(shape: tuple[int, int], mean: float):
+    outputs, inputs = shape
+    data = torch.randn(300, 3) @ torch.randn(3, inputs) + mean
+    weight, center = torch.randn(outputs, inputs), data.mean(0)
+    whole = activation_aware(weight, None, data.T @ data / 300, center)
+    assert bool((whole.strength[:3] > 1e-3).all()) and bool((whole.strength[3:] == 0).all())
+    # What is left is then ordered by the matrix: no direction adds less to it than the ones after it.
+    left_over = whole.first[3:].norm(dim=1)
+    assert bool((left_over.diff() <= 1e-12).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_full_rank_is_the_original_even_with_the_statistics_of_other_data(shape: tuple[int, int]):
+    case, other = Case(*shape), torch.randn(50, shape[0])
+    whole = output_pca(case.weight, case.fixed, other.T @ other, torch.randn(shape[0]))
+    assert whole.bias is not None and (whole.bias - case.fixed).abs().max() <= 1e-12
+    assert (whole.weight - case.weight).abs().max() <= 1e-12
+
+
+def test_without_a_bias_only_a_matched_mean_makes_one():
+    case = Case(6, 10)
+    assert plain_svd(case.weight).bias is None and activation_aware(case.weight, None, case.moment).bias is None
+    made = activation_aware(case.weight, None, case.moment, case.mean)
+    assert made.bias is not None and made.bias.abs().max() <= 1e-11
+    mean = case.output_mean - case.fixed
+    assert output_pca(case.weight, None, case.covariance, mean).truncated(2).bias is not None
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "rank", "expected"), [(768, 3072, 614, True), (768, 3072, 615, False)])
+def test_two_factors_pay_below_the_break_even_rank(outputs: int, inputs: int, rank: int, expected: bool):
+    assert break_even_rank(outputs, inputs) == pytest.approx(614.4)
+    assert pays(rank, outputs, inputs) is expected
+    assert (rank * (outputs + inputs) < outputs * inputs) is expected
+
+
+def test_a_square_matrix_pays_below_half_its_rank_only():
+    assert pays(3, 8, 8) and not pays(4, 8, 8)
+    with pytest.raises(InvalidInput, match="positive number"):
+        pays(1, 0, 8)
+
+
+@pytest.mark.parametrize("rank", [-1, 7])
+def test_a_rank_that_is_not_there_is_refused(rank: int):
+    with pytest.raises(InvalidInput, match=f"rank {rank} was asked"):
+        plain_svd(torch.randn(6, 10)).truncated(rank)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda case: plain_svd(case.weight * NAN), "weight of the map"),
+        (lambda case: plain_svd(case.weight, case.fixed / 0), "bias of the map"),
+        (lambda case: plain_svd(case.weight[:0]), "map needs a weight"),
+        (lambda case: activation_aware(case.weight, None, case.moment * NAN), "moment of the inputs"),
+        (lambda case: activation_aware(case.weight, None, -case.moment), "negative eigenvalues"),
+        (lambda case: activation_aware(case.weight, None, torch.triu(case.moment)), "not symmetric"),
+        (lambda case: activation_aware(case.weight, None, case.moment, case.mean * NAN), "mean of the inputs"),
+        (lambda case: activation_aware(case.weight, None, case.moment, 3 * case.mean), "negative eigenvalues"),
+        (lambda case: output_pca(case.weight, None, -case.covariance, case.output_mean), "negative eigenvalues"),
+        (lambda case: asvd(case.weight, None, -torch.ones(10)), "mean magnitude"),
+        (lambda case: asvd(case.weight, None, torch.full((10,), NAN)), "mean magnitude"),
+        (lambda case: fwsvd(case.weight, None, -case.fisher), "Fisher information"),
+        (lambda case: fwsvd(case.weight, None, case.fisher, side="rows"), "outputs"),
+        (lambda case: svd_llm(case.weight, None, case.moment * 0), "zero or has negative"),
+        (lambda case: svd_llm(case.weight, None, -case.moment), "zero or has negative"),
+    ],
+)
+def test_what_is_no_map_and_no_statistics_is_refused(attempt: Callable[[Case], LowRank], message: str):
+    with pytest.raises(InvalidInput, match=message):
+        attempt(Case(6, 10))
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda case: inspect.unwrap(plain_svd)(case.weight, case.fixed[1:]),
+        lambda case: inspect.unwrap(activation_aware)(case.weight, None, case.moment[1:, 1:]),
+        lambda case: inspect.unwrap(activation_aware)(case.weight, None, case.moment, case.mean[1:]),
+        lambda case: inspect.unwrap(output_pca)(case.weight, None, case.moment, case.output_mean),
+        lambda case: inspect.unwrap(asvd)(case.weight, None, torch.ones(9)),
+        lambda case: inspect.unwrap(fwsvd)(case.weight, None, case.fisher.T),
+        lambda case: inspect.unwrap(svd_llm)(case.weight, None, case.covariance),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(attempt: Callable[[Case], LowRank]):
+    # The runtime check of shapes would refuse them first under test, so the plain functions are called. Inner
+    # functions are still checked, hence either error.
+    with pytest.raises((InvalidInput, TypeError)):
+        attempt(Case(6, 10))

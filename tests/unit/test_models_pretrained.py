@@ -1,0 +1,360 @@
+"""Models of timm and transformers with our attention: the same logits, the same costs, and refusals by name."""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.attention import Attention
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.checkpoint import load_weights, save_weights
+from attnrx.models.low_rank_linear import LowRankLinear
+from pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[AdoptedFamily, Any, Any]:
+    """A family, a foreign model, and a copy of it that was adopted."""
+    family, model, adopted = adopted_once(request.param)
+    return family, model, copy.deepcopy(adopted)
+
+
+def images(family: AdoptedFamily, model: nn.Module, count: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, *family.input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        given = model(batch)
+    return getattr(given, "logits", given)
+
+
+def test_logits_stay(case: tuple[AdoptedFamily, Any, Any]) -> None:
+    family, model, adopted = case
+    batch = images(family, adopted)
+    torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
+    assert family.matches(adopted) and not family.matches(model)
+    assert family.adopts(model) and not family.adopts(adopted)
+    assert len(family.attention(adopted)) == 2
+    assert not any(module.training for module in adopted.modules())
+    for parameter in adopted.parameters():  # the parts of a fused projection no longer share a storage
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    assert not any(isinstance(module, Attention) for module in model.modules())  # the model itself was left alone
+
+
+def test_a_description_rebuilds_the_model(case: tuple[AdoptedFamily, Any, Any]) -> None:
+    family, _, adopted = case
+    family.set_normalization_(adopted, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    description = json.loads(json.dumps(family.describe(adopted)))
+    with torch.device("meta"):
+        twin = family.build(description)
+    assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
+    twin.load_state_dict(adopted.state_dict(), strict=True, assign=True)
+    batch = images(family, adopted)
+    assert torch.equal(logits(twin.eval(), batch), logits(adopted, batch))
+    assert family.normalization(twin) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert family.describe(twin) == description
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2, registers", "hf vit", "hf deit, distilled"])
+def test_saved_models_are_read_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    family, _, adopted = adopted_once(name)
+    save_weights(tmp_path, adopted, family)
+    again = load_weights(tmp_path, (TIMM, HF))
+    batch = images(family, adopted)
+    assert family.matches(again) and torch.equal(logits(again, batch), logits(adopted, batch))
+
+
+def test_costs_are_the_parameters_and_products_of_the_model(case: tuple[AdoptedFamily, Any, Any]) -> None:
+    family, model, adopted = case
+    costs = family.costs(adopted)
+    assert costs.params == sum(parameter.numel() for parameter in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        logits(adopted, images(family, adopted, 1))
+    assert 2 * costs.product_macs == counter.get_total_flops()
+
+
+def test_low_rank_mlps_are_described_rebuilt_and_priced(case: tuple[AdoptedFamily, Any, Any]) -> None:
+    family, _, adopted = case
+    if not family.mlp(adopted):
+        first: Any = family.layers(adopted.source)[0]
+        assert type(first.mlp).__name__ in ("GluMlp", "SwiGLUPacked", "Dinov2SwiGLUFFN")
+        with pytest.raises(NotSupported, match="no MLPs of two linear maps"):
+            family.set_mlp_(adopted, 0, 0, nn.Linear(2, 2))
+        return
+    planned = family.costs(adopted, mlp_ranks=((None, 3), (2, None)))
+    for layer, which, rank in ((0, 1, 3), (1, 0, 2)):
+        linear: Any = family.mlp(adopted)[layer][which]
+        factors = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None).double()
+        family.set_mlp_(adopted, layer, which, factors)
+    with torch.device("meta"):
+        twin = family.build(family.describe(adopted))
+    twin.load_state_dict(adopted.state_dict(), strict=True, assign=True)
+    batch = images(family, adopted)
+    assert torch.equal(logits(twin.eval(), batch), logits(adopted, batch))
+    assert family.costs(twin) == planned
+    assert planned.params == sum(parameter.numel() for parameter in adopted.parameters())
+
+
+def test_an_attention_can_be_replaced_and_is_described(case: tuple[AdoptedFamily, Any, Any]) -> None:
+    family, _, adopted = case
+    spec = family.attention(adopted)[1].spec.with_ranks((1, 2), (2, 0), "none")
+    planned = family.costs(adopted, (family.attention(adopted)[0].spec, spec))
+    family.set_attention_(adopted, 1, Attention(spec).double())
+    rebuilt = family.build(family.describe(adopted))
+    assert family.attention(rebuilt)[1].spec == spec
+    assert planned == family.costs(rebuilt)
+    assert planned.params == sum(parameter.numel() for parameter in rebuilt.parameters())
+
+
+def test_softmax_in_single_precision_is_no_reason_to_refuse() -> None:
+    """The eager attention of transformers computes its softmax in float32, whatever the type of the model."""
+    model = of_hf("ViTForImageClassification", attn_implementation="eager")
+    adopted = HF.adopt(model)
+    batch = images(HF, adopted)
+    torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-6)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
+
+
+def test_training_modes_and_frozen_weights_are_kept() -> None:
+    model = of_timm(VIT).float().train()
+    model.blocks[0].attn.qkv.requires_grad_(False)
+    adopted = TIMM.adopt(model)
+    first, second = TIMM.attention(adopted)
+    assert adopted.training and first.training and model.training
+    assert not first.value.weight.requires_grad and first.output.weight.requires_grad
+    assert second.value.weight.requires_grad
+    assert first.value.weight.dtype == torch.float32
+
+
+REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
+    "qk norm": (TIMM, partial(of_timm, VIT, qk_norm=True), "QK-norm"),
+    "scale norm": (TIMM, partial(of_timm, VIT, scale_attn_norm=True), "a norm between"),
+    "differential": (TIMM, partial(of_timm, VIT, attn_layer="diff", num_heads=2), "differential attention"),
+    "parallel": (TIMM, partial(of_timm, "vit_base_patch16_xp_224"), "attention and MLP in parallel"),
+    "side by side": (TIMM, partial(of_timm, "vit_small_patch16_18x2_224"), "several attentions side by side"),
+    "map pooling": (TIMM, partial(of_timm, VIT, global_pool="map"), "attention pooling"),
+    "dropout": (TIMM, partial(of_timm, VIT, attn_drop_rate=0.1), "attn_drop_rate=0"),
+    "hf dropout": (HF, partial(of_hf, "ViTForImageClassification", attention_probs_dropout_prob=0.1), "dropout inside"),
+    "hf bare": (HF, partial(of_hf, "ViTModel"), "the class ViTModel"),
+}
+# On the meta device: these architectures are large, and refusing looks at no weights.
+OTHERS = {
+    "eva02_tiny_patch14_224": r"eva\.Eva is not supported: rotary positions",
+    "vit_small_patch16_rope_224": "rotary positions",
+    "vit_relpos_small_patch16_224": "relative position bias",
+    "vit_tiny_r_s16_p8_224": "the patch embedding HybridEmbed",
+    "beit_base_patch16_224": "the class Beit",
+    "cait_xxs24_224": "talking heads",
+    "test_resnet": "the class ResNet",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_attention_is_refused_by_name(name: str) -> None:
+    family, make, message = REFUSED[name]
+    with pytest.raises(NotSupported, match=message):
+        family.adopt(make())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_refused_by_name(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(NotSupported, match=OTHERS[name]):
+        TIMM.adopt(model)
+
+
+def test_gates_and_replaced_projections_are_refused_by_name() -> None:
+    model = of_timm(VIT)
+    model.blocks[1].attn = timm.layers.Attention(12, 3, qkv_bias=True, gated=True).double()
+    with pytest.raises(NotSupported, match="a gate on the output"):
+        TIMM.adopt(model)
+    model = of_timm(VIT)
+    nn.utils.parametrizations.weight_norm(model.blocks[0].attn.qkv)
+    with pytest.raises(NotSupported, match="the projection qkv is a ParametrizedLinear"):
+        TIMM.adopt(model)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "norm": (lambda model: setattr(model.blocks[1], "norm1", nn.LayerNorm(12, eps=0.1).double()), "changed after"),
+    "epsilon": (lambda model: setattr(model.blocks[1].norm1, "eps", 2e-6), "changed after"),  # too little for logits
+    "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, but 1 are described"),
+    "hook": (lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]), "what it seems"),
+    "origin": (lambda model: delattr(model, "pretrained_cfg"), "does not say how it was made"),
+    "finite": (lambda model: model.head.weight.data.fill_(float("nan")), "differ by nan"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_was_changed_is_not_adopted_silently(name: str) -> None:
+    change, message = CHANGES[name]
+    model = of_timm(VIT)
+    change(model)
+    with pytest.raises((NotSupported, InvalidInput), match=message):
+        TIMM.adopt(model)
+
+
+def test_arguments_that_cannot_be_saved_are_refused() -> None:
+    with pytest.raises(NotSupported, match="act_layer='gelu'"):
+        TIMM.adopt(of_timm(VIT, act_layer=nn.ReLU))
+    assert TIMM.adopt(of_timm(VIT, act_layer="relu"))
+
+
+def test_masks_and_attention_weights_are_refused() -> None:
+    adopted: Any = TIMM.adopt(of_timm(VIT))
+    with pytest.raises(NotSupported, match="masks"):
+        adopted.source(images(TIMM, adopted), is_causal=True)
+    adopted = HF.adopt(of_hf("ViTForImageClassification"))
+    with pytest.raises(NotSupported, match="output_attentions=True"):
+        adopted.source(images(HF, adopted), output_attentions=True)
+    with pytest.raises(NotSupported, match="attention_mask"):
+        adopted.source(images(HF, adopted), attention_mask=torch.tensor([[1, 1, 0, 1, 1]] * 3))
+    model = of_hf("ViTForImageClassification")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(NotSupported, match="output_attentions=True"):
+        HF.adopt(model)
+
+
+def test_wrong_images_and_statistics_are_refused() -> None:
+    model = of_timm(VIT)
+    adopted = TIMM.adopt(model)
+    with pytest.raises(InvalidInput, match="image_size=16"):
+        adopted(torch.zeros(1, 3, 8, 8, dtype=torch.float64))
+    with pytest.raises(InvalidInput, match="adopted already"):
+        TIMM.adopt(adopted)
+    with pytest.raises(InvalidInput, match="one mean"):
+        TIMM.adopt(model, mean=(0.5,))
+    with pytest.raises(InvalidInput, match="one mean"):
+        TIMM.adopt(of_timm(VIT, in_chans=1))
+    with pytest.raises(InvalidInput, match="img_size="):
+        TIMM.adopt(model, input_shape=(3, 32, 32))
+    with pytest.raises(InvalidInput, match="not adopted by the family"):
+        HF.attention(adopted)
+    with pytest.raises(InvalidInput, match="give one for each"):
+        TIMM.costs(adopted, (TIMM.attention(adopted)[0].spec,))
+    with pytest.raises(InvalidInput, match="give one for each"):
+        TIMM.costs(adopted, ())
+    TIMM.set_normalization_(adopted, (0.1,) * 3, (0.2,) * 3)
+    assert TIMM.describe(adopted)["mean"] == [0.1] * 3
+
+
+@pytest.mark.parametrize("name", ["timm", "transformers"])
+def test_models_that_fit_their_positions_take_other_sizes(name: str) -> None:
+    family, model = {
+        "timm": (TIMM, partial(of_timm, VIT, dynamic_img_size=True)),
+        "transformers": (HF, partial(of_hf, "Dinov2ForImageClassification")),
+    }[name]
+    foreign = model()
+    adopted = family.adopt(foreign, input_shape=(3, 24, 32))
+    batch = images(family, adopted)
+    torch.testing.assert_close(logits(adopted, batch), logits(foreign, batch), rtol=0, atol=1e-12)
+    assert family.build(family.describe(adopted)).origin.input_shape == (3, 24, 32)
+    assert family.costs(adopted).patches.macs == 12 * (3 * 8 * 8) * 12
+    with pytest.raises(InvalidInput, match="do not tile"):
+        family.adopt(foreign, input_shape=(3, 20, 32))
+
+
+def test_twins_of_both_libraries_are_one_model() -> None:
+    first = of_timm(VIT)
+    second = of_hf("ViTForImageClassification")
+    second.load_state_dict(twin_of(first), strict=True)
+    one, other = TIMM.adopt(first), HF.adopt(second)
+    batch = images(TIMM, one)
+    torch.testing.assert_close(logits(one, batch), logits(other, batch), rtol=0, atol=1e-12)
+    assert TIMM.costs(one) == HF.costs(other)
+    assert [layer.spec for layer in TIMM.attention(one)] == [layer.spec for layer in HF.attention(other)]
+    assert TIMM.normalization(one) == HF.normalization(other) == ((0.5,) * 3, (0.5,) * 3)
+
+
+def test_timm_weights_are_read_strictly(tmp_path: Path) -> None:
+    model = of_timm(VIT)
+    path = tmp_path / "weights.safetensors"
+    save_file(model.state_dict(), path)
+    adopted = TIMM.load(VIT, weights=path, **SMALL)
+    batch = images(TIMM, adopted)
+    torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
+    assert not adopted.training
+    with pytest.raises(CheckpointError, match="do not fit"):
+        TIMM.load(VIT, weights=path, **{**SMALL, "num_classes": 7})
+    with pytest.raises(CheckpointError, match="not a file"):
+        TIMM.load(VIT, weights=tmp_path / "nothing.safetensors", **SMALL)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="do not fit"):
+        TIMM.load(VIT, weights=path, **SMALL)
+
+
+def test_timm_names_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match=VIT):
+        TIMM.load("vit_tiny_patch16_22")
+    with pytest.raises(NotSupported, match="rotary"):
+        TIMM.load("eva02_tiny_patch14_224", weights=tmp_path / "nothing")
+    with pytest.raises(InvalidInput, match="choose one"):
+        TIMM.load(VIT, weights=tmp_path, pretrained=True)
+    with pytest.raises(InvalidInput, match="no_such"):
+        TIMM.load(VIT, pretrained=False, no_such=1)
+    one, other = (TIMM.load(VIT, pretrained=False, **SMALL) for _ in range(2))
+    assert torch.equal(one.get_parameter("source.head.weight"), other.get_parameter("source.head.weight"))
+
+
+def test_folders_of_transformers_are_read(tmp_path: Path) -> None:
+    model = of_hf("ViTForImageClassification")
+    model.save_pretrained(tmp_path / "plain")
+    adopted = HF.load(tmp_path / "plain")
+    batch = images(HF, adopted)
+    torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
+    assert not adopted.training and HF.normalization(adopted) == ((0.5,) * 3, (0.5,) * 3)
+
+
+def test_the_image_processor_of_a_folder_is_believed(tmp_path: Path) -> None:
+    of_hf("Dinov2ForImageClassification").float().save_pretrained(tmp_path)
+    size, mean = {"height": 24, "width": 24}, [0.1, 0.2, 0.3]
+    transformers.BitImageProcessor(crop_size=size, image_mean=mean).save_pretrained(tmp_path)
+    adopted = HF.load(str(tmp_path))
+    assert HF.input_shape(adopted) == (3, 24, 24) and HF.normalization(adopted)[0] == (0.1, 0.2, 0.3)
+
+
+def test_folders_without_a_trained_classifier_are_refused(tmp_path: Path) -> None:
+    of_hf("ViTModel").float().save_pretrained(tmp_path / "body")
+    with pytest.raises(CheckpointError, match=r"classifier\.\w+.* would be random"):
+        HF.load(tmp_path / "body")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        HF.load(tmp_path / "nowhere")
+
+
+def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.models", None)
+    with pytest.raises(NotSupported, match="pip install timm"):
+        TIMM.load(VIT)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(NotSupported, match="pip install transformers"):
+        HF.load("google/vit-base-patch16-224")
+
+
+@pytest.mark.data
+def test_a_real_vit_tiny_keeps_its_logits() -> None:
+    weights = Path(os.environ.get("ATTNRX_DATA", "")) / "vit_tiny_patch16_224.safetensors"
+    if not weights.is_file():
+        pytest.skip("set ATTNRX_DATA to the folder with vit_tiny_patch16_224.safetensors")
+    adopted = TIMM.load(VIT, weights=weights).double()
+    plain = timm.create_model(VIT, checkpoint_path=str(weights)).eval().double()
+    batch = images(TIMM, adopted, 2)
+    torch.testing.assert_close(logits(adopted, batch), logits(plain, batch), rtol=0, atol=1e-11)
+    assert TIMM.costs(adopted).params == 5_717_416
