@@ -85,7 +85,8 @@ def test_observed_output_is_what_the_layer_adds() -> None:
     with observing(vit, family, seen.__setitem__), torch.no_grad():
         vit(images(CONFIGS["svda"]))
     hook.remove()
-    added = torch.einsum("bhnd,hdw->bnw", seen[0].output, seen[0].readout) + attention.output.bias
+    added = torch.einsum("bhnd,hdw->bnw", seen[0].output, seen[0].readout)
+    added = added + attention.output.get_parameter("bias")
     torch.testing.assert_close(added, outputs[0])
 
 

@@ -83,7 +83,8 @@ def test_mask_equals_compress(
 def test_other_maps_masked_equal_compressed(
     circuit: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe(found, None, **{circuit: rule})
+    asked = {"values": None, "mlp": None, circuit: rule}
+    prescription = prescribe(found, None, values=asked["values"], mlp=asked["mlp"])
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-6)
