@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,40 +146,50 @@ class Bench:
 
 
 def compare_contenders(
-    bench: Bench, contenders: Sequence[Contender], shares: Iterable[float], say: Say = in_silence
+    bench: Bench,
+    contenders: Sequence[Contender],
+    shares: Iterable[float],
+    say: Say = in_silence,
+    out: Path | str | None = None,
 ) -> Trials:
     """Prescribes, realizes and measures every contender at every share, without any fine-tuning.
 
     All are measured on the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals
-    over the images.
+    over the images. What is known so far is saved to `out` after every trial.
     """
     shares = tuple(shares)
     if not contenders or not shares or any(not 0 < share <= 1 for share in shares):
         raise InvalidInput(f"{len(contenders)} contenders at the shares {shares}: give at least one, shares in (0, 1].")
     before = family_of(bench.model).costs(bench.model)
     logits, labels = _answers(bench.model, bench)
-    trials = []
+    correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
+    found = Trials((), correct, _about(bench, contenders, len(labels)))
     for contender in contenders:
         for share in shares if contender.varies else (1.0,):
             started = time.perf_counter()
             candidate = _made(bench, contender, share)
             seconds = time.perf_counter() - started
-            trial = _trial(bench, before, candidate, (logits, labels))
-            trials.append(Trial(contender.name, share, **trial, n=len(labels), seconds=seconds))
+            measured = _trial(bench, before, candidate, (logits, labels))
+            trial = Trial(contender.name, share, **measured, n=len(labels), seconds=seconds)
+            found = replace(found, trials=(*found.trials, trial))
+            if out is not None:
+                found.save(out)
             say(
-                f"{contender.name} at {share:g}: top-1 {trials[-1].accuracy.value:.1f} %, agreement "
-                f"{trials[-1].agreement.value:.1f} %, KL {trials[-1].divergence.value:.3f}"
+                f"{trial.contender} at {share:g}: top-1 {trial.accuracy.value:.1f} %, agreement "
+                f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}"
             )
-    correct = int((logits.argmax(-1) == labels).sum())
-    about = {
+    return found
+
+
+def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
+    return {
         "diagnosis": dict(bench.diagnosis.about),
         "data": bench.test.fingerprint,
-        "images": len(labels),
+        "images": images,
         "seed": bench.seed,
         "contenders": [asdict(contender) for contender in contenders],
         "torch": torch.__version__,
     }
-    return Trials(tuple(trials), proportion(correct, len(labels)).scaled(100.0), about)
 
 
 def _made(bench: Bench, contender: Contender, share: float) -> nn.Module:

@@ -50,8 +50,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         diagnosis = rx.measure_divergence(model, diagnosis, priced)
     test = chosen_images(splits, arguments)
     bench = rx.experiments.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
-    trials = rx.experiments.compare_contenders(bench, contenders, shares, say)
-    path = trials.save(arguments.out)
+    trials = rx.experiments.compare_contenders(bench, contenders, shares, say, arguments.out)
+    path = arguments.out
     table = Table(COLUMNS, tuple(trial.cells for trial in trials.trials))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.storage.read_json(path), (table, original, f"comparison: {path}"))
