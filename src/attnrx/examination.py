@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,10 +14,15 @@ from attnrx.config import to_dict
 from attnrx.data import Batch, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, suited
+from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import evaluating, family_of, model_fingerprint, observing, observing_mlp
+from attnrx.rules.metrics import directions_in
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import require_finite
+
+SHOWN_METRICS = ("weights", "mix")
+METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
 def diagnose(
@@ -53,6 +59,8 @@ def diagnose(
     if not watched.images:
         raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
     layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), maps.read(), strict=True))
+    if wanted:
+        layers = tuple(_with_metrics(layer) for layer in layers)
     about = {
         "family": family_of(model).name,
         "data": {"name": _name(shown), "images": watched.images, "fingerprint": shown.fingerprint},
@@ -62,6 +70,23 @@ def diagnose(
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
     }
     return Diagnosis(layers, model_fingerprint(model), about)
+
+
+def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
+    """Adds what the directions of a form without norms look like on the weights and on the data.
+
+    strength_METRIC [heads, directions] are the singular values of the scores in that metric, and
+    effective_rank_METRIC [heads] how many directions their energy is spread over.
+    """
+    if layer.spectrum.norms != "none" or not layer.spectrum.heads or layer.spectrum.query.shape[0] == 1:
+        return layer
+    told = dict(layer.readings)
+    for metric in SHOWN_METRICS:
+        if METRIC_NEEDS[metric] <= told.keys():
+            strength = directions_in(metric, layer).strength * (layer.spectrum.used.any(-1, keepdim=True))
+            told[f"strength_{metric}"] = strength
+            told[f"effective_rank_{metric}"] = effective_rank(strength)
+    return replace(layer, readings=told)
 
 
 class _MapPanel:

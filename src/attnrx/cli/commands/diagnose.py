@@ -11,7 +11,15 @@ from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running,
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
 # What is shown of every head; the file holds all readings.
-SHOWN = ("effective_rank", "sparsity", "alignment", "selectivity", "perturbation_response")
+SHOWN = (
+    "effective_rank",
+    "effective_rank_weights",
+    "effective_rank_mix",
+    "sparsity",
+    "alignment",
+    "selectivity",
+    "perturbation_response",
+)
 
 
 def add(parser: Parser) -> None:

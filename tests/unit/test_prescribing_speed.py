@@ -1,0 +1,39 @@
+"""All layers of a DeiT-B prescribed from its statistics, in seconds."""
+
+import time
+
+import torch
+
+from attnrx.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.rules import TotalRank, prescribe
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+
+HEADS, DIRECTIONS, WIDTH, LAYERS = 12, 64, 768, 12
+LIMIT = 10.0  # CPU seconds of one thread
+
+
+def moment(*shape: int, generator: torch.Generator) -> Tensor:
+    rows = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64)
+    return rows @ rows.mT / shape[-1]
+
+
+def layer(seed: int) -> LayerDiagnosis:
+    generator = torch.Generator().manual_seed(seed)
+    size = (HEADS, DIRECTIONS)
+    tables = [torch.randn(*size, WIDTH + 1, generator=generator, dtype=torch.float64) for _ in range(2)]
+    ones = torch.ones(size, dtype=torch.float64)
+    spectrum = Spectrum(tables[0], tables[1], ones, ones.bool(), DIRECTIONS**-0.5, "none", tuple(range(HEADS)))
+    names = ("query_gram", "key_covariance", "key_softmax", "readout_gram")
+    readings = {name: moment(*size, generator=generator) for name in names}
+    readings["output_mean"] = torch.zeros(size, dtype=torch.float64)
+    readings["output_covariance"] = moment(HEADS * DIRECTIONS, generator=generator).reshape(*size, -1)
+    return LayerDiagnosis(spectrum, readings)
+
+
+def test_a_deit_base_is_prescribed_in_seconds() -> None:
+    found = Diagnosis(tuple(layer(seed) for seed in range(LAYERS)), "a model", {})
+    started = time.process_time()
+    prescription = prescribe(found, TotalRank(0.5, scope="model"), values=TotalRank(0.5))
+    assert time.process_time() - started < LIMIT
+    assert sum(sum(ranks) for ranks in prescription.ranks) == HEADS * DIRECTIONS * LAYERS // 2
