@@ -8,6 +8,7 @@ from torch import nn
 
 import cases
 from attnrx.attention import Eager, using
+from attnrx.costs import count_product_macs
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
@@ -122,6 +123,17 @@ def test_fusion_ranks_are_realized_as_irregular_heads(
     assert all(sum(ranks) <= 6 for ranks in prescription.ranks)
     masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+
+
+def test_ragged_values_cost_what_their_closed_form_says(
+    model: VisionTransformer, found: Diagnosis, images: ImageSet
+) -> None:
+    small = realize(model, prescribe(found, TotalRank(0.6), values=TotalRank(0.6, metric="own", minimum=0)))
+    family, layers = family_of(small), family_of(small).attention(small)
+    assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
+    with using(layers, [Eager()] * len(layers)):
+        counted = count_product_macs(small, next(iter(images.batches(8))).images.double())
+    assert counted == family.costs(small).product_macs
 
 
 def test_everything_at_once_survives_the_disk(

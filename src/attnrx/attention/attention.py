@@ -31,14 +31,16 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Mixes the tokens."""
-        heads = len(self.spec.heads)
-        if not heads:  # every head was removed: only the output bias is left
+        if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
-        reads = (self.backend.reads(self.spec),) * heads
-        value = self.value.padded(tokens, reads).unflatten(-1, (heads, -1)).transpose(1, 2)
         buckets = self.backend.buckets(self.spec, tokens.shape[0] * tokens.shape[1])
-        mixed = self.backend(buckets, self.scores(tokens, buckets), value)
-        return self.output.padded(mixed.transpose(1, 2).flatten(2), reads)
+        reads = self.backend.reads(self.spec)
+        features = self.value.padded(tokens, reads).split([sum(reads[bucket.heads]) for bucket in buckets], dim=-1)
+        values = [
+            part.unflatten(-1, (bucket.stop - bucket.start, reads[bucket.start])).transpose(1, 2)
+            for part, bucket in zip(features, buckets, strict=True)
+        ]
+        return self.output.padded(self.backend(buckets, self.scores(tokens, buckets), values), reads)
 
     def spectrum(self) -> Spectrum:
         """Reads the score directions of the layer, one table per owner, biases as the last column, in float64."""

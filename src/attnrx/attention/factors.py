@@ -47,11 +47,11 @@ class ScoreFactors:
         return query.transpose(1, 2), key.transpose(1, 2)
 
 
-def exact_buckets(ranks: tuple[int, ...]) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads of equal rank, so that nothing is padded."""
+def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
+    """Groups neighbouring heads of equal rank, which read out as many features each, so that nothing is padded."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
-        if buckets and buckets[-1].rank == rank:
+        if buckets and buckets[-1].rank == rank and (reads is None or reads[head] == reads[head - 1]):
             buckets[-1] = Bucket(buckets[-1].start, head + 1, rank, rank)
         else:
             buckets.append(Bucket(head, head + 1, rank, rank))

@@ -1,6 +1,7 @@
 """The contract of a backend: how score factors and values become the output of the heads."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -18,9 +19,9 @@ class Backend(ABC):
         images together.
         """
 
-    def reads(self, spec: AttentionSpec) -> int:
-        """Chooses to how many features the values of every head are padded."""
-        return max((*spec.reads, 1))
+    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+        """Chooses how many features every head's values are padded to, the same for all heads of a bucket."""
+        return spec.reads
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
@@ -30,15 +31,18 @@ class Backend(ABC):
         self,
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
-        value: Float[Tensor, "batch heads tokens reads"],
-    ) -> Float[Tensor, "batch heads tokens reads"]:
-        """Gives the output of all heads; a head without directions reads out the mean of the values."""
+        values: Sequence[Float[Tensor, "batch _ tokens _"]],
+    ) -> Float[Tensor, "batch tokens features"]:
+        """Gives what all heads read out, side by side, from the values of every bucket.
+
+        A head without directions reads out the mean of its values.
+        """
         found = {part.bucket: part for part in factors}
         outputs = []
-        for bucket in buckets:
-            own = value[:, bucket.heads]
+        for bucket, own in zip(buckets, values, strict=True):
             if bucket in found:
                 outputs.append(self.attend(found[bucket], own))
             else:
                 outputs.append(own.mean(-2, keepdim=True).expand_as(own))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        flat = [output.transpose(1, 2).flatten(2) for output in outputs]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)

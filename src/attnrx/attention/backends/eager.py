@@ -12,8 +12,8 @@ class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
     def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
-        """Groups only neighbours of equal rank."""
-        return exact_buckets(spec.ranks)
+        """Groups only neighbours of equal shape."""
+        return exact_buckets(spec.ranks, spec.reads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""

@@ -22,14 +22,14 @@ class Fused(Backend):
 
     def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
-        most, width = max(spec.ranks, default=0), self.reads(spec)
+        most, width = max(spec.ranks, default=0), max((*spec.ranks, *spec.reads, 1))
         limit = self.FULL_ABOVE_WITH_FEW if tokens < self.FEW_TOKENS else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
-    def reads(self, spec: AttentionSpec) -> int:
+    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
         """Chooses one width for queries, keys and values."""
-        return max((*spec.ranks, *spec.reads, 1))
+        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Calls the fused kernel."""

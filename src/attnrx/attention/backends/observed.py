@@ -27,6 +27,10 @@ class Observed(Backend):
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)
 
+    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+        """Pads all heads to the one that reads out most."""
+        return (max((*spec.reads, 1)),) * len(spec.heads)
+
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes the read-out and shows how."""
         logits = scores(factors)
