@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -53,7 +53,8 @@ def diagnose(
     wanted = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     maps = _MapPanel(model, wanted)
     watched = _Pass(model, panel, to_perturb, seed)
-    with evaluating([model]), observing_mlp(model, family_of(model), partial(maps.observe, watched)):
+    watching = observing_mlp(model, family_of(model), partial(maps.observe, watched)) if wanted else nullcontext()
+    with evaluating([model]), watching:
         for batch in shown.batches(batch_size, device=next(model.parameters()).device):
             watched.show(batch)
     if not watched.images:

@@ -9,7 +9,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.joint import JointForm
-from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.knobs import rank_among, require_count, require_rank
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest
@@ -36,7 +36,7 @@ class FusionRank(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
-        total = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * int(spectrum.used.sum())))
+        total = rank_among(self.rank, int(spectrum.used.sum()))
         joint = JointForm(diagnosis.layers[layer], self.metric)
         fusion = fusion_ranks(cpd_epc(joint.tensor, total, schedule=Schedule(sweeps=self.sweeps), seed=self.seed))
         outside = float(fusion.off_block.mean())

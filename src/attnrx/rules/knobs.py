@@ -35,6 +35,11 @@ def require_rank(rule: Rule, knob: str, value: int | float) -> None:
         )
 
 
+def rank_among(value: int | float, there: int) -> int:
+    """Gives the rank that such a knob means among so many directions: itself, or the share of them, at least one."""
+    return value if isinstance(value, int) else max(1, round(value * there))
+
+
 def require_rule(rule: Rule, value: object) -> None:
     """Refuses a control that has no rule to match."""
     if not isinstance(value, Rule):

@@ -102,7 +102,7 @@ def _value_directions(layer: LayerDiagnosis) -> Balanced:
 
 def _spectrum(
     left: Tensor, right: Tensor, strength: Float[Tensor, "units directions"], units: tuple[int, ...], of: str
-):
+) -> Spectrum:
     used = torch.ones_like(strength, dtype=torch.bool)
     return Spectrum(left, right, strength.double(), used, 1.0, "none", units, of)
 

@@ -43,8 +43,8 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 
 def _readings(old: Mapping[str, Tensor], spectrum: Spectrum, basis: Basis) -> dict[str, Tensor]:
     """Keeps what does not depend on the directions, and tells anew what does and can be told."""
-    stale = {"energy", "query_moment", "key_moment", "query_gram", "key_covariance", "score_gram", "key_gram"}
-    kept = {name: value for name, value in old.items() if name not in stale and name != "key_softmax"}
+    moments = {"query_moment", "key_moment", "query_gram", "key_covariance", "score_gram", "key_gram", "key_softmax"}
+    kept = {name: value for name, value in old.items() if name not in moments}
     told = SpectralShape().measure(spectrum)
     told["spectral_redundancy"] = spectral_redundancy(spectrum.strength, spectrum.used)
     for name, table in (("query_gram", basis.left), ("key_covariance", basis.right)):

@@ -10,7 +10,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
 from attnrx.prescription import Basis, LayerPrescription
 from attnrx.rules.joint import JointForm
-from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.knobs import rank_among, require_count, require_rank
 from attnrx.rules.preconditions import read_spectrum
 from attnrx.rules.rule import Rule
 
@@ -43,7 +43,7 @@ class SharedRank(Rule):
         """Decomposes one layer."""
         spectrum = read_spectrum(self, diagnosis, layer)
         form = JointForm(diagnosis.layers[layer], self.joint)
-        rank = self.rank if isinstance(self.rank, int) else max(1, round(self.rank * int(spectrum.used.sum())))
+        rank = rank_among(self.rank, int(spectrum.used.sum()))
         terms = self._decompose(form, rank)
         left, right = form.basis(terms.left, terms.right)
         error = form.tensor.relative_error(terms.left, terms.right, terms.mix)
