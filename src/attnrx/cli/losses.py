@@ -1,22 +1,40 @@
-"""Losses as text: `target_rank:16:0.1`, `distillation:runs/teacher:temperature=2`."""
+"""Losses as text: `target_rank:16:0.1`, `distillation:runs/teacher:temperature=2`.
+
+A teacher whose name has a colon, such as timm:NAME, is given for all losses together.
+"""
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
 
 
-def parse_losses(texts: Sequence[str]) -> "tuple[rx.losses.Loss, ...]":
-    """Gives the task, as it is by default unless it is among the texts, and the other losses."""
-    losses = tuple(parse_loss(text) for text in texts)
+def parse_losses(
+    texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
+) -> "tuple[rx.losses.Loss, ...]":
+    """Gives the losses; the task, as it is by default, comes first where it is wanted and not among the texts.
+
+    `shared` are knobs for every loss that has them and was not given them: the teacher and its weights.
+    """
+    losses = tuple(parse_loss(text, shared or {}) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
-    return losses if has_task else (rx.losses.Task(), *losses)
+    if has_task and not task:
+        raise InvalidInput("the task is among the losses and was also left out; give one of the two.")
+    unused = [knob for knob in shared or {} if not any(hasattr(loss, knob) for loss in losses)]
+    if unused:
+        raise InvalidInput(
+            f"a {unused[0]} was given, and none of the losses learns from one; add distillation or "
+            "feature_distillation to the losses."
+        )
+    if not losses and not task:
+        raise InvalidInput("without the task and without other losses there is nothing to learn; give --losses.")
+    return losses if has_task or not task else (rx.losses.Task(), *losses)
 
 
-def parse_loss(text: str) -> "rx.losses.Loss":
+def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
     """Builds one loss: its name, then its knobs in their order or by name, all set apart by colons."""
     name, *knobs = text.split(":")
     kinds = {snake_case(kind.__name__): kind for kind in rx.losses.LOSSES}
@@ -24,14 +42,16 @@ def parse_loss(text: str) -> "rx.losses.Loss":
         raise UnknownName("loss", name, kinds)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
+    rest = {key: value for key, value in shared.items() if key in fields}
     for knob in knobs:
         key, separator, value = knob.partition("=")
         if not separator:
-            free = [field for field in fields if field not in given]
+            free = [field for field in fields if field not in given and field not in rest]
             key, value = (free[0] if free else "one more"), knob
         if key not in fields or key in given:
             raise InvalidInput(f"the loss {text!r}: {name} takes {', '.join(fields)}, each once; found {knob!r}.")
-        given[key] = value if fields[key].type is str else _number(value, text)
+        given[key] = value if fields[key].type in (str, str | None) else _number(value, text)
+    given = {**rest, **given}
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in given]
     if missing:
         raise InvalidInput(f"the loss {text!r}: {name} needs {' and '.join(missing)}, as in {name}:{missing[0]}=...")
@@ -43,9 +63,9 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _number(value: str, text: str) -> float:
+def _number(value: str, text: str) -> int | float:
     try:
-        return float(value)
+        return int(value) if value.isdigit() else float(value)
     except ValueError:
         raise InvalidInput(
             f"the loss {text!r}: {value!r} is not a number. Losses read like target_rank:16:0.1."

@@ -1,7 +1,9 @@
 """The contract of a training loss, and what it may look at."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ class LossContext:
     """One step as a loss sees it.
 
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
-    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. Where
+    images were mixed, an image belongs to its label by `share` and to its `partners` label by the rest. `features` are
+    what the blocks of the model gave, where a loss reads them. `memory` holds what several losses need of this step.
     """
 
     model: nn.Module
@@ -24,6 +28,10 @@ class LossContext:
     logits: Float[Tensor, "batch classes"]
     seed: int
     shard: tuple[int, int] = (0, 1)
+    partners: Int[Tensor, "batch"] | None = None
+    share: float = 1.0
+    features: Sequence[Float[Tensor, "batch tokens width"]] = ()
+    memory: dict[Any, Any] = field(default_factory=dict)
 
     def noise(self) -> Float[Tensor, "batch channels height width"]:
         """Gives standard normal noise for the images: drawn for all processes together, then cut.
@@ -43,6 +51,8 @@ class Loss(ABC):
     Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
     """
 
+    reads_labels: ClassVar[bool] = False
+    reads_features: ClassVar[bool] = False
     weight: float
 
     @abstractmethod

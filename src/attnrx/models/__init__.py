@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.blocks import block_names, parameter_places, recording_blocks
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
@@ -29,6 +30,7 @@ __all__ = [
     "LowRankLinear",
     "ViTConfig",
     "VisionTransformer",
+    "block_names",
     "build_model",
     "config_costs",
     "evaluating",
@@ -40,7 +42,9 @@ __all__ = [
     "named_config",
     "observing",
     "observing_mlp",
+    "parameter_places",
     "rank_of",
+    "recording_blocks",
     "save_model",
 ]
 

@@ -8,6 +8,7 @@ from attnrx.config import from_dict
 from attnrx.data import Augmentation
 from attnrx.errors import InvalidInput
 from attnrx.losses import LOSSES, Loss, Task
+from attnrx.training.mixing import Mixing
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -16,10 +17,16 @@ PRECISIONS = ("bf16", "fp32")
 class TrainingConfig:
     """How a model is trained. The defaults are the protocol of the SVDA paper for 32x32 images.
 
-    `batch_size` counts the images of all processes together. The learning rate rises linearly over `warmup_epochs`
-    (None: five, but at most a tenth of the run) and falls to zero along a cosine, step by step. Weight decay acts on
-    matrices only: never on biases, norms or strengths. `augmentation=None` takes the dataset's own;
-    `Augmentation(padding=0, flip=False)` takes none.
+    `batch_size` counts the images of all processes together; `accumulate` runs every step in that many parts, one
+    after another, for less memory and the same result. The learning rate rises linearly over `warmup_epochs` (None:
+    five, but at most a tenth of the run) from `warmup_learning_rate`, and falls to `min_learning_rate` along a cosine,
+    step by step. Weight decay acts on matrices only: never on biases, norms or strengths. `augmentation=None` takes
+    the dataset's own; `Augmentation(padding=0, flip=False)` takes none. `mixing` is off unless given.
+
+    For models that were trained before: `frozen` names parameters that stay as they are, with * for any text, e.g.
+    `source.patch_embed` or `*.mlp.*`. `layer_decay` multiplies the learning rate once more for every block between a
+    parameter and the logits. With `joining` the blocks begin to train one after another, the last first, spread evenly
+    over that share of the run (gradual unfreezing: Howard and Ruder, 2018, arXiv 1801.06146).
 
     `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is
     the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two
@@ -42,12 +49,19 @@ class TrainingConfig:
 
     epochs: int = 80
     batch_size: int = 256
+    accumulate: int = 1
     learning_rate: float = 1e-3
+    min_learning_rate: float = 0.0
+    warmup_learning_rate: float = 0.0
     weight_decay: float = 0.05
     warmup_epochs: float | None = None
     gradient_clip: float | None = 1.0
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
+    mixing: Mixing | None = None
+    frozen: tuple[str, ...] = ()
+    layer_decay: float = 1.0
+    joining: float = 0.0
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
@@ -58,10 +72,17 @@ class TrainingConfig:
     checkpoint_every: int = 500
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size", "learning_rate", "checkpoint_every"):
+        for name in ("epochs", "batch_size", "accumulate", "learning_rate", "checkpoint_every"):
             self._require(name, getattr(self, name) > 0, "must be positive")
         for name in ("weight_decay", "strength_decay", "strength_learning_rate", "seed"):
             self._require(name, getattr(self, name) >= 0, "may not be negative")
+        for name in ("min_learning_rate", "warmup_learning_rate"):
+            self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
+        self._require("layer_decay", 0 < self.layer_decay <= 1, "is a factor above 0, at most 1")
+        self._require("joining", 0 <= self.joining < 1, "is a share of the run, at least 0 and below 1")
+        self._require(
+            "accumulate", self.batch_size % max(1, self.accumulate) == 0, f"must divide batch_size={self.batch_size}"
+        )
         warmup = self.warmup_epochs
         self._require("warmup_epochs", warmup is None or 0 <= warmup < self.epochs, "must be less than epochs, or None")
         for name in ("gradient_clip", "strength_init"):
@@ -79,10 +100,15 @@ class TrainingConfig:
         """The epochs of warm-up: as asked, else five, but at most a tenth of the run."""
         return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether any loss looks at the labels."""
+        return any(loss.reads_labels for loss in self.losses)
+
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
         """Gives the config that `to_dict` described."""
-        return from_dict(record, (cls, Augmentation, *LOSSES))
+        return from_dict(record, (cls, Augmentation, Mixing, *LOSSES))
 
     def _require(self, name: str, holds: object, what: str) -> None:
         if not holds:

@@ -1,16 +1,32 @@
 """The optimizer: which parameter decays, how the learning rate moves, and its state as named tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from attnrx.attention.forms import SvdaForm
-from attnrx.errors import CheckpointError
-from attnrx.models import family_of
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.models import family_of, parameter_places
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
+
+
+def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Lets every parameter learn but those that a pattern names, alone or with all that begins with it and a dot."""
+    names = dict(model.named_parameters())
+    model.requires_grad_(True)
+    for pattern in patterns:
+        met = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not met:
+            shown = ", ".join(list(names)[:: max(1, len(names) // 6)])
+            raise InvalidInput(f"frozen={pattern!r} names no parameter of this model; it has {shown}, ...")
+        for name in met:
+            names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise InvalidInput(f"frozen={tuple(patterns)} leaves no parameter that could learn; freeze less.")
 
 
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
@@ -21,28 +37,37 @@ def learning_rate_share(step: int, steps: int, warmup: int) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Gives AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs."""
+    """Gives AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs.
+
+    Where blocks learn at their own rates or join one after another, every block has its own groups.
+    """
     strengths = {id(strength) for strength in strengths_of(model)}
-    groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "strengths": []}
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
-        groups[kind].append(parameter)
+    by_block = config.layer_decay != 1 or config.joining > 0
+    places = parameter_places(model, family_of(model)) if by_block else {}
+    groups: dict[tuple[str, int], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
+            groups.setdefault((kind, places.get(name, 0)), []).append(parameter)
     decay = {"matrices": config.weight_decay, "vectors": 0.0, "strengths": config.strength_decay}
-    factor = {"matrices": 1.0, "vectors": 1.0, "strengths": config.strength_learning_rate}
+    last = max(places.values(), default=0)
     described = [
-        {"params": parameters, "weight_decay": decay[kind], "factor": factor[kind]}
-        for kind, parameters in groups.items()
-        if parameters
+        {
+            "params": parameters,
+            "weight_decay": decay[kind],
+            "factor": config.layer_decay ** (last - place)
+            * (config.strength_learning_rate if kind == "strengths" else 1.0),
+            "joins": config.joining * (last - place) / max(1, last),
+        }
+        for (kind, place), parameters in groups.items()
     ]
     return torch.optim.AdamW(described, lr=config.learning_rate, fused=True)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group, times the group's own factor."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
+    """Sets the learning rate of every group, times the group's own factor; those that have not joined yet rest."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"]
+        group["lr"] = rate * group["factor"] if progress >= group["joins"] else 0.0
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:

@@ -14,15 +14,18 @@ from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
 from attnrx.training.meter import Meter
-from attnrx.training.optimization import build_optimizer, strengths_of
+from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
 from attnrx.training.stepping import Learner, Schedule
 
 NEVER = 2**62  # a step that no run reaches
 ONE_COPY = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 
-def require_fit(model: nn.Module, splits: Splits) -> Splits:
-    """Gives the data on the scale the model reads, or says why the two do not belong together."""
+def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
+    """Gives the data on the scale the model reads, or says why the two do not belong together.
+
+    Without `labels` nothing learns from them, and the data may show fewer classes than the model knows.
+    """
     family = family_of(model)
     shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
     if shape != found:
@@ -33,16 +36,17 @@ def require_fit(model: nn.Module, splits: Splits) -> Splits:
     with torch.no_grad():
         parameter = next(model.parameters())
         classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
-    if classes != len(splits.class_names):
+    found = len(splits.class_names)
+    if classes < found or (labels and classes != found):
         raise InvalidInput(
-            f"the model answers with {classes} classes and {splits.name} has {len(splits.class_names)}; "
-            "build the model for this data."
+            f"the model answers with {classes} classes and {splits.name} has {found}; build the model for this data, "
+            "or learn from a teacher alone, without the task."
         )
     normalization = Normalization(*family.normalization(model))
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
 
-def prepare(model: nn.Module, splits: Splits, config: TrainingConfig) -> Learner:
+def prepare(model: nn.Module, splits: Splits, config: TrainingConfig, features: list[Tensor] | None = None) -> Learner:
     """Moves the model to its device and puts the optimizer, the running mean and the processes around it."""
     schedule = Schedule.of(config, len(splits.train))
     if not schedule.steps_per_epoch:
@@ -63,7 +67,12 @@ def prepare(model: nn.Module, splits: Splits, config: TrainingConfig) -> Learner
             f"training over {accelerator.distributed_type.value} shards the weights, which attnrx does not save; "
             "launch plain data parallel processes."
         )
-    model.to(accelerator.device).requires_grad_(True)
+    if config.batch_size % (config.accumulate * accelerator.num_processes):
+        raise InvalidInput(
+            f"batch_size={config.batch_size} cannot be cut into accumulate={config.accumulate} parts in each of "
+            f"{accelerator.num_processes} processes; take a multiple of both together."
+        )
+    freeze_(model.to(accelerator.device), config.frozen)
     wrapped: Callable[[Tensor], Tensor] = accelerator.prepare_model(model)
     if config.compile:  # beside the model, which keeps its names and can be copied and observed as before
         wrapped = torch.compile(wrapped)
@@ -78,6 +87,7 @@ def prepare(model: nn.Module, splits: Splits, config: TrainingConfig) -> Learner
         config=config,
         schedule=schedule,
         first_bad=torch.tensor(NEVER, device=accelerator.device),
+        features=features,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-EPOCH, STEP, NOISE = 0, 1, 2  # what a seed is for, so that no two purposes share random numbers
+EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # what a seed is for, so that no two purposes share random numbers
 
 
 def derived_seed(*parts: int) -> int:

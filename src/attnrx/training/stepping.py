@@ -1,7 +1,7 @@
 """One optimization step: forward, losses, backward, clipping, update."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,13 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.losses import LossContext
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Int, Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
 from attnrx.training.meter import Meter
+from attnrx.training.mixing import Mixed
 from attnrx.training.optimization import learning_rate_share, set_learning_rate
-from attnrx.training.randomness import NOISE, STEP, derived_seed
+from attnrx.training.randomness import MIXING, NOISE, STEP, derived_seed
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Schedule:
     """The steps of a run and the learning rate at each."""
 
     full_rate: float
+    first_rate: float
+    last_rate: float
     steps_per_epoch: int
     steps: int
     warmup: int
@@ -31,16 +34,33 @@ class Schedule:
     def of(cls, config: TrainingConfig, images: int) -> "Schedule":
         """Counts the steps over so many training images."""
         per_epoch = images // config.batch_size
-        return cls(config.learning_rate, per_epoch, per_epoch * config.epochs, round(config.warmup * per_epoch))
+        rates = config.learning_rate, config.warmup_learning_rate, config.min_learning_rate
+        return cls(*rates, per_epoch, per_epoch * config.epochs, round(config.warmup * per_epoch))
 
     def rate(self, step: int) -> float:
         """Gives the learning rate of a step."""
-        return self.full_rate * learning_rate_share(step, self.steps, self.warmup)
+        lowest = self.first_rate if step < self.warmup else self.last_rate
+        return lowest + (self.full_rate - lowest) * learning_rate_share(step, self.steps, self.warmup)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes through the model at once, as `LossContext` has it."""
+
+    images: Float[Tensor, "batch channels height width"]
+    labels: Int[Tensor, "batch"]
+    partners: Int[Tensor, "batch"] | None
+    share: float
+    seed: int
+    shard: tuple[int, int]
 
 
 @dataclass
 class Learner:
-    """The model in training with all that moves with it; `wrapped` is what makes steps: compiled or distributed."""
+    """The model in training with all that moves with it; `wrapped` is what makes steps: compiled or distributed.
+
+    `features` fills with what the blocks give in each forward pass, where a loss reads that.
+    """
 
     model: nn.Module
     wrapped: Callable[[Tensor], Tensor]
@@ -51,6 +71,7 @@ class Learner:
     config: TrainingConfig
     schedule: Schedule
     first_bad: Tensor
+    features: list[Tensor] | None
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -69,21 +90,56 @@ class Learner:
 
     def step_(self, batch: Batch, step: int) -> None:
         """Makes one step with this process's share of the batch."""
+        torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
+        set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
+        parts = self._parts(batch, step)
+        values, correct = [], []
+        for number, part in enumerate(parts):
+            last = number + 1 == len(parts)
+            with nullcontext() if last else self.accelerator.no_sync(self.wrapped):  # type: ignore[arg-type]
+                terms, right = self._learn_(part)
+            values.append(terms * (len(part.labels) / len(batch)))
+            correct.append(right)
+        norm = self._update_(step)
+        self._note_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
+
+    def _parts(self, batch: Batch, step: int) -> "list[_Part]":
+        """Mixes the batch where the config says so, then cuts it into the parts that run one after another."""
         process, processes = self.shard
-        torch.manual_seed(derived_seed(self.config.seed, STEP, step, process))
-        set_learning_rate(self.optimizer, self.schedule.rate(step))
-        images = batch.images.to(self.dtype)
+        count = self.config.accumulate
+        mixed = Mixed(batch.images, None, 1.0)
+        if self.config.mixing is not None:
+            mixed = self.config.mixing.apply(batch, derived_seed(self.config.seed, MIXING, step))
+        size = self.config.batch_size // (processes * count)  # a batch may lack images that could not be decoded
+        cuts = [slice(start, start + size) for start in range(0, len(batch), size)]
+        seed = derived_seed(self.config.seed, NOISE, step)
+        return [
+            _Part(
+                images=mixed.images[cut].to(self.dtype),
+                labels=batch.labels[cut],
+                partners=None if mixed.partners is None else mixed.partners[cut],
+                share=mixed.share,
+                seed=seed,
+                shard=(process * count + number, processes * count),
+            )
+            for number, cut in enumerate(cuts)
+        ]
+
+    def _learn_(self, part: "_Part") -> tuple[Float[Tensor, "terms"], Tensor]:
+        """Runs one part forward and back; gives every term, their weighted sum, and how many answers are right."""
+        if self.features is not None:
+            self.features.clear()
         with self.autocast():
-            logits = self.wrapped(images)
+            logits = self.wrapped(part.images)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            seed = derived_seed(self.config.seed, NOISE, step)
-            context = LossContext(self.model, images, batch.labels, logits, seed, self.shard)
+            features = tuple(self.features or ())
+            context = LossContext(self.model, logits=logits, features=features, **vars(part))
             terms = [loss(context) for loss in self.config.losses]
         total = torch.stack([loss.weight * term for loss, term in zip(self.config.losses, terms, strict=True)]).sum()
         # A batch may lack images that could not be decoded: with this factor N processes still equal one.
-        self.accelerator.backward(total * (len(batch) * processes / self.config.batch_size))
-        norm = self._update_(step)
-        self._note_(step, [*(term.detach() for term in terms), total.detach(), norm], logits.detach(), batch.labels)
+        self.accelerator.backward(total * (len(part.labels) * self.shard[1] / self.config.batch_size))
+        right = (logits.detach().argmax(-1) == part.labels).sum()
+        return torch.stack([*(term.detach() for term in terms), total.detach()]), right
 
     def _update_(self, step: int) -> Tensor:
         clip = self.config.gradient_clip
@@ -94,8 +150,7 @@ class Learner:
             self.mean.update_(step)
         return norm
 
-    def _note_(self, step: int, values: list[Tensor], logits: Tensor, labels: Tensor) -> None:
-        correct = (logits.argmax(-1) == labels).sum()
-        self.meter.add_([*values, correct, float(len(labels)), 1.0])
+    def _note_(self, step: int, values: list[Tensor], correct: Tensor, images: int) -> None:
+        self.meter.add_([*values, correct, float(images), 1.0])
         finite = torch.isfinite(values[-2]) & torch.isfinite(values[-1])
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from attnrx.data import Batch, Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
-from attnrx.models import load_model, save_model
+from attnrx.models import family_of, load_model, recording_blocks, save_model
 from attnrx.shapes import Tensor
 from attnrx.storage import check_schema, read_json, write_json
 from attnrx.training.checkpoints import Checkpoints
@@ -59,20 +59,26 @@ def train(
     every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
     """
     folder = Path(folder)
-    splits = require_fit(model, splits)
+    splits = require_fit(model, splits, config.reads_labels)
     asked = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
     finished = _finished(folder, model, asked)
     if finished is not None:
         return finished
-    with reproducible(), interruptible() as interruption:
-        learner = prepare(model, splits, config)
+    with reproducible(), _features(model, config) as features, interruptible() as interruption:
+        learner = prepare(model, splits, config, features)
         if not learner.accelerator.is_main_process:
             reporter = Silent()
         run = _Run(learner, splits, folder, asked)
         run.restore_()
         return run.make(reporter or default_reporter(), interruption)
+
+
+def _features(model: nn.Module, config: TrainingConfig) -> AbstractContextManager[list[Tensor] | None]:
+    """Listens to the blocks of the model, where a loss reads what they give."""
+    wanted = any(loss.reads_features for loss in config.losses)
+    return recording_blocks(model, family_of(model)) if wanted else nullcontext()
 
 
 def _finished(folder: Path, model: nn.Module, asked: Mapping[str, Any]) -> TrainingRun | None:
@@ -259,7 +265,7 @@ class _Run:
             save_model(self.folder, learner.model, {"trained_on": self.splits.name, "accuracy": accuracy})
             write_json(self.folder / "training.json", record)
         self.accelerator.wait_for_everyone()
-        return TrainingRun(learner.model.eval(), tuple(self.history.records), self.folder, record)
+        return TrainingRun(learner.model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
 
 
 def _tensor(value: Any) -> Tensor:

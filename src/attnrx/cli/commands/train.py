@@ -8,7 +8,7 @@ import attnrx as rx
 from attnrx.cli.inputs import load_splits, splits_for
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.outcome import Outcome, Say, Table, percent
-from attnrx.cli.parser import Parser, add_data, add_out
+from attnrx.cli.parser import Parser, add_data, add_model, add_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,12 @@ EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 
 KNOBS = (
     ("epochs", int, "passes over the training images (80)"),
     ("batch_size", int, "images of one step, over all processes (256)"),
+    ("accumulate", int, "parts that every step runs in, one after another, for less memory (1)"),
     ("learning_rate", float, "peak of the warm-up and cosine (0.001)"),
+    ("min_learning_rate", float, "where the cosine ends (0)"),
+    ("warmup_learning_rate", float, "where the warm-up begins (0)"),
+    ("layer_decay", float, "factor on the learning rate for every block before the last (1.0)"),
+    ("joining", float, "share of the run over which blocks begin to train, the last first (0: all at once)"),
     ("weight_decay", float, "on matrices; never on biases, norms or strengths (0.05)"),
     ("warmup_epochs", float, "epochs of rising learning rate (5, at most a tenth of the run)"),
     ("gradient_clip", float, "largest norm of a gradient (1.0)"),
@@ -34,7 +39,7 @@ KNOBS = (
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("model", help="a name such as svda:cifar10 or dense:digits, or a saved folder to train further")
+    add_model(parser)
     add_data(parser, "what to train on")
     add_out(parser, "the folder of the run: model, history, training.json, checkpoints")
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="go on with the run in --out")
@@ -50,6 +55,12 @@ def add(parser: Parser) -> None:
         metavar="LOSS",
         help="terms beside the task, e.g. target_rank:16:0.1 perturbation_robustness; task:0 turns smoothing off",
     )
+    knobs.add_argument("--no-task", action="store_true", help="without the task: labels are not read")
+    knobs.add_argument("--teacher", metavar="MODEL", help="a folder or timm:NAME that the losses learn from")
+    knobs.add_argument("--teacher-weights", metavar="FILE", help="the weights of a teacher timm:NAME, in a local file")
+    knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="parameters that stay, e.g. 'source.patch_embed'")
+    knobs.add_argument("--mixup", type=float, metavar="A", help="blend images, shares from Beta(A, A) (off)")
+    knobs.add_argument("--cutmix", type=float, metavar="A", help="paste parts of images, shares from Beta(A, A) (off)")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
@@ -78,15 +89,21 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
     """The knobs that were given; what was not keeps the default of TrainingConfig."""
     names = [*(name for name, _, _ in KNOBS), "precision"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.losses:
-        given["losses"] = parse_losses(arguments.losses)
+    teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
+    shared = {knob: value for knob, value in teaching.items() if value is not None}
+    if arguments.losses or shared or arguments.no_task:
+        given["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
+    if arguments.frozen:
+        given["frozen"] = tuple(arguments.frozen)
+    if arguments.mixup is not None or arguments.cutmix is not None:
+        given["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
     return {**given, "compile": arguments.compile}
 
 
 def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":
-    """A saved model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
-    model = rx.load(arguments.model, seed)
-    if Path(arguments.model).exists():
+    """A trained model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
+    model = rx.load(arguments.model, seed, weights=arguments.weights)
+    if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
         return model, splits_for(model, arguments)
     family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)

@@ -1,0 +1,67 @@
+"""Mixed images: pairs of a batch blended (mixup) or pasted into each other (CutMix), labels in the same shares."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attnrx.data import Batch
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A batch after mixing: image i belongs to its own label by `share` and to the label of its partner by the rest."""
+
+    images: Float[Tensor, "batch channels height width"]
+    partners: Int[Tensor, "batch"] | None
+    share: float
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How strongly images are mixed: the parameters of the Beta(a, a) that the share is drawn from, 0 for never.
+
+    mixup (Zhang et al., 2018, arXiv 1710.09412) blends whole images, CutMix (Yun et al., 2019, arXiv 1905.04899)
+    pastes a rectangle; where both are on, a coin decides for each batch. `chance` is the share of batches that are
+    mixed at all. One share is drawn for a whole batch, the same in every process; partners are the images of the same
+    process in reverse order.
+    """
+
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    chance: float = 1.0
+
+    def __post_init__(self):
+        if not (0 <= self.mixup < float("inf") and 0 <= self.cutmix < float("inf") and self.mixup + self.cutmix > 0):
+            raise InvalidInput(f"{self}: mixup and cutmix are 0 or more, and one of them is more; or leave mixing out.")
+        if not 0 < self.chance <= 1:
+            raise InvalidInput(f"{self}: chance is a share of the batches and must lie in (0, 1].")
+
+    def apply(self, batch: Batch, seed: int) -> Mixed:
+        """Mixes a batch by the random numbers of `seed`."""
+        draw = np.random.default_rng(seed)
+        mixed, pasted = draw.random() < self.chance, draw.random() < (0.5 if self.mixup else 1.0)
+        place = draw.random(2)
+        if not mixed:
+            return Mixed(batch.images, None, 1.0)
+        paste = bool(self.cutmix) and pasted
+        strength = self.cutmix if paste else self.mixup
+        share = float(draw.beta(strength, strength))
+        others, partners = batch.images.flip(0), batch.labels.flip(0)
+        if not paste:
+            return Mixed(torch.lerp(others, batch.images, share), partners, share)
+        rows, columns = (_window(side, share, at) for side, at in zip(batch.images.shape[2:], place, strict=True))
+        images = batch.images.clone()
+        images[:, :, rows, columns] = others[:, :, rows, columns]
+        height, width = batch.images.shape[2:]
+        area = (rows.stop - rows.start) * (columns.stop - columns.start)
+        return Mixed(images, partners, 1 - area / (height * width))
+
+
+def _window(side: int, share: float, at: float) -> slice:
+    """Gives the extent of a rectangle of the area 1 - share along one side, around a random centre, cut at the edge."""
+    half, centre = round(side * math.sqrt(1 - share)) // 2, int(at * side)
+    return slice(max(0, centre - half), min(side, centre + half))
