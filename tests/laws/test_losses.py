@@ -9,11 +9,19 @@ import torch
 from attnrx.config import from_dict, to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses import LOSSES as KINDS
-from attnrx.losses import Distillation, Loss, LossContext, PerturbationRobustness, TargetRank, Task
-from attnrx.models import save_model
+from attnrx.losses import (
+    Distillation,
+    FeatureDistillation,
+    Loss,
+    LossContext,
+    PerturbationRobustness,
+    TargetRank,
+    Task,
+)
+from attnrx.models import family_of, recording_blocks, save_model
 from cases import CONFIGS, LOSSES, images, model
 
-NAMES = [*LOSSES, "distillation"]
+NAMES = [*LOSSES, "distillation", "feature_distillation"]
 
 
 @pytest.fixture
@@ -21,7 +29,8 @@ def losses(tmp_path: Path) -> dict[str, Loss]:
     teacher = model(CONFIGS["dense"], seed=9)
     teacher.config = replace(teacher.config, mean=(0.4,), std=(0.3,))
     folder = save_model(tmp_path / "teacher", teacher)
-    return {**LOSSES, "distillation": Distillation(str(folder), temperature=2.0)}
+    own = {"distillation": Distillation(str(folder), temperature=2.0)}
+    return {**LOSSES, **own, "feature_distillation": FeatureDistillation(str(folder), last=2)}
 
 
 def test_every_kind_of_loss_is_in_the_case_table(losses: dict[str, Loss]) -> None:
@@ -32,10 +41,16 @@ def contexts() -> tuple[LossContext, list[LossContext]]:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"], 6)
     labels = torch.tensor([0, 1, 2, 2, 1, 0])
     halves = [
-        LossContext(vit, part, given, vit(part), seed=4, shard=(process, 2))
+        context(vit, part, given, shard=(process, 2))
         for process, (part, given) in enumerate(zip(inputs.chunk(2), labels.chunk(2), strict=True))
     ]
-    return LossContext(vit, inputs, labels, vit(inputs), seed=4), halves
+    return context(vit, inputs, labels), halves
+
+
+def context(vit, inputs: torch.Tensor, labels: torch.Tensor, **more) -> LossContext:
+    with recording_blocks(vit, family_of(vit)) as features:
+        logits = vit(inputs)
+    return LossContext(vit, inputs, labels, logits, seed=4, features=tuple(features), **more)
 
 
 def gradient(context: LossContext, value: torch.Tensor) -> torch.Tensor:
@@ -65,8 +80,9 @@ def test_knobs_survive_a_dictionary(name: str, losses: dict[str, Loss]) -> None:
 def test_a_model_learns_nothing_from_itself(tmp_path: Path) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
     folder = save_model(tmp_path, vit)
-    given = LossContext(vit, inputs, torch.zeros(5, dtype=torch.long), vit(inputs), seed=0)
+    given = context(vit, inputs, torch.zeros(5, dtype=torch.long))
     assert Distillation(str(folder), temperature=3.0)(given).item() == pytest.approx(0, abs=1e-12)
+    assert FeatureDistillation(str(folder))(given).item() == 0
 
 
 def test_a_teacher_sees_the_images_on_its_own_scale(tmp_path: Path) -> None:
@@ -86,6 +102,7 @@ def test_a_teacher_sees_the_images_on_its_own_scale(tmp_path: Path) -> None:
         lambda: TargetRank(0.5),
         lambda: PerturbationRobustness(scale=-1.0),
         lambda: Distillation("teacher", temperature=float("nan")),
+        lambda: FeatureDistillation("teacher", last=0),
     ],
 )
 def test_knobs_out_of_range_are_refused(make) -> None:
@@ -106,3 +123,48 @@ def test_a_teacher_of_another_task_is_refused(tmp_path: Path) -> None:
     given = LossContext(vit, inputs, torch.zeros(5, dtype=torch.long), vit(inputs), seed=0)
     with pytest.raises(InvalidInput, match="4 classes and the model with 3"):
         Distillation(str(folder))(given)
+
+
+def test_features_are_those_of_the_last_blocks(tmp_path: Path) -> None:
+    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
+    teacher = model(CONFIGS["svda"], seed=9)
+    folder = str(save_model(tmp_path, teacher))
+    given = context(vit, inputs, torch.zeros(5, dtype=torch.long))
+    with recording_blocks(teacher, family_of(teacher)) as theirs:
+        teacher(inputs)
+    whitened = [
+        [(t - t.mean(-1, keepdim=True)) / (t.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() for t in tokens]
+        for tokens in (given.features, theirs)
+    ]
+    each = [(a - b).square().mean().item() for a, b in zip(*whitened, strict=True)]
+    assert len(set(each)) == len(each) > 1
+    assert FeatureDistillation(folder)(given).item() == pytest.approx(sum(each) / len(each), rel=1e-10)
+    assert FeatureDistillation(folder, last=1)(given).item() == pytest.approx(each[-1], rel=1e-10)
+    with pytest.raises(InvalidInput, match="blocks only"):
+        FeatureDistillation(folder, last=len(each) + 1)(given)
+
+
+def test_a_teacher_of_another_width_has_no_features_to_give(tmp_path: Path) -> None:
+    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
+    folder = save_model(tmp_path, model(CONFIGS["svda-one-head"]))
+    with pytest.raises(InvalidInput, match="logits alone"):
+        FeatureDistillation(str(folder))(context(vit, inputs, torch.zeros(5, dtype=torch.long)))
+
+
+def test_a_teacher_is_asked_once_a_step(tmp_path: Path) -> None:
+    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
+    folder = str(save_model(tmp_path, vit))
+    given = context(vit, inputs, torch.zeros(5, dtype=torch.long))
+    Distillation(folder)(given)
+    (answer,) = given.memory.values()
+    FeatureDistillation(folder)(given)
+    assert list(given.memory.values()) == [answer]
+
+
+def test_mixed_labels_share_the_task() -> None:
+    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"], 3)
+    labels, partners = torch.tensor([0, 1, 2]), torch.tensor([2, 1, 0])
+    soft = torch.nn.functional.one_hot(labels, 3) * 0.3 + torch.nn.functional.one_hot(partners, 3) * 0.7
+    given = replace(context(vit, inputs, labels), partners=partners, share=0.3)
+    expected = torch.nn.functional.cross_entropy(given.logits, soft.to(given.logits), label_smoothing=0.1)
+    torch.testing.assert_close(Task(0.1)(given), expected, rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnrx.errors import TrainingInterrupted
-from attnrx.training import TrainingRun, checkpoints
+from attnrx.training import Mixing, TrainingRun, checkpoints
 from tiny_runs import At, run, same
 
 SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
@@ -44,7 +44,14 @@ def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
     assert resumed.outline.step == 4
 
 
-@pytest.mark.parametrize("knobs", [{"ema": None}, {"precision": "bf16"}])
+OTHER_KNOBS: list[dict] = [
+    {"ema": None},
+    {"precision": "bf16"},
+    {"mixing": Mixing(), "accumulate": 2, "layer_decay": 0.5, "joining": 0.6, "frozen": ("patches", "layers.0.mlp")},
+]
+
+
+@pytest.mark.parametrize("knobs", OTHER_KNOBS)
 def test_other_knobs_resume_too(knobs: dict, tmp_path: Path) -> None:
     with pytest.raises(Crash):
         run(tmp_path / "stopped", At(5, crash), **knobs)

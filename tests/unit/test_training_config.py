@@ -6,11 +6,12 @@ from attnrx.config import to_dict
 from attnrx.data import Augmentation
 from attnrx.errors import InvalidInput
 from attnrx.losses import Distillation, TargetRank, Task
-from attnrx.training import TrainingConfig
+from attnrx.training import Mixing, TrainingConfig
 
 CONFIGS = (
     TrainingConfig(),
     TrainingConfig(epochs=1, losses=(Task(0.0), TargetRank(8.0), Distillation("teacher")), ema=0.999, compile=True),
+    TrainingConfig(mixing=Mixing(cutmix=0.0), frozen=("a", "b.*"), layer_decay=0.7, joining=0.5, accumulate=4),
     TrainingConfig(augmentation=Augmentation(padding=2, flip=False), gradient_clip=None, strength_init=2.0),
 )
 
@@ -37,6 +38,13 @@ def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
         ("precision", "fp8"),
         ("ema", 1.0),
         ("seed", -1),
+        ("accumulate", 0),
+        ("accumulate", 3),
+        ("min_learning_rate", 0.1),
+        ("warmup_learning_rate", -1e-9),
+        ("layer_decay", 0.0),
+        ("layer_decay", 1.1),
+        ("joining", 1.0),
         ("checkpoint_every", 0),
     ],
 )

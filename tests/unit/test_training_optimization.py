@@ -1,20 +1,27 @@
 """The optimizer's groups, the learning rate, and the mean of the weights."""
 
 import math
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from attnrx.errors import InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.averaging import WeightMean
 from attnrx.training.optimization import (
     build_optimizer,
+    freeze_,
     learning_rate_share,
     load_optimizer_,
     optimizer_tensors,
     set_learning_rate,
 )
+from attnrx.training.stepping import Schedule
 from cases import CONFIGS, images, model
+from tiny_runs import model as model_of_runs
+from tiny_runs import run
 
 
 def test_the_learning_rate_rises_to_one_and_falls_to_zero() -> None:
@@ -98,3 +105,62 @@ def test_the_mean_of_the_weights_is_a_weighted_mean() -> None:
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(parameter, live)
     assert math.isfinite(float(expected.sum()))
+
+
+def test_the_rate_begins_and_ends_where_it_is_told() -> None:
+    config = TrainingConfig(
+        epochs=10, batch_size=10, learning_rate=1.0, warmup_epochs=2.0, warmup_learning_rate=0.5, min_learning_rate=0.25
+    )
+    schedule = Schedule.of(config, 100)
+    rates = [schedule.rate(step) for step in range(schedule.steps)]
+    assert 0.5 < rates[0] < 0.53
+    assert max(rates) == rates[20] == 1
+    assert 0.25 < rates[-1] < 0.251
+    assert rates[:21] == sorted(rates[:21])
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+
+
+def test_the_rate_falls_from_block_to_block_towards_the_image() -> None:
+    vit = model(CONFIGS["dense"])
+    depth = len(vit.config.attention)
+    optimizer = build_optimizer(vit, TrainingConfig(layer_decay=0.5))
+    set_learning_rate(optimizer, 1.0)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert sorted(rates) == sorted(id(parameter) for parameter in vit.parameters())
+    for name, parameter in vit.named_parameters():
+        head, _, rest = name.partition(".")
+        place = 1 + int(rest.partition(".")[0]) if head == "layers" else depth + 1 if head in AFTER else 0
+        assert rates[id(parameter)] == 0.5 ** (depth + 1 - place), name
+
+
+AFTER = ("norm", "classifier")
+
+
+def test_blocks_join_one_after_another_the_last_first() -> None:
+    vit = model(CONFIGS["dense"])
+    optimizer = build_optimizer(vit, TrainingConfig(joining=0.6))
+
+    def learning(progress: float) -> set[str]:
+        set_learning_rate(optimizer, 1.0, progress)
+        active = {id(p) for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]}
+        return {name for name, parameter in vit.named_parameters() if id(parameter) in active}
+
+    assert {name.partition(".")[0] for name in learning(0.0)} == set(AFTER)
+    seen = [learning(progress / 20) for progress in range(20)]
+    assert all(before <= after for before, after in pairwise(seen))
+    assert learning(0.59) < learning(0.61) == {name for name, _ in vit.named_parameters()}
+
+
+def test_frozen_parameters_stay_and_the_rest_moves(tmp_path: Path) -> None:
+    before = dict(model_of_runs().named_parameters())
+    made = run(tmp_path, frozen=("patches", "layers.0.*"), ema=None)
+    for name, parameter in made.model.named_parameters():
+        stays = name.startswith(("patches.", "layers.0."))
+        assert torch.equal(parameter, before[name]) == stays, name
+        assert parameter.requires_grad
+
+
+@pytest.mark.parametrize(("patterns", "said"), [(("pathces",), "names no parameter"), (("*",), "leaves no parameter")])
+def test_freezing_nothing_or_everything_is_refused(patterns: tuple[str, ...], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        freeze_(model(CONFIGS["dense"]), patterns)

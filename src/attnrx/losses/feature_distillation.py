@@ -49,6 +49,6 @@ class FeatureDistillation(Loss):
         return torch.stack([F.mse_loss(_whitened(mine), _whitened(other)) for mine, other in pairs]).mean()
 
 
-def _whitened(tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
     exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     return F.layer_norm(exact, exact.shape[-1:])

@@ -30,7 +30,7 @@ class LossContext:
     shard: tuple[int, int] = (0, 1)
     partners: Int[Tensor, "batch"] | None = None
     share: float = 1.0
-    features: Sequence[Float[Tensor, "batch tokens width"]] = ()
+    features: Sequence[Float[Tensor, "batch tokens features"]] = ()
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def noise(self) -> Float[Tensor, "batch channels height width"]:

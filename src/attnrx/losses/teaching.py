@@ -18,7 +18,7 @@ class Answer:
     """What a teacher said: its logits, and what its blocks gave where the step reads features."""
 
     logits: Float[Tensor, "batch classes"]
-    features: Sequence[Float[Tensor, "batch tokens width"]]
+    features: Sequence[Float[Tensor, "batch tokens features"]]
 
 
 def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
