@@ -9,6 +9,7 @@ from attnrx.rules import (
     And,
     EffectiveRank,
     EnergyRetention,
+    FusionOwner,
     LargestMatched,
     Or,
     RandomMatched,
@@ -27,7 +28,7 @@ from attnrx.rules import (
 from cases import REWRITING
 from cases import RULES as OWN
 
-EXAMPLES = {**OWN, **REWRITING}
+EXAMPLES = {**OWN, **REWRITING, "fusion_owner": FusionOwner()}
 
 
 @pytest.mark.parametrize("rule", EXAMPLES.values(), ids=EXAMPLES)

@@ -4,17 +4,33 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from attnrx.shapes import Tensor
 
 Value = TypeVar("Value")
 
 
+class _Steps:
+    """The steps that all optimizers of this process have made."""
+
+    def __init__(self):
+        self.count = 0
+        register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.count += 1
+
+
+_steps = _Steps()
+
+
 class Kept(Generic[Value]):
     """One value that `build` makes from parameters, kept until one of them, or `key`, is another.
 
     With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be seen, it is built
-    every time. A copy of the module that owns it builds its own.
+    every time. Nor can those of fused optimizers be seen, which do not count a tensor's versions: a value is not kept
+    over the step of any optimizer, nor over a pass with gradients. A copy of the module that owns it builds its own.
     """
 
     def __init__(self):
@@ -22,9 +38,12 @@ class Kept(Generic[Value]):
 
     def __call__(self, key: Hashable, parameters: tuple[Tensor, ...], build: Callable[[], Value]) -> Value:
         """Gives the value, from memory where that is safe."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(part.is_inference() for part in parameters):
+        if torch.compiler.is_compiling():
             return build()
-        state = (key, *((part.data_ptr(), part._version, part.dtype, part.device) for part in parameters))
+        if torch.is_grad_enabled() or any(part.is_inference() for part in parameters):
+            self._kept = None
+            return build()
+        state = (key, _steps.count, *((part.data_ptr(), part._version, part.dtype, part.device) for part in parameters))
         kept = self._kept
         if kept is None or kept[0] != state:
             # Outside inference mode, so that the value serves both kinds of callers.

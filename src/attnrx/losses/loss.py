@@ -19,7 +19,8 @@ class LossContext:
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
     `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. Where
     images were mixed, an image belongs to its label by `share` and to its `partners` label by the rest. `features` are
-    what the blocks of the model gave, where a loss reads them. `memory` holds what several losses need of this step.
+    what the blocks of the model gave, where a loss reads them. `progress` is the share of the run that is over.
+    `memory` holds what several losses need of this step.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class LossContext:
     partners: Int[Tensor, "batch"] | None = None
     share: float = 1.0
     features: Sequence[Float[Tensor, "batch tokens features"]] = ()
+    progress: float = 1.0
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def noise(self) -> Float[Tensor, "batch channels height width"]:

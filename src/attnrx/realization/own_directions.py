@@ -5,7 +5,6 @@ import torch
 from attnrx.attention import Attention
 from attnrx.attention.forms import DenseForm
 from attnrx.attention.head_linear import HeadLinear
-from attnrx.errors import NotSupported
 from attnrx.prescription import LayerPrescription
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import AttentionSpec
@@ -25,13 +24,13 @@ def mask_own_(attention: Attention, layer: LayerPrescription) -> None:
 def copy_own_(target: Attention, source: Attention, layer: LayerPrescription, order: list[int]) -> None:
     """Writes the rows that stay into a layer that was built for them, its heads in this order."""
     spec, small = source.spec, target.spec
-    if spec.form == "shared" and not bool(layer.keep.all()):
-        raise NotSupported(
-            "the heads of this layer share their directions (CP SlimAtt), so none of them can be cut to a rank of its "
-            "own; prescribe on the original model."
-        )
     keep_all = small.norms == "original" and spec.norms != "original"
-    rows = torch.arange(sum(spec.rows)) if spec.form == "shared" else _direction_rows(spec, layer, order, keep_all)
+    if small.form == "shared":
+        rows = torch.arange(sum(spec.rows))
+    elif spec.form == "shared":  # a direction that two heads keep is stored twice
+        rows = torch.cat([torch.nonzero(layer.keep[head]).flatten() for head in order])
+    else:
+        rows = _direction_rows(spec, layer, order, keep_all)
     _copy_rows_(target.scores.query, source.scores.query, rows)
     _copy_rows_(target.scores.key, source.scores.key, rows)
     _give_strengths_(target, layer, order)

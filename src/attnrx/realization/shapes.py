@@ -34,6 +34,8 @@ def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[
         shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
         return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
+    if spec.form == "shared" and not bool(layer.keep[order].all()):  # the heads part: each has rows of its own now
+        return replace(spec, form="dense").with_ranks(ranks, heads, "none")
     if layer.basis is not None:
         return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
     loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)

@@ -8,6 +8,7 @@ from attnrx.rules.bounds import score_bound
 from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
+from attnrx.rules.fusion_owner import FusionOwner
 from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.metrics import METRICS, OWN
@@ -37,6 +38,7 @@ RULES: Mapping[str, type[Rule]] = {
         TotalRank,
         UniformRank,
         FusionRank,
+        FusionOwner,
         SharedRank,
         EffectiveRank,
         ContributionEnergy,
@@ -58,6 +60,7 @@ __all__ = [
     "ContributionEnergy",
     "EffectiveRank",
     "EnergyRetention",
+    "FusionOwner",
     "FusionRank",
     "LargestMatched",
     "NormClip",

@@ -26,7 +26,8 @@ class TrainingConfig:
     For models that were trained before: `frozen` names parameters that stay as they are, with * for any text, e.g.
     `source.patch_embed` or `*.mlp.*`. `layer_decay` multiplies the learning rate once more for every block between a
     parameter and the logits. With `joining` the blocks begin to train one after another, the last first, spread evenly
-    over that share of the run (gradual unfreezing: Howard and Ruder, 2018, arXiv 1801.06146).
+    over that share of the run (gradual unfreezing: Howard and Ruder, 2018, arXiv 1801.06146). `nonnegative_fusion`
+    keeps the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one: S >= 0 in IrrAtt's Eq. 7.
 
     `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is
     the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two
@@ -62,6 +63,7 @@ class TrainingConfig:
     frozen: tuple[str, ...] = ()
     layer_decay: float = 1.0
     joining: float = 0.0
+    nonnegative_fusion: bool = False
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0

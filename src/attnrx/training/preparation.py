@@ -13,6 +13,7 @@ from attnrx.models import family_of
 from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
+from attnrx.training.fusion import constrain_, turn_
 from attnrx.training.meter import Meter
 from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
 from attnrx.training.stepping import Learner, Schedule
@@ -56,6 +57,9 @@ def prepare(model: nn.Module, splits: Splits, config: TrainingConfig, features: 
         )
     if config.strength_init is not None:
         set_strength_(model, config.strength_init)
+    if config.nonnegative_fusion:
+        turn_(model)
+        constrain_(model)
     # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
     unused = any(not parameter.numel() for parameter in model.parameters())
     # Precision is ours to decide, so that a run does not depend on how it was launched.

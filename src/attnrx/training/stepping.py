@@ -13,6 +13,7 @@ from attnrx.losses import LossContext
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
+from attnrx.training.fusion import constrain_
 from attnrx.training.meter import Meter
 from attnrx.training.mixing import Mixed
 from attnrx.training.optimization import learning_rate_share, set_learning_rate
@@ -52,6 +53,7 @@ class _Part:
     partners: Int[Tensor, "batch"] | None
     share: float
     seed: int
+    progress: float
     shard: tuple[int, int]
 
 
@@ -120,6 +122,7 @@ class Learner:
                 partners=None if mixed.partners is None else mixed.partners[cut],
                 share=mixed.share,
                 seed=seed,
+                progress=step / self.schedule.steps,
                 shard=(process * count + number, processes * count),
             )
             for number, cut in enumerate(cuts)
@@ -145,6 +148,8 @@ class Learner:
         clip = self.config.gradient_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
+        if self.config.nonnegative_fusion:
+            constrain_(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)

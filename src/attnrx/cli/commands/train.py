@@ -59,6 +59,7 @@ def add(parser: Parser) -> None:
     knobs.add_argument("--teacher", metavar="MODEL", help="a folder or timm:NAME that the losses learn from")
     knobs.add_argument("--teacher-weights", metavar="FILE", help="the weights of a teacher timm:NAME, in a local file")
     knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="parameters that stay, e.g. 'source.patch_embed'")
+    knobs.add_argument("--nonnegative-fusion", action="store_true", help="keep shared directions' strengths above zero")
     knobs.add_argument("--mixup", type=float, metavar="A", help="blend images, shares from Beta(A, A) (off)")
     knobs.add_argument("--cutmix", type=float, metavar="A", help="paste parts of images, shares from Beta(A, A) (off)")
 
@@ -97,7 +98,7 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
         given["frozen"] = tuple(arguments.frozen)
     if arguments.mixup is not None or arguments.cutmix is not None:
         given["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
-    return {**given, "compile": arguments.compile}
+    return {**given, "compile": arguments.compile, "nonnegative_fusion": arguments.nonnegative_fusion}
 
 
 def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":

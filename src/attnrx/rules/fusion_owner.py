@@ -1,0 +1,41 @@
+"""Fusion owner: every shared direction stays with the one head that uses it most (IrrAtt from a CP SlimAtt)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decompositions import Canonical, fusion_ranks
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import NotSupported
+from attnrx.prescription import LayerPrescription
+from attnrx.rules.deciding import keep_only
+from attnrx.rules.preconditions import read_spectrum
+from attnrx.rules.rule import Rule
+
+
+@dataclass(frozen=True)
+class FusionOwner(Rule):
+    """Squeezes a CP SlimAtt, trained or not, into irregular attention (Section 3.1, Eqs. 5 and 6).
+
+    Every head keeps the shared directions that it uses in the largest strength of all heads, and loses the others.
+    Exact where the fusion matrix has one value in a column, as training with `fusion_ownership` and
+    `nonnegative_fusion` makes it. The directions themselves stay as they were trained.
+    """
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+        """Reads the owners off the fusion matrix."""
+        spectrum = read_spectrum(self, diagnosis, layer)
+        heads = len(spectrum.heads)
+        if spectrum.query.shape[0] != 1 or heads < 2:
+            raise NotSupported(
+                f"{self} gives shared directions to the heads that use them most, and the heads of layer {layer} have "
+                "directions of their own; use fusion_rank, total_rank or uniform_rank."
+            )
+        left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
+        fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))
+        keep = fusion.owner == torch.arange(heads)[:, None]
+        notes = []
+        for head in range(heads):
+            mean = float(fusion.off_block[keep[head]].mean()) if keep[head].any() else 0.0
+            notes.append(f"owns those, {100 * mean:.1f} % of whose energy lies in other heads")
+        return keep_only(spectrum, keep, notes)
