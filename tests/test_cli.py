@@ -147,6 +147,19 @@ def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamesp
     assert other.code == 2 and "another run" in other.err
 
 
+def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespace) -> None:
+    out = chain.root / "taught"
+    words = ("--data", chain.data, "--out", out, "--epochs", 2, "--batch-size", 8, "--accumulate", 2, "--seed", 1)
+    taught = ("--teacher", chain.run, "--no-task", "--losses", "distillation:weight=1", "feature_distillation:last=1")
+    more = ("--frozen", "patches", "--layer-decay", 0.9, "--joining", 0.5, "--mixup", 0.8, "--ema", 0.9)
+    made = record("train", chain.slim, *words, *taught, *more, "--learning-rate", 1e-4, "--min-learning-rate", 1e-6)
+    assert made["steps"] > 0
+    identity = json.loads((out / "training.json").read_text())["identity"]
+    assert [loss["type"] for loss in identity["config"]["losses"]["tuple"]] == ["Distillation", "FeatureDistillation"]
+    verified = record("verify", out, "--reference", chain.run, "--data", chain.data, "--checks", "fidelity")
+    assert verified["findings"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -168,6 +181,13 @@ def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamesp
         ("report --out x.html", 2, "nothing to show"),
         ("train svda:digits --data {data} --out x --losses target_rnak:4", 2, "target_rank"),
         ("train svda:digits --data {data} --out x --epochs 0", 2, "must be positive"),
+        ("train {slim} --data {data} --out x --no-task", 2, "nothing to learn"),
+        ("train {slim} --data {data} --out x --no-task --losses task", 2, "left out"),
+        ("train {slim} --data {data} --out x --teacher {run}", 2, "none of the losses"),
+        ("train {slim} --data {data} --out x --no-task --losses distillation", 2, "needs teacher"),
+        ("train {slim} --data {data} --out x --batch-size 8 --frozen nothing", 2, "names no parameter"),
+        ("train {slim} --data {data} --out x --batch-size 8 --nonnegative-fusion", 2, "shared_rank"),
+        ("train {slim} --data {data} --out x --accumulate 3", 2, "must divide"),
         ("reproduce svda/tabel1", 2, "svda/table1"),
         ("reproduce svda/table1 --seeds 42;43", 2, "commas"),
     ],

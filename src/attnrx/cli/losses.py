@@ -50,7 +50,7 @@ def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
             key, value = (free[0] if free else "one more"), knob
         if key not in fields or key in given:
             raise InvalidInput(f"the loss {text!r}: {name} takes {', '.join(fields)}, each once; found {knob!r}.")
-        given[key] = value if fields[key].type in (str, str | None) else _number(value, text)
+        given[key] = value if fields[key].type in (str, str | None) else _number(value, fields[key].type, text)
     given = {**rest, **given}
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in given]
     if missing:
@@ -63,9 +63,9 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _number(value: str, text: str) -> int | float:
+def _number(value: str, kind: Any, text: str) -> int | float:
     try:
-        return int(value) if value.isdigit() else float(value)
+        return int(value) if kind == int | None else float(value)
     except ValueError:
         raise InvalidInput(
             f"the loss {text!r}: {value!r} is not a number. Losses read like target_rank:16:0.1."
