@@ -23,7 +23,8 @@ EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar
 def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("candidate", help="the folder of a realized model")
-    parser.add_argument("--reference", required=True, metavar="MODEL", help="the folder of the model it was made from")
+    parser.add_argument("--reference", required=True, metavar="MODEL", help="the model it was made from")
+    parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
     add_data(parser, "what both models answer")
     parser.add_argument(
         "--out", metavar="FILE", help="the evidence; left out, it goes into the candidate's folder and model card"
@@ -87,7 +88,7 @@ class _Case:
         prescription, how = _prescription(arguments), _how(arguments)
         diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
         candidate = load_model(arguments.candidate, arguments.device)
-        reference = load_model(arguments.reference, arguments.device)
+        reference = load_model(arguments.reference, arguments.device, arguments.weights)
         if arguments.masked is not None:
             masked = load_model(arguments.masked, arguments.device)
         elif how.get("by") == "mask":
