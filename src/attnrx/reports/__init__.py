@@ -3,13 +3,16 @@
 from attnrx.reports.card import model_card
 from attnrx.reports.content import AttentionSamples, ReportContent, TradeOffPoint
 from attnrx.reports.page import write_report
+from attnrx.reports.ranks import PathwayRanks, model_ranks
 from attnrx.reports.sampling import sample_attention
 
 __all__ = [
     "AttentionSamples",
+    "PathwayRanks",
     "ReportContent",
     "TradeOffPoint",
     "model_card",
+    "model_ranks",
     "sample_attention",
     "write_report",
 ]

@@ -46,6 +46,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         trade_off=tuple(_point(path) for path in arguments.trade_off),
         attention=_attention(arguments, prescription),
         history=_history(arguments.training) if arguments.training else (),
+        ranks=_ranks(arguments, prescription),
     )
     path = rx.write_report(arguments.out, content)
     holds = None if evidence is None else evidence.holds
@@ -68,6 +69,13 @@ def _evidence(arguments: Namespace) -> "rx.Evidence | None":
 def _prescription(arguments: Namespace) -> "rx.Prescription | None":
     path = _beside(arguments.prescription, arguments.candidate, "prescription.json")
     return None if path is None else rx.Prescription.load(path)
+
+
+def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
+    """Reads the ranks off the candidate itself where no prescription tells them."""
+    if arguments.candidate is None or prescription is not None:
+        return ()
+    return rx.reports.model_ranks(load_model(arguments.candidate, "cpu"))
 
 
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:

@@ -56,8 +56,8 @@ def tiles(content: ReportContent) -> list[Tile]:
 def _removed(content: ReportContent) -> Tile | None:
     if content.prescription is None:
         return None
-    total = sum(layer.keep.numel() for layer in content.prescription.layers)
-    stays = sum(sum(ranks) for ranks in content.prescription.ranks)
+    total = sum(layer.directions for layer in content.prescription.layers)
+    stays = sum(layer.kept for layer in content.prescription.layers)
     note = f"{number(stays)} of {number(total)} stay"
     return Tile(percent(content.prescription.removed_share), "of the score directions removed", note)
 
