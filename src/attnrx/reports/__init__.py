@@ -1,6 +1,7 @@
 """Reports: what was diagnosed, prescribed and verified, as one HTML page that stands alone, and as a model card."""
 
 from attnrx.reports.card import model_card
+from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import AttentionSamples, ReportContent, TradeOffPoint
 from attnrx.reports.page import write_report
 from attnrx.reports.ranks import PathwayRanks, model_ranks
@@ -8,6 +9,7 @@ from attnrx.reports.sampling import sample_attention
 
 __all__ = [
     "AttentionSamples",
+    "ComparisonRecord",
     "PathwayRanks",
     "ReportContent",
     "TradeOffPoint",

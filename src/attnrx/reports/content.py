@@ -10,6 +10,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
+from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.ranks import PathwayRanks
 from attnrx.shapes import Float, Tensor
 
@@ -78,7 +79,7 @@ class ReportContent:
 
     `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training
     run, one per epoch. `costs` are those of the original and of the candidate; where they or `latency` are not given,
-    they are taken from the evidence, and `ranks` from the prescription.
+    they are taken from the evidence, and `ranks` from the prescription. A `comparison` is of several candidates.
     """
 
     title: str
@@ -92,9 +93,10 @@ class ReportContent:
     costs: tuple[ModelCosts, ModelCosts] | None = None
     latency: tuple[LatencyComparison, ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
+    comparison: ComparisonRecord | None = None
 
     def __post_init__(self):
-        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs)
+        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs, self.comparison)
         lists = (self.trade_off, self.history, self.latency, self.ranks)
         if all(part is None for part in parts) and not any(lists):
             raise InvalidInput(

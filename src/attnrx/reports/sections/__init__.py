@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from attnrx.reports.content import ReportContent
 from attnrx.reports.sections.attention import attention
+from attnrx.reports.sections.comparison import comparison
 from attnrx.reports.sections.controls import controls
 from attnrx.reports.sections.costs import costs
 from attnrx.reports.sections.findings import findings
@@ -20,6 +21,7 @@ from attnrx.reports.sections.verdict import verdict
 
 # In the order of the page; the verdict comes before all of them.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    comparison,
     treatment,
     ranks,
     maps,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from attnrx.evidence import Evidence, Finding
+from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
@@ -23,7 +24,7 @@ def verdict(content: ReportContent) -> Section:
     evidence = content.evidence
     data = {
         "state": _state(evidence),
-        "sentence": sentence(evidence),
+        "sentence": sentence(evidence) if evidence or content.comparison is None else _compared(content.comparison),
         "tiles": tiles(content),
         "failures": [_failure(finding) for finding in evidence.failures] if evidence else [],
     }
@@ -49,8 +50,30 @@ def sentence(evidence: Evidence | None) -> str:
 
 def tiles(content: ReportContent) -> list[Tile]:
     """Gives the headline numbers that the content knows."""
-    found = [_removed(content), *_savings(content), _accuracy(content.evidence), _speed(content)]
+    found = [
+        *_original(content.comparison),
+        _removed(content),
+        *_savings(content),
+        _accuracy(content.evidence),
+        _speed(content),
+    ]
     return [tile for tile in found if tile is not None]
+
+
+def _compared(found: ComparisonRecord) -> str:
+    names, images = len(found.contenders), found.about.get("images")
+    contenders = "contender was" if names == 1 else "contenders were"
+    where = f" on {number(images)} images" if isinstance(images, int) else ""
+    tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
+    return f"{names} {contenders} measured beside the original in {tried}{where}; no claim was made that could fail."
+
+
+def _original(found: ComparisonRecord | None) -> list[Tile]:
+    if found is None:
+        return []
+    own = found.accuracy
+    within = interval(own.low, own.high)
+    return [Tile(quantity(own.value, "%", own.low, own.high), "top-1 of the original", f"95{GAP}% interval {within}")]
 
 
 def _removed(content: ReportContent) -> Tile | None:
