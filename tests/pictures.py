@@ -103,10 +103,13 @@ def assert_labels_belong(splits: Splits) -> None:
         assert torch.equal(pixels[:, 0, 0, 0].long(), 40 * labels), split
 
 
-def speckles(config: ViTConfig, count: int = 7, normalization: Normalization | None = None) -> MemoryImages:
-    """A split of random pixels of the size that a model of ours wants, on its scale unless told."""
+def speckles(
+    config: ViTConfig, count: int = 7, normalization: Normalization | None = None, size: int | None = None
+) -> MemoryImages:
+    """A split of random pixels of the size that a model of ours wants and on its scale, unless told."""
     generator = torch.Generator().manual_seed(5)
-    shape = (count, config.channels, config.image_size, config.image_size)
+    side = config.image_size if size is None else size
+    shape = (count, config.channels, side, side)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     scale = normalization or Normalization(config.mean, config.std)
     return from_tensors("speckles", pixels, torch.arange(count) % config.classes, scale)

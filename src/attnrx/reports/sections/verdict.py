@@ -1,5 +1,6 @@
 """The verdict: what was compressed, by how much, what it cost, and whether every claim holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnrx.evidence import Evidence, Finding
@@ -26,6 +27,7 @@ def verdict(content: ReportContent) -> Section:
         "state": _state(evidence),
         "sentence": sentence(evidence) if evidence or content.comparison is None else _compared(content.comparison),
         "tiles": tiles(content),
+        "notes": _notes(content),
         "failures": [_failure(finding) for finding in evidence.failures] if evidence else [],
     }
     return Section("verdict", "Verdict", data)
@@ -58,6 +60,14 @@ def tiles(content: ReportContent) -> list[Tile]:
         _speed(content),
     ]
     return [tile for tile in found if tile is not None]
+
+
+def _notes(content: ReportContent) -> list[str]:
+    """Gives what was noted on the images that decisions were made on, by whichever part recorded it."""
+    compared = content.comparison.about.get("diagnosis") if content.comparison is not None else None
+    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
+    parts += [compared] if isinstance(compared, Mapping) else []
+    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
 
 
 def _compared(found: ComparisonRecord) -> str:
