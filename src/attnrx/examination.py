@@ -63,7 +63,8 @@ def diagnose(
             watched.show(batch)
     if not watched.images:
         raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
-    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), maps.read(), strict=True))
+    readings = panel.readings()  # first, as they are told to be finite
+    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, readings, maps.read(), strict=True))
     if wanted:
         layers = tuple(_with_metrics(layer) for layer in layers)
     notes = watched.intake.notes()
