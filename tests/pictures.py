@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from attnrx.data import Splits
+from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
+from attnrx.models import ViTConfig
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -100,3 +101,15 @@ def assert_labels_belong(splits: Splits) -> None:
     for split in ("train", "validation", "test"):
         pixels, labels, _ = everything(splits, split)
         assert torch.equal(pixels[:, 0, 0, 0].long(), 40 * labels), split
+
+
+def speckles(
+    config: ViTConfig, count: int = 7, normalization: Normalization | None = None, size: int | None = None
+) -> MemoryImages:
+    """A split of random pixels of the size that a model of ours wants and on its scale, unless told."""
+    generator = torch.Generator().manual_seed(5)
+    side = config.image_size if size is None else size
+    shape = (count, config.channels, side, side)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    scale = normalization or Normalization(config.mean, config.std)
+    return from_tensors("speckles", pixels, torch.arange(count) % config.classes, scale)

@@ -21,7 +21,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-SECTIONS = ["verdict", "prescription", "maps", "spectra", "evidence", "controls", "robustness", "trade-off"]
+SECTIONS = ["verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off"]
 SECTIONS += ["costs", "attention", "training", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.

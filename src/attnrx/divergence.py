@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import DataError, FingerprintMismatch
-from attnrx.models import evaluating, family_of, model_fingerprint, observing
+from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing
 from attnrx.observation import Observation
 from attnrx.prescription import Basis
 from attnrx.rules import rewritten
@@ -25,7 +25,7 @@ def measure_divergence(
 
     Raises:
         FingerprintMismatch: for a diagnosis of another model.
-        DataError: without images.
+        DataError: without images, or for images that the model cannot read.
     """
     if model_fingerprint(model) != diagnosis.fingerprint:
         raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
@@ -36,11 +36,12 @@ def measure_divergence(
     def observe(index: int, observation: Observation) -> None:
         sums[index] += _divergences(observation, told.layers[index], bases[index]) * observation.query.shape[0]
 
-    weight = next(model.parameters())
+    weight, showing = next(model.parameters()), Showing(model, family_of(model), "measure_divergence")
     with evaluating([model]), observing(model, family_of(model), observe):
         for batch in images.batches(batch_size, device=weight.device):
-            model(batch.images.to(weight.dtype))
+            model(showing.take(batch.images))
             seen += len(batch.images)
+    showing.notes()  # warns
     if not seen:
         raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
     layers = tuple(

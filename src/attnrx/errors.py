@@ -40,6 +40,10 @@ class DataError(AttnrxError):
     """A dataset that cannot be found, read or trusted."""
 
 
+class ScaleWarning(UserWarning):
+    """Images that do not seem to be on the scale that the model was trained with."""
+
+
 class CheckpointError(AttnrxError):
     """A file of ours that is missing, truncated, tampered with or from another schema."""
 

@@ -16,7 +16,7 @@ from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, suited
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
-from attnrx.models import evaluating, family_of, model_fingerprint, observing, observing_mlp
+from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing, observing_mlp
 from attnrx.rules.metrics import directions_in
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import require_finite
@@ -38,7 +38,11 @@ def diagnose(
 
     `images` takes the first so many only. With `Moments` among the diagnostics the maps of the MLP are watched too. The
     model is only watched: its weights, mode and backends are afterwards what they were. Memory does not grow with
-    the number of images. The images must be on the scale that the model was trained with; they are taken to its device.
+    the number of images. The images must be on the scale that the model was trained with: where they do not seem to
+    be, a ScaleWarning says so, and `about["notes"]`. They are taken to the model's device.
+
+    Raises:
+        DataError: without images, and for images of another shape than the model reads, or with NaN or infinity.
     """
     if not isinstance(data, ImageSet):
         raise InvalidInput(
@@ -59,9 +63,11 @@ def diagnose(
             watched.show(batch)
     if not watched.images:
         raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
-    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, panel.readings(), maps.read(), strict=True))
+    readings = panel.readings()  # first, as they are told to be finite
+    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, readings, maps.read(), strict=True))
     if wanted:
         layers = tuple(_with_metrics(layer) for layer in layers)
+    notes = watched.intake.notes()
     about = {
         "family": family_of(model).name,
         "data": {"name": _name(shown), "images": watched.images, "fingerprint": shown.fingerprint},
@@ -69,6 +75,7 @@ def diagnose(
         "seed": seed,
         "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+        **({"notes": notes} if notes else {}),
     }
     return Diagnosis(layers, model_fingerprint(model), about)
 
@@ -128,14 +135,14 @@ class _Pass:
 
     def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int):
         self.model, self.family, self.panel, self.seed = model, family_of(model), panel, seed
-        self.dtype = next(model.parameters()).dtype
+        self.intake = Showing(model, self.family, "diagnose")
         self.to_perturb = to_perturb
         self.images = 0
         self.showing = 0  # 1: an ordinary batch runs, 2: one whose second half is perturbed, 0: neither
 
     def show(self, batch: Batch) -> None:
         """Runs one batch; images to perturb run beside their perturbed copies, so each costs one more image."""
-        images = batch.images.to(self.dtype)
+        images = self.intake.take(batch.images)
         paired = min(len(images), max(0, self.to_perturb - self.images))
         half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
         if self.panel.perturbation is not None and paired:

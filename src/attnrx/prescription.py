@@ -95,6 +95,27 @@ class LayerPrescription:
         """The directions that each head keeps; a removed head keeps none."""
         return tuple((self.keep & self.heads[:, None]).sum(-1).tolist())
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all heads use the same directions."""
+        return self.basis is not None and self.basis.left.shape[0] == 1
+
+    @property
+    def directions(self) -> int:
+        """The directions of the layer before anything is removed, padding of ragged heads included.
+
+        Directions that all heads share replace those of all heads, whose rows they combine.
+        """
+        if self.basis is not None and self.basis.left.shape[0] == 1:
+            return self.basis.left.shape[2]
+        return self.keep.numel()
+
+    @property
+    def kept(self) -> int:
+        """The directions that stay; one that several heads share is one direction."""
+        staying = self.keep & self.heads[:, None]
+        return int(staying.any(0).sum() if self.is_shared else staying.sum())
+
 
 @dataclass(frozen=True)
 class Prescription:
@@ -112,9 +133,14 @@ class Prescription:
 
     @property
     def removed_share(self) -> float:
-        """The share of all score directions that is removed ("Dir. pruned" in the paper's tables)."""
-        total = sum(layer.keep.numel() for layer in self.layers)
-        return 1 - sum(sum(ranks) for ranks in self.ranks) / total
+        """The share of all score directions that is removed ("Dir. pruned" in the paper's tables).
+
+        It says how much smaller the query and key projections become. A direction that all heads share counts once,
+        though every head computes scores with it, so the products of queries and keys may cost more than before:
+        compare forms by their MACs (`Family.costs`).
+        """
+        total = sum(layer.directions for layer in self.layers)
+        return 1 - sum(layer.kept for layer in self.layers) / total if total else 0.0
 
     @property
     def is_rewritten(self) -> bool:

@@ -1,6 +1,7 @@
 """Refinement: the rows of a compressed layer improved on data, until its attention comes nearer to the original's."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ from torch import nn
 from attnrx.attention import Attention, Eager
 from attnrx.attention.backends import scores
 from attnrx.data import ImageSet
-from attnrx.errors import InvalidInput
-from attnrx.models import evaluating, family_of
+from attnrx.errors import InvalidInput, ScaleWarning
+from attnrx.models import Showing, evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
 
@@ -37,11 +38,14 @@ class Refinement:
 
 @dataclass
 class Refined:
-    """A refined model, and for each layer the mean divergence per query and head (nats) before and after."""
+    """A refined model, for each layer the mean divergence per query and head (nats) before and after, and
+    notes on the images.
+    """
 
     model: nn.Module
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def refine(
@@ -55,6 +59,7 @@ def refine(
 
     Raises:
         InvalidInput: for models of other depth or other heads, and without images.
+        DataError: for images of another shape than the model reads, or with NaN or infinity.
     """
     knobs = refinement or Refinement()
     result = Refined(copy.deepcopy(candidate))
@@ -63,8 +68,12 @@ def refine(
     )
     _require_alike(reference, result.model)
     for teacher, own in pairs:
-        with evaluating((reference, result.model)):
-            fed = _what_is_fed(reference, teacher, calibration)
+        showing = Showing(reference, family_of(reference), "refine")
+        with warnings.catch_warnings(), evaluating((reference, result.model)):
+            if result.before:  # the first layer has warned
+                warnings.simplefilter("ignore", ScaleWarning)
+            fed = _what_is_fed(reference, teacher, calibration, showing)
+            result.notes = showing.notes()
         before, after = _refine_layer_(own, teacher, fed, knobs)
         result.before.append(before)
         result.after.append(after)
@@ -81,11 +90,13 @@ def _require_alike(reference: nn.Module, candidate: nn.Module) -> None:
         )
 
 
-def _what_is_fed(model: nn.Module, layer: Attention, images: ImageSet) -> Float[Tensor, "images tokens width"]:
+def _what_is_fed(
+    model: nn.Module, layer: Attention, images: ImageSet, showing: Showing
+) -> Float[Tensor, "images tokens width"]:
     weight = next(model.parameters())
     with _recording(layer) as found:
         for batch in images.batches(64, device=weight.device):
-            model(batch.images.to(weight.dtype))
+            model(showing.take(batch.images))
     if not found:
         raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
     return torch.cat(found)

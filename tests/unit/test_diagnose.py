@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare
 from attnrx.errors import InvalidInput
 from attnrx.examination import diagnose
-from attnrx.models import VisionTransformer, ViTConfig, family_of, model_fingerprint
+from attnrx.models import VisionTransformer, family_of, model_fingerprint
 from attnrx.realization import realize
 from cases import CONFIGS, PATTERNS, model, prescription
+from pictures import speckles as data
 
 PER_HEAD = {
     "alignment",
@@ -25,13 +25,6 @@ PER_HEAD = {
     "sensitivity",
     "sparsity",
 }
-
-
-def data(config: ViTConfig, count: int = 7) -> MemoryImages:
-    generator = torch.Generator().manual_seed(5)
-    shape = (count, config.channels, config.image_size, config.image_size)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return from_tensors("speckles", pixels, torch.arange(count) % config.classes, Normalization.half(config.channels))
 
 
 def equal(first: Diagnosis, second: Diagnosis, tolerance: float) -> None:

@@ -84,9 +84,18 @@ def test_costs_are_the_parameters_and_products_of_the_model(case: tuple[AdoptedF
     family, model, adopted = case
     costs = family.costs(adopted)
     assert costs.params == sum(parameter.numel() for parameter in model.parameters())
+    divided: list[int] = []
+    handles = [
+        module.register_forward_hook(lambda _, given, output: divided.append(output.numel()))
+        for module in adopted.modules()
+        if isinstance(module, torch.nn.LayerNorm)
+    ]
     with FlopCounterMode(display=False) as counter:
         logits(adopted, images(family, adopted, 1))
+    for handle in handles:
+        handle.remove()
     assert 2 * costs.product_macs == counter.get_total_flops()
+    assert sum(divided) == costs.final_norm_features + sum(layer.norm_features for layer in costs.layers)
 
 
 def test_low_rank_mlps_are_described_rebuilt_and_priced(case: tuple[AdoptedFamily, Any, Any]) -> None:

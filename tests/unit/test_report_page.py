@@ -21,7 +21,7 @@ from attnrx.reports.page import render
 from attnrx.reports.sections import SECTIONS
 
 EVERYTHING = [
-    "verdict", "prescription", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",
+    "verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",
     "attention", "training", "provenance",
 ]  # fmt: skip
 VOID = {"meta", "img", "br"}
@@ -82,7 +82,7 @@ def test_every_section_is_left_out_without_its_data():
 @pytest.mark.parametrize(
     ("part", "sections"),
     [
-        ("prescription", ["prescription", "maps"]),
+        ("prescription", ["prescription", "ranks"]),
         ("diagnosis", ["maps", "spectra"]),
         ("trade_off", ["trade-off"]),
         ("attention", ["attention"]),
@@ -145,7 +145,25 @@ def test_reasons_and_kept_ranks_are_shown():
     for layer in content.prescription.layers:
         assert all(reason in words for reason in layer.reasons)
     for index, ranks in enumerate(content.prescription.ranks):
-        assert f"layer {index}, head 3: {ranks[3]}" in words
+        assert f"layer {index}, head 3: {ranks[3]} of 16" in words
+
+
+def test_costs_show_parts_that_only_the_candidate_has():
+    before = {"query_key": {"params": 10, "macs": 100}, "diagonal": {"params": 0, "macs": 0}}
+    after = {
+        "query_key": {"params": 5, "macs": 50},
+        "diagonal": {"params": 3, "macs": 7},
+        "new": {"params": 1, "macs": 0},
+    }
+    findings = tuple(
+        Finding("costs", role, 0.0, details={"quantity": "counted costs", "model": role, "parts": parts})
+        for role, parts in (("reference", before), ("candidate", after))
+    )
+    page = render(ReportContent("costs", evidence=Evidence(findings, {})))
+    rows = [re.sub(r"<[^>]*>", " ", row).split()[:-4] for row in re.findall(r"<tr.*?</tr>", page, re.DOTALL)]
+    assert ["diagonal", "0", "3"] in [row[:3] for row in rows]
+    assert ["new", "0", "1"] in [row[:3] for row in rows]
+    assert ["whole", "model", "10", "9"] in [row[:4] for row in rows]
 
 
 def test_costs_and_latency_come_from_the_evidence_where_they_are_not_given():

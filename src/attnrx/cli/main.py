@@ -5,13 +5,14 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
 from attnrx.cli.outcome import Outcome, show
 from attnrx.cli.parser import Parser, UsageError
-from attnrx.errors import AttnrxError, DataError, nearest
+from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
 
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
 
@@ -79,10 +80,20 @@ def _run(words: list[str]) -> int:
     parser = Parser(name, COMMANDS[name], command.EXAMPLE)
     command.add(parser)
     arguments = parser.parse_args(rest)
-    outcome = command.run(arguments, say)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ScaleWarning)
+        warnings.showwarning = _warn
+        outcome = command.run(arguments, say)
     if _speaks():
         _present(outcome, arguments.json)
     return outcome.code
+
+
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    """Says our own warnings plainly, and those of libraries as Python does."""
+    ours = issubclass(category, ScaleWarning)
+    text = f"attnrx: warning: {message}" if ours else warnings.formatwarning(message, category, filename, lineno)
+    say(text.rstrip())
 
 
 def _present(outcome: Outcome, as_json: bool) -> None:

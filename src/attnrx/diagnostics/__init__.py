@@ -3,6 +3,7 @@
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
 from attnrx.diagnostics.difference import Change, compare
 from attnrx.diagnostics.geometry import Geometry
+from attnrx.diagnostics.image_scale import ImageScale
 from attnrx.diagnostics.maps import MapWatch
 from attnrx.diagnostics.moments import Moments
 from attnrx.diagnostics.panel import Panel
@@ -25,6 +26,7 @@ __all__ = [
     "Change",
     "Diagnostic",
     "Geometry",
+    "ImageScale",
     "MapWatch",
     "Moments",
     "Panel",

@@ -52,7 +52,10 @@ class Panel:
     def readings(self) -> list[dict[str, Tensor]]:
         """Gives the readings of all diagnostics, one dictionary per layer."""
         every = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
-        return [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
+        found = [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
+        for layer, readings in enumerate(found):
+            _require_finite_readings(layer, readings)
+        return found
 
 
 def _first_half(observation: Observation) -> Observation:
@@ -76,6 +79,15 @@ def _require_finite(layer: int, observation: Observation) -> None:
             f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
             "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
         )
+
+
+def _require_finite_readings(layer: int, readings: dict[str, Tensor]) -> None:
+    for name, value in readings.items():
+        if not bool(torch.isfinite(value).all()):
+            raise InvalidInput(
+                f"the reading {name} of layer {layer} overflowed, though what the layer computed is finite: its "
+                "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
+            )
 
 
 def _nothing(spectrum: Spectrum) -> Observation:

@@ -14,6 +14,7 @@ from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.observing import evaluating, observing, observing_mlp
+from attnrx.models.showing import Showing
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
@@ -28,6 +29,7 @@ __all__ = [
     "SCENARIOS",
     "Family",
     "LowRankLinear",
+    "Showing",
     "ViTConfig",
     "VisionTransformer",
     "block_names",

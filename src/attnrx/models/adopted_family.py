@@ -14,7 +14,7 @@ from attnrx.config import from_dict, to_dict
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.adopted import Adapter, Adopted, Origin, require_same
-from attnrx.models.counting import matrices, mlp_costs, params
+from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.plain_attention import model_name
@@ -34,6 +34,8 @@ class AdoptedFamily(Family):
     """The MLPs of two linear maps, fc1 and fc2, with an activation between them; others stay as they are."""
     head_names: tuple[str, ...]
     """Where the classifier and the norm before it are, seen from the source; those that a model lacks are skipped."""
+    pooled_names: tuple[str, ...] = ()
+    """Which of them see one pooled token instead of all."""
 
     @abstractmethod
     def adopts(self, model: nn.Module) -> bool:
@@ -223,7 +225,19 @@ class AdoptedFamily(Family):
             ),
             classifier=PartCosts(classifier),
             classifier_macs=sum(matrices(head) for head in heads),
+            outer_norm_features=self._outer_norm_features(adopted.source, positions, tokens),
         )
+
+    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: int) -> int:
+        """Features of the norms outside the layers: of the patches, of all tokens, or of one pooled token."""
+        inside = {module for layer in self.layers(source) for module in layer.modules()}
+        total = 0
+        for name, module in source.named_modules():
+            features = norm_features(module)
+            if features and module not in inside:
+                seen = positions if name.startswith("patch_embed.") else tokens
+                total += features * (1 if name in self.pooled_names else seen)
+        return total
 
     def _factor_(self, adopted: Adopted, layer: int, which: int, rank: int | None) -> None:
         if rank is not None:

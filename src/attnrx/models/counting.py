@@ -1,5 +1,6 @@
 """Parameters and products counted on the modules of a foreign model, where no closed form is known."""
 
+import math
 from collections.abc import Iterable
 
 from torch import nn
@@ -16,6 +17,11 @@ def params(module: nn.Module, without: tuple[str, ...] = ()) -> int:
 def matrices(module: nn.Module) -> int:
     """Entries of all linear maps in a module: its MACs for one token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def norm_features(module: nn.Module) -> int:
+    """Features that a norm divides for one token; 0 for any other module."""
+    return math.prod(getattr(module, "normalized_shape", (0,)))
 
 
 def mlp_costs(mlp: nn.Module, tokens: int, changes: Iterable[tuple[nn.Module, int | None]] = ()) -> PartCosts:

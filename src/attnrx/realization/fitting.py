@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.data import ImageSet
 from attnrx.decompositions import StrengthFit
-from attnrx.models import evaluating, family_of, observing
+from attnrx.models import Showing, evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.shapes import Float, Tensor
@@ -28,10 +28,11 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
         strength = seen.strength if seen.strength is not None else torch.ones_like(keep, dtype=seen.query.dtype)
         fits[index].observe(left, right, seen.query, seen.key, strength)
 
-    weight = next(model.parameters())
+    weight, showing = next(model.parameters()), Showing(model, family, "realize")
     with evaluating([model]), observing(model, family, observe):
         for batch in calibration.batches(64, device=weight.device):
-            model(batch.images.to(weight.dtype))
+            model(showing.take(batch.images))
+    showing.notes()  # warns
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 

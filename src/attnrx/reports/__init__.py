@@ -1,15 +1,20 @@
 """Reports: what was diagnosed, prescribed and verified, as one HTML page that stands alone, and as a model card."""
 
 from attnrx.reports.card import model_card
+from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import AttentionSamples, ReportContent, TradeOffPoint
 from attnrx.reports.page import write_report
+from attnrx.reports.ranks import PathwayRanks, model_ranks
 from attnrx.reports.sampling import sample_attention
 
 __all__ = [
     "AttentionSamples",
+    "ComparisonRecord",
+    "PathwayRanks",
     "ReportContent",
     "TradeOffPoint",
     "model_card",
+    "model_ranks",
     "sample_attention",
     "write_report",
 ]

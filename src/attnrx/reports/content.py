@@ -10,6 +10,8 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
+from attnrx.reports.comparison import ComparisonRecord
+from attnrx.reports.ranks import PathwayRanks
 from attnrx.shapes import Float, Tensor
 
 Interval = tuple[float, float]
@@ -77,7 +79,7 @@ class ReportContent:
 
     `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training
     run, one per epoch. `costs` are those of the original and of the candidate; where they or `latency` are not given,
-    they are taken from the evidence.
+    they are taken from the evidence, and `ranks` from the prescription. A `comparison` is of several candidates.
     """
 
     title: str
@@ -90,10 +92,13 @@ class ReportContent:
     history: tuple[Mapping[str, Any], ...] = ()
     costs: tuple[ModelCosts, ModelCosts] | None = None
     latency: tuple[LatencyComparison, ...] = ()
+    ranks: tuple[PathwayRanks, ...] = ()
+    comparison: ComparisonRecord | None = None
 
     def __post_init__(self):
-        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs)
-        if all(part is None for part in parts) and not (self.trade_off or self.history or self.latency):
+        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs, self.comparison)
+        lists = (self.trade_off, self.history, self.latency, self.ranks)
+        if all(part is None for part in parts) and not any(lists):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
                 "give it evidence, a prescription, a diagnosis or another part."

@@ -59,6 +59,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         "diagnosis": str(path),
         "fingerprint": diagnosis.fingerprint,
         "images": len(images),
+        "notes": diagnosis.about.get("notes", []),
         "layers": rx.storage.read_json(path)["layers"],
     }
     return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))

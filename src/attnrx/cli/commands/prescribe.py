@@ -37,17 +37,24 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     diagnosis = rx.Diagnosis.load(arguments.diagnosis)
     prescription = rx.prescribe(diagnosis, arguments.rule, arguments.metric, **asked)
     path = prescription.save(arguments.out)
+    notes = list(prescription.about.get("notes", ()))
     record = {
         "prescription": str(path),
         "rule": dict(prescription.rule),
         "removed_share": prescription.removed_share,
+        "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
         "reasons": [list(layer.reasons) for layer in prescription.layers],
     }
     rows = tuple(
-        (f"layer {index}", " ".join(map(str, layer.ranks)), str(layer.keep.shape[1]), str(int((~layer.heads).sum())))
+        (f"layer {index}", " ".join(map(str, layer.ranks)), _full(layer), str(int((~layer.heads).sum())))
         for index, layer in enumerate(prescription.layers)
     )
     table = Table(("", "directions that stay, by head", "of", "heads removed"), rows)
     removed = f"{percent(prescription.removed_share)} of the directions are removed; the file says why, head by head"
-    return Outcome(record, (table, removed, f"prescription: {path}"))
+    return Outcome(record, (table, removed, *(f"warning: {note}" for note in notes), f"prescription: {path}"))
+
+
+def _full(layer: "rx.LayerPrescription") -> str:
+    """What a head could keep: its own directions, or those of all heads where they share them."""
+    return str(layer.directions if layer.is_shared else layer.keep.shape[1])

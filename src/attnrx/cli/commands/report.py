@@ -25,6 +25,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
     )
+    parser.add_argument("--comparison", metavar="FILE", help="what `attnrx compare` wrote, shown as curves over MACs")
     parser.add_argument("--title", help="the title of the page")
     add_out(parser, "the page")
     maps = parser.add_argument_group("attention maps, which need --candidate, --reference and --data")
@@ -38,7 +39,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     """Collects what is there, and writes the page."""
     evidence, prescription = _evidence(arguments), _prescription(arguments)
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {arguments.candidate or arguments.out}",
+        title=arguments.title or f"attnrx: {arguments.candidate or arguments.comparison or arguments.out}",
         about=_about(arguments, evidence),
         prescription=prescription,
         diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
@@ -46,6 +47,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         trade_off=tuple(_point(path) for path in arguments.trade_off),
         attention=_attention(arguments, prescription),
         history=_history(arguments.training) if arguments.training else (),
+        ranks=_ranks(arguments, prescription),
+        comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
     )
     path = rx.write_report(arguments.out, content)
     holds = None if evidence is None else evidence.holds
@@ -70,8 +73,15 @@ def _prescription(arguments: Namespace) -> "rx.Prescription | None":
     return None if path is None else rx.Prescription.load(path)
 
 
+def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
+    """Reads the ranks off the candidate itself where no prescription tells them."""
+    if arguments.candidate is None or prescription is not None:
+        return ()
+    return rx.reports.model_ranks(load_model(arguments.candidate, "cpu"))
+
+
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
-    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "data")}
+    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
     return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
 
 

@@ -130,9 +130,11 @@ def _draw_band(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
     bounded = [
         (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
     ]
+    if len(bounded) == 1:
+        _draw_intervals(drawing, curve, x, y)
     if len(bounded) > 1:
         upper = [(x(place), y(high)) for place, _, high in bounded]
-        lower = [(x(place), y(low)) for place, low, _ in reversed(bounded)]
+        lower = [(x(place), y(max(low, y.low))) for place, low, _ in reversed(bounded)]  # a logarithm may know no end
         drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
 
 

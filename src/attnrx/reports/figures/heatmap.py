@@ -10,33 +10,42 @@ from attnrx.reports.numbers import Number, number
 LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
 
 Grid = Sequence[Sequence[Number | None]]
+Words = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Rows are layers, columns are heads of the original model; None where a head no longer exists."""
+    """Rows are layers, columns heads of the original model, unless `columns` names them; None where one is gone.
+
+    A row of a single value is one cell across all columns, for what they have in common. The cells show the values;
+    `texts` are other words in them, and `tips` what is said of each to a pointer and to who cannot see the picture.
+    """
 
     title: str
     values: Grid
     low: Number
     high: Number
     write: Callable[[Number], str] = number
-    dense: bool = False  # smaller cells, for many heads
+    dense: bool = False  # smaller cells, for many columns
+    columns: tuple[str, ...] = ()
+    texts: Words | None = None
+    tips: Words | None = None
 
     def draw(self) -> str:
         """Gives the picture."""
-        columns = max(len(row) for row in self.values)
-        width, height, left, top = (33, 26, 54, 22) if self.dense else (46, 32, 54, 22)
+        columns = max(len(self.columns), *(len(row) for row in self.values))
+        width, height, left, top = (33, 26, 60, 22) if self.dense else (46, 32, 60, 22)
         drawing = Drawing(left + columns * width, top + len(self.values) * height, self.title, self._in_words())
-        for head in range(columns):
-            name = str(head) if self.dense else f"head {head}"
-            drawing.text(left + (head + 0.5) * width, top - 8, name, "label", "middle")
+        for place in range(columns):
+            name = str(place) if self.dense and not self.columns else self._column(place)
+            drawing.text(left + (place + 0.5) * width, top - 8, name, "label", "middle")
         for layer, row in enumerate(self.values):
             middle = top + (layer + 0.5) * height
             drawing.text(left - 8, middle + 4, f"layer {layer}", "label", "end")
-            for head, value in enumerate(row):
-                corner = (left + head * width, top + layer * height)
-                self._cell(drawing, corner, (width, height), (layer, head, value))
+            wide = width * columns if len(row) == 1 else width
+            for place in range(len(row)):
+                corner = (left + place * wide, top + layer * height)
+                self._cell(drawing, corner, (wide, height), (layer, place))
         return drawing.svg()
 
     def level(self, value: Number) -> int:
@@ -44,19 +53,35 @@ class HeatMap:
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
 
-    def _cell(self, drawing: Drawing, corner: tuple[Number, Number], size: tuple[Number, Number], cell: tuple) -> None:
-        (x, y), (width, height), (layer, head, value) = corner, size, cell
-        words = "removed" if value is None else self.write(value)
+    def _cell(
+        self, drawing: Drawing, corner: tuple[Number, Number], size: tuple[Number, Number], cell: tuple[int, int]
+    ) -> None:
+        (x, y), (width, height), (layer, place) = corner, size, cell
+        value = self.values[layer][place]
         step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
-        tip = f"layer {layer}, head {head}: {words}"
         box = {"x": x + 0.75, "y": y + 0.75, "width": width - 1.5, "height": height - 1.5, "rx": 3}
-        drawing.add("rect", f"cell {step}", tip, **box)
+        drawing.add("rect", f"cell {step}", f"layer {layer}, {self._said(layer, place)}", **box)
         if value is not None:
-            drawing.text(x + width / 2, y + height / 2 + 4, words, f"value {step}", "middle")
+            drawing.text(x + width / 2, y + height / 2 + 4, self._text(layer, place), f"value {step}", "middle")
+
+    def _column(self, place: int) -> str:
+        return self.columns[place] if self.columns else f"head {place}"
+
+    def _text(self, layer: int, place: int) -> str:
+        value = self.values[layer][place]
+        if self.texts is not None:
+            return self.texts[layer][place]
+        return "removed" if value is None else self.write(value)
+
+    def _said(self, layer: int, place: int) -> str:
+        if self.tips is not None:
+            return self.tips[layer][place]
+        return f"{self._column(place)}: {self._text(layer, place)}"
 
     def _in_words(self) -> str:
+        told = self._said if self.tips is not None else self._text
         rows = (
-            f"layer {layer}: " + ", ".join("removed" if v is None else self.write(v) for v in row)
+            f"layer {layer}: " + ", ".join(told(layer, place) for place in range(len(row)))
             for layer, row in enumerate(self.values)
         )
         return "; ".join(rows) + "."

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 from attnrx.reports.content import ReportContent
 from attnrx.reports.sections.attention import attention
+from attnrx.reports.sections.comparison import comparison
 from attnrx.reports.sections.controls import controls
 from attnrx.reports.sections.costs import costs
 from attnrx.reports.sections.findings import findings
 from attnrx.reports.sections.maps import maps
 from attnrx.reports.sections.provenance import provenance
+from attnrx.reports.sections.ranks import ranks
 from attnrx.reports.sections.robustness import robustness
 from attnrx.reports.sections.section import Section
 from attnrx.reports.sections.spectra import spectra
@@ -19,7 +21,9 @@ from attnrx.reports.sections.verdict import verdict
 
 # In the order of the page; the verdict comes before all of them.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    comparison,
     treatment,
+    ranks,
     maps,
     spectra,
     findings,

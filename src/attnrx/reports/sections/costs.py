@@ -69,9 +69,13 @@ def _told(content: ReportContent, check: str, quantity: str) -> Iterator[Finding
 
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     none = {"params": 0, "macs": 0}
-    names = [name for name, part in before.items() if part["params"] or part["macs"]]
+    pairs = {name: (before.get(name, none), after.get(name, none)) for name in (*before, *after)}
     whole = total(before, "macs")
-    rows = [_row(NAMES.get(name, name.replace("_", " ")), before[name], after.get(name, none), whole) for name in names]
+    rows = [
+        _row(NAMES.get(name, name.replace("_", " ")), *pair, whole)
+        for name, pair in pairs.items()
+        if any(part[unit] for part in pair for unit in none)
+    ]
     sums = [{unit: total(record, unit) for unit in none} for record in (before, after)]
     return [*rows, {**_row("whole model", sums[0], sums[1], whole), "total": True}]
 

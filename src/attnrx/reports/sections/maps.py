@@ -1,4 +1,4 @@
-"""Maps of layers and heads: what was measured in each head, and the rank that each one keeps."""
+"""Maps of layers and heads: what was measured in each head."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap
 from attnrx.reports.numbers import MISSING, fixed, number, short
 from attnrx.reports.sections.section import Figure, Section
-from attnrx.reports.sections.treatment import original_heads
 
 # What the readings mean to a reader, in the order in which they are shown; those not listed here come after these.
 MEANING = {
@@ -27,16 +26,16 @@ Rows = Sequence[Sequence[float | None]]
 
 
 def maps(content: ReportContent) -> Section | None:
-    """Gives effective rank, kept rank and selectivity at once, and the other readings on request."""
-    names = original_heads(content)
-    readings = {} if content.diagnosis is None else _readings(content.diagnosis)
-    figures = {name: _reading(name, _placed(rows, names), _most(content)) for name, rows in readings.items()}
-    main = [figures.pop(name) for name in MAIN if name in figures]
-    kept = _kept(content, names)
-    if kept is not None:
-        main.insert(1 if "effective_rank" in readings else 0, kept)
-    if not main and not figures:
+    """Gives effective rank and selectivity at once, and the other readings on request."""
+    if content.diagnosis is None:
         return None
+    names = [layer.spectrum.heads for layer in content.diagnosis.layers]
+    most = max((layer.spectrum.strength.shape[1] for layer in content.diagnosis.layers), default=1)
+    readings = _readings(content.diagnosis)
+    figures = {name: _reading(name, _placed(rows, names), most) for name, rows in readings.items()}
+    if not figures:
+        return None
+    main = [figures.pop(name) for name in MAIN if name in figures]
     dense = any(max(heads, default=0) >= DENSE - 1 for heads in names)
     data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
     return Section("maps", "Layers and heads", data)
@@ -51,25 +50,6 @@ def _readings(diagnosis: Diagnosis) -> dict[str, Rows]:
     names = set.intersection(*shared) if shared else set()
     ordered = [name for name in MEANING if name in names] + sorted(names - MEANING.keys())
     return {name: [layer.readings[name].tolist() for layer in diagnosis.layers] for name in ordered}
-
-
-def _most(content: ReportContent) -> int:
-    """The directions of a full head, the common end of both rank scales."""
-    if content.prescription is not None:
-        return max((layer.keep.shape[1] for layer in content.prescription.layers), default=1)
-    layers = content.diagnosis.layers if content.diagnosis is not None else ()
-    return max((layer.spectrum.strength.shape[1] for layer in layers), default=1)
-
-
-def _kept(content: ReportContent, names: list[tuple[int, ...]]) -> Figure | None:
-    if content.prescription is None:
-        return None
-    rows = [
-        [float(rank) if stays else None for rank, stays in zip(layer.ranks, layer.heads.tolist(), strict=True)]
-        for layer in content.prescription.layers
-    ]
-    caption = "How many directions the prescription leaves each head."
-    return _figure("Kept rank", _placed(rows, names), (0.0, float(_most(content))), (0, 0), caption)
 
 
 def _reading(name: str, grid: Rows, most: int) -> Figure:

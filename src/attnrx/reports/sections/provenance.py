@@ -19,6 +19,8 @@ def provenance(content: ReportContent) -> Section | None:
         )
     if content.evidence is not None:
         parts["the evidence"] = content.evidence.about
+    if content.comparison is not None:
+        parts["the comparison"] = content.comparison.about
     records = [(name, described(record)) for name, record in parts.items() if record]
     return Section("provenance", "Provenance", {"records": records}) if records else None
 

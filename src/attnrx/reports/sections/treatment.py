@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.prescription import LayerPrescription, OutputPrescription, Prescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import number, percent, plain
 from attnrx.reports.sections.section import Section
+
+OTHERS = (("values_rule", "the values"), ("mlp_rule", "the MLP"))
 
 
 def treatment(content: ReportContent) -> Section | None:
@@ -16,7 +18,8 @@ def treatment(content: ReportContent) -> Section | None:
         return None
     names = original_heads(content)
     data = {
-        "rule": rule_text(prescription),
+        "rule": rule_text(prescription) if prescription.rule else "",
+        "others": [(words, str(prescription.about[name])) for name, words in OTHERS if name in prescription.about],
         "removed": percent(prescription.removed_share),
         "fingerprint": prescription.fingerprint,
         "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
@@ -51,10 +54,19 @@ def _knob(value: Any) -> str:
 
 
 def _layer(index: int, layer: LayerPrescription, names: tuple[int, ...]) -> dict[str, Any]:
-    of = layer.keep.shape[1]
     rows = [
         {"head": head, "keeps": number(rank), "stays": bool(stays), "why": why}
         for head, rank, stays, why in zip(names, layer.ranks, layer.heads, layer.reasons, strict=True)
     ]
-    removed = 1 - sum(layer.ranks) / layer.keep.numel() if layer.keep.numel() else None
-    return {"index": index, "of": of, "rows": rows, "removed": percent(removed), "ranks": plain(list(layer.ranks), 16)}
+    removed = percent(1 - layer.kept / layer.directions if layer.directions else None)
+    keeps = f"heads keep {plain(list(layer.ranks), 16)} of {layer.keep.shape[1]}"
+    if layer.is_shared:
+        keeps = f"the heads share {number(layer.kept)} of {number(layer.directions)}"
+    others = [(words, why) for words, output in _outputs(layer) for why in output.reasons]
+    return {"index": index, "rows": rows, "removed": removed, "keeps": keeps, "others": others}
+
+
+def _outputs(layer: LayerPrescription) -> list[tuple[str, OutputPrescription]]:
+    """Gives what is prescribed for the other maps of a layer, each by its name."""
+    named = (("values", layer.values), ("fc1", layer.mlp[0]), ("fc2", layer.mlp[1]))
+    return [(name, output) for name, output in named if output is not None]

@@ -1,8 +1,10 @@
 """The verdict: what was compressed, by how much, what it cost, and whether every claim holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnrx.evidence import Evidence, Finding
+from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
@@ -23,8 +25,9 @@ def verdict(content: ReportContent) -> Section:
     evidence = content.evidence
     data = {
         "state": _state(evidence),
-        "sentence": sentence(evidence),
+        "sentence": sentence(evidence) if evidence or content.comparison is None else _compared(content.comparison),
         "tiles": tiles(content),
+        "notes": _notes(content),
         "failures": [_failure(finding) for finding in evidence.failures] if evidence else [],
     }
     return Section("verdict", "Verdict", data)
@@ -49,15 +52,45 @@ def sentence(evidence: Evidence | None) -> str:
 
 def tiles(content: ReportContent) -> list[Tile]:
     """Gives the headline numbers that the content knows."""
-    found = [_removed(content), *_savings(content), _accuracy(content.evidence), _speed(content)]
+    found = [
+        *_original(content.comparison),
+        _removed(content),
+        *_savings(content),
+        _accuracy(content.evidence),
+        _speed(content),
+    ]
     return [tile for tile in found if tile is not None]
+
+
+def _notes(content: ReportContent) -> list[str]:
+    """Gives what was noted on the images that decisions were made on, by whichever part recorded it."""
+    compared = content.comparison.about.get("diagnosis") if content.comparison is not None else None
+    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
+    parts += [compared] if isinstance(compared, Mapping) else []
+    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
+
+
+def _compared(found: ComparisonRecord) -> str:
+    names, images = len(found.contenders), found.about.get("images")
+    contenders = "contender was" if names == 1 else "contenders were"
+    where = f" on {number(images)} images" if isinstance(images, int) else ""
+    tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
+    return f"{names} {contenders} measured beside the original in {tried}{where}; no claim was made that could fail."
+
+
+def _original(found: ComparisonRecord | None) -> list[Tile]:
+    if found is None:
+        return []
+    own = found.accuracy
+    within = interval(own.low, own.high)
+    return [Tile(quantity(own.value, "%", own.low, own.high), "top-1 of the original", f"95{GAP}% interval {within}")]
 
 
 def _removed(content: ReportContent) -> Tile | None:
     if content.prescription is None:
         return None
-    total = sum(layer.keep.numel() for layer in content.prescription.layers)
-    stays = sum(sum(ranks) for ranks in content.prescription.ranks)
+    total = sum(layer.directions for layer in content.prescription.layers)
+    stays = sum(layer.kept for layer in content.prescription.layers)
     note = f"{number(stays)} of {number(total)} stay"
     return Tile(percent(content.prescription.removed_share), "of the score directions removed", note)
 

@@ -1,0 +1,99 @@
+"""A comparison of contenders as a report reads it: what `attnrx compare` wrote, and no more than is in the file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import CheckpointError
+from attnrx.storage import check_schema, read_json
+
+KIND, SCHEMA = "attnrx comparison", 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value with its 95 % interval; what is not in the file is None."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class ComparedTrial:
+    """One contender at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
+
+    A contender that could not become as small as it should has not `reached` its target; `note` says why. What was
+    not measured is None.
+    """
+
+    contender: str
+    share: float | None
+    params_share: float | None
+    macs_share: float | None
+    accuracy: Measured
+    change: Measured
+    agreement: Measured
+    divergence: Measured
+    reached: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ComparisonRecord:
+    """All trials, the accuracy of the original, and how everything was measured."""
+
+    trials: tuple[ComparedTrial, ...]
+    accuracy: Measured
+    about: Mapping[str, Any]
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """The names, in the order of the file."""
+        return tuple(dict.fromkeys(trial.contender for trial in self.trials))
+
+    @classmethod
+    def load(cls, path: Path | str) -> "ComparisonRecord":
+        """Reads the file; fields that it has beside these are left alone.
+
+        Raises:
+            CheckpointError: The file is no comparison, is broken, or holds no trial.
+        """
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        try:
+            trials = tuple(_trial(trial) for trial in record["trials"])
+            found = cls(trials, _measured(record["accuracy"]), dict(record["about"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not a whole comparison ({error!r}); it was edited or truncated."
+            ) from error
+        if not found.trials:
+            raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")
+        return found
+
+
+def _trial(record: Mapping[str, Any]) -> ComparedTrial:
+    return ComparedTrial(
+        str(record["contender"]),
+        share=_number(record.get("share")),
+        params_share=_number(record.get("params_share")),
+        macs_share=_number(record.get("macs_share")),
+        accuracy=_measured(record.get("accuracy")),
+        change=_measured(record.get("change")),
+        agreement=_measured(record.get("agreement")),
+        divergence=_measured(record.get("divergence")),
+        reached=record.get("reached") is not False,
+        note=str(record.get("note") or ""),
+    )
+
+
+def _measured(record: Any) -> Measured:
+    if record is None:
+        return Measured()
+    return Measured(*(_number(record.get(name)) for name in ("value", "low", "high")))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

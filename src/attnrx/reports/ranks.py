@@ -1,0 +1,140 @@
+"""The ranks of a compressed model, pathway by pathway: what each part of each layer keeps of what it had."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.models import family_of, rank_of
+from attnrx.prescription import LayerPrescription, OutputPrescription, Prescription
+
+MLP_NAMES = ("fc1", "fc2")
+SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One part keeps `rank` of `full` directions; None where it was removed with its head.
+
+    A map that is still one matrix is `whole`: its rank is that of the matrix, and two factors do not replace it.
+    """
+
+    rank: int | None
+    full: int
+    whole: bool = False
+
+    @property
+    def share(self) -> float:
+        """What is kept, as a share."""
+        return 0.0 if self.rank is None else self.rank / max(self.full, 1)
+
+
+@dataclass(frozen=True)
+class PathwayRanks:
+    """The ranks of one pathway: a row per layer, with one entry per column, or a single one that all columns share."""
+
+    name: str
+    columns: tuple[str, ...]
+    layers: tuple[tuple[Kept, ...], ...]
+
+    @property
+    def kept(self) -> int:
+        """All directions that stay; shared ones count once."""
+        return sum(part.rank or 0 for layer in self.layers for part in layer)
+
+    @property
+    def full(self) -> int:
+        """All directions that there were."""
+        return sum(part.full for layer in self.layers for part in layer)
+
+
+def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = None) -> tuple[PathwayRanks, ...]:
+    """Reads the ranks off a prescription: of queries and keys, and of values and MLP where it is about them.
+
+    The diagnosis knows which heads of the original model are meant, and how many directions each has.
+    """
+    layers = prescription.layers
+    heads = [tuple(range(len(layer.heads))) for layer in layers]
+    used: list[list[int] | None] = [None] * len(layers)
+    if diagnosis is not None:
+        heads = [layer.spectrum.heads for layer in diagnosis.layers]
+        used = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
+    found = [_pathway(SCORES, [_scores(*each) for each in zip(layers, used, strict=True)], heads)]
+    if any(layer.values is not None for layer in layers):
+        full = max(layer.values.strength.shape[1] for layer in layers if layer.values is not None)
+        found.append(_pathway(VALUES, [_values(layer, full) for layer in layers], heads))
+    if any(output is not None for layer in layers for output in layer.mlp):
+        found.append(PathwayRanks(MLP, MLP_NAMES, tuple(_mlp(layers))))
+    return tuple(found)
+
+
+def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
+    """Reads the ranks off a model itself, of all pathways that have any."""
+    family = family_of(model)
+    specs = [attention.spec for attention in family.attention(model)]
+    heads = [spec.heads for spec in specs]
+    scores: list[Sequence[Kept]] = [
+        [Kept(spec.ranks[0], spec.original_rank)]
+        if spec.form == "shared" and spec.ranks
+        else [Kept(rank, spec.original_rank) for rank in spec.ranks]
+        for spec in specs
+    ]
+    values = [[Kept(rank, spec.head_dim) for rank in spec.reads] for spec in specs]
+    found = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
+    pairs = family.mlp(model)
+    if pairs:
+        layers = tuple(tuple(_linear(linear) for linear in pair) for pair in pairs)
+        found.append(PathwayRanks(MLP, MLP_NAMES, layers))
+    return tuple(found)
+
+
+def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
+    """Puts every part into the column of its original head; heads that a layer lacks were removed before."""
+    columns = 1 + max((head for own in heads for head in own), default=0)
+    most = max((part.full for row in rows for part in row), default=0)
+    layers = []
+    for row, own in zip(rows, heads, strict=True):
+        if len(row) == 1 and len(own) != 1:
+            layers.append(tuple(row))
+            continue
+        line = [Kept(None, most)] * columns
+        for head, part in zip(own, row, strict=True):
+            line[head] = part
+        layers.append(tuple(line))
+    return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
+
+
+def _scores(layer: LayerPrescription, used: Sequence[int] | None) -> list[Kept]:
+    if layer.is_shared and len(layer.heads) > 1:
+        return [Kept(layer.kept, layer.directions)]
+    full = [layer.keep.shape[1]] * len(layer.heads) if used is None else used
+    return [
+        Kept(rank if stays else None, most)
+        for rank, stays, most in zip(layer.ranks, layer.heads.tolist(), full, strict=True)
+    ]
+
+
+def _values(layer: LayerPrescription, full: int) -> list[Kept]:
+    stays = layer.heads.tolist()
+    ranks = (full,) * len(stays) if layer.values is None else layer.values.ranks
+    return [Kept(rank if stay else None, full) for rank, stay in zip(ranks, stays, strict=True)]
+
+
+def _mlp(layers: Iterable[LayerPrescription]) -> list[tuple[Kept, ...]]:
+    pairs = [layer.mlp for layer in layers]
+    sides = zip(*pairs, strict=True)
+    full = [max((own.strength.shape[1] for own in side if own is not None), default=0) for side in sides]
+    full = [most or max(full) for most in full]  # where no layer tells; both maps have the same smaller side
+    return [tuple(_output(own, most) for own, most in zip(pair, full, strict=True)) for pair in pairs]
+
+
+def _output(output: OutputPrescription | None, full: int) -> Kept:
+    return Kept(full, full, whole=True) if output is None else Kept(output.ranks[0], output.strength.shape[1])
+
+
+def _linear(linear: Any) -> Kept:
+    full = min(linear.in_features, linear.out_features)
+    rank = rank_of(linear)
+    return Kept(full, full, whole=True) if rank is None else Kept(rank, full)

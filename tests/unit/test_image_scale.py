@@ -1,0 +1,123 @@
+"""Images that a model was not trained to read are refused or noted before anything is decided on them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attnrx.cli.main import _warn
+from attnrx.data import MemoryImages, Normalization
+from attnrx.diagnosis import Diagnosis
+from attnrx.diagnostics import ImageScale
+from attnrx.diagnostics.image_scale import IMAGENET
+from attnrx.divergence import measure_divergence
+from attnrx.errors import DataError, ScaleWarning
+from attnrx.examination import diagnose
+from attnrx.realization import realize
+from attnrx.refinement import Refinement, refine
+from attnrx.reports import ReportContent
+from attnrx.reports.page import render
+from attnrx.rules import ContributionEnergy, prescribe
+from cases import CONFIGS, model
+from pictures import speckles
+
+SCALES = {
+    "unit": Normalization((0.0,) * 3, (1.0,) * 3),
+    "bytes": Normalization((0.0,) * 3, (1 / 255,) * 3),
+    "half": Normalization.half(3),
+    "imagenet": Normalization(*IMAGENET),
+}
+LOOKS = {
+    "unit": "that were not normalized",
+    "bytes": "pixels in 0 to 255",
+    "half": "mean and std 0.5",
+    "imagenet": "of ImageNet",
+}
+
+
+def photographs(count: int = 8, seed: int = 0) -> torch.Tensor:
+    """Smooth pixels in [0, 1] with a mean of 0.45 and a standard deviation of about 0.25, as photographs have."""
+    coarse = torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+    return (0.45 + 0.27 * torch.nn.functional.interpolate(coarse, size=24, mode="nearest")).clamp(0, 1)
+
+
+def scale(stated: str, given: str, pixels: torch.Tensor) -> ImageScale:
+    seen = ImageScale(SCALES[stated].mean, SCALES[stated].std)
+    for part in SCALES[given].apply(pixels).split(3):
+        seen.observe(part)
+    return seen
+
+
+@pytest.mark.parametrize("given", SCALES)
+@pytest.mark.parametrize("stated", ["unit", "half", "imagenet"])
+def test_every_confusion_of_constants_is_noted_and_named(stated: str, given: str) -> None:
+    seen = scale(stated, given, photographs())
+    assert seen.fits == (stated == given)
+    if stated != given:
+        assert LOOKS[given] in seen.describe()
+
+
+@pytest.mark.parametrize("stated", ["unit", "half", "imagenet"])
+def test_dull_and_few_images_on_the_right_scale_are_not_noted(stated: str) -> None:
+    assert scale(stated, stated, 0.4 + 0.1 * photographs()).fits
+    assert scale(stated, stated, 0.4 + 0.1 * photographs(3)).fits
+    assert ImageScale(SCALES[stated].mean, SCALES[stated].std).fits
+
+
+def test_the_statistics_are_those_of_all_images_together() -> None:
+    pixels = photographs()
+    images = SCALES["imagenet"].apply(pixels).double()
+    mean, std = images.mean((0, 2, 3)), images.std((0, 2, 3), correction=0)
+    told = scale("half", "imagenet", pixels).describe()
+    for values in (mean, std):
+        assert ", ".join(f"{value:.3g}" for value in values.tolist()) in told
+    assert f"from {images.min():.3g} to {images.max():.3g}" in told
+
+
+def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:
+    vit, images = model(CONFIGS["dense"]), speckles(CONFIGS["dense"])
+    found = diagnose(vit, images)
+    given = prescribe(found, ContributionEnergy(0.6))
+    slim = realize(vit, given)
+    return {
+        "diagnose": lambda data: diagnose(vit, data),
+        "measure_divergence": lambda data: measure_divergence(vit, found, data, "weights"),
+        "refine": lambda data: refine(slim, vit, data, Refinement(steps=1)),
+        "realize": lambda data: realize(vit, given, norms="refit", calibration=data),
+    }
+
+
+@pytest.mark.parametrize("verb", ["diagnose", "measure_divergence", "refine", "realize"])
+def test_whatever_is_decided_on_images_warns_once_and_refuses_what_cannot_be_read(verb: str) -> None:
+    show, config = shown_to()[verb], CONFIGS["dense"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        show(speckles(config))
+    with pytest.warns(ScaleWarning, match="that were not normalized") as heard:
+        show(speckles(config, normalization=Normalization((0.0,), (1.0,))))
+    assert len([each for each in heard if each.category is ScaleWarning]) == 1
+    with pytest.raises(DataError, match=r"1 x 12 x 12 .* 1 x 8 x 8"):
+        show(speckles(CONFIGS["dense"], size=12))
+    with pytest.raises(DataError, match=f"{verb} was given images with NaN"):
+        show(speckles(config, normalization=Normalization((float("nan"),), (1.0,))))
+
+
+def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit, config = model(CONFIGS["dense"]), CONFIGS["dense"]
+    assert "notes" not in diagnose(vit, speckles(config)).about
+    with pytest.warns(ScaleWarning) as heard:
+        found = diagnose(vit, speckles(config, normalization=Normalization((0.0,), (1.0,))))
+    (note,) = found.about["notes"]
+    assert str(heard[0].message) == note
+    found.save(tmp_path / "diagnosis.json")
+    given = prescribe(Diagnosis.load(tmp_path / "diagnosis.json"), ContributionEnergy(0.6))
+    assert given.about["notes"] == [note]
+    page = render(ReportContent("noted", diagnosis=found, prescription=given))
+    assert page.count("<strong>Warning:</strong>") == 1 and "not normalized" in page
+    assert "<strong>Warning:</strong>" not in render(
+        ReportContent("bare", ranks=(), diagnosis=diagnose(vit, speckles(config)))
+    )
+    _warn(note, ScaleWarning, "x.py", 3)
+    assert capsys.readouterr().err == f"attnrx: warning: {note}\n"

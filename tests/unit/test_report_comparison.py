@@ -1,0 +1,138 @@
+"""A comparison becomes curves over MACs with bands, and a table; files with other fields are read all the same."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnrx.checks.statistics import Estimate
+from attnrx.cli import main
+from attnrx.errors import CheckpointError
+from attnrx.experiments.comparing import Trial, Trials
+from attnrx.reports import ComparisonRecord, ReportContent
+from attnrx.reports.page import render
+
+ABOUT: dict[str, Any] = {
+    "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},
+    "data": "pets/test:200:cd",
+    "images": 200,
+    "seed": 3,
+    "contenders": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "refined": 0}, {"name": "<b>wide"}],
+}
+
+
+def estimate(value: float, spread: float) -> Estimate:
+    return Estimate(value, value - spread, value + spread)
+
+
+def trial(name: str, share: float, macs_share: float) -> Trial:
+    loss = 1 - share
+    return Trial(
+        contender=name,
+        share=share,
+        params=int(1e6 * share),
+        macs=int(1e8 * macs_share),
+        params_share=share,
+        macs_share=macs_share,
+        accuracy=estimate(80 - 30 * loss, 4.0),
+        change=estimate(-30 * loss, 3.0),
+        agreement=estimate(100 - 40 * loss, 2.0),
+        divergence=estimate(0.01 * 50**loss, 0.002),
+        n=200,
+        seconds=0.5,
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    trials = tuple(
+        trial(name, share, factor * (1 + share) / 2)
+        for name, factor in (("mix", 0.9), ("<b>wide", 0.95))
+        for share in (0.75, 0.5, 0.25)
+    )
+    return Trials(trials, estimate(80.0, 5.0), ABOUT).save(tmp_path / "comparison.json")
+
+
+def changed(path: Path, **changes: Any) -> Path:
+    record = json.loads(path.read_text())
+    record["trials"].append({**record["trials"][0], **changes})
+    path.write_text(json.dumps(record))
+    return path
+
+
+def points(page: str, heading: str) -> list[str]:
+    """What is said of the markers of one chart, in the order in which they are drawn."""
+    picture = page[page.index(f'aria-label="{heading}"') :].partition("</svg>")[0]
+    return re.findall(r'class="marker style-\d"[^>]*><title>([^<]*)', picture)
+
+
+def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
+    found = ComparisonRecord.load(saved)
+    assert found.contenders == ("mix", "<b>wide")
+    assert found.accuracy.value == 80.0
+    first = found.trials[0]
+    assert (first.macs_share, first.divergence.low) == (pytest.approx(0.7875), pytest.approx(0.01 * 50**0.25 - 0.002))
+    assert all(each.reached for each in found.trials)
+
+
+def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
+    page = render(ReportContent("compared", comparison=ComparisonRecord.load(saved)))
+    assert "<b>" not in page
+    for heading in ("Change of top-1 accuracy", "Agreement with the original", "Divergence from the original"):
+        told = points(page, heading)
+        assert [words.partition(":")[0] for words in told[:3]] == [
+            f"mix at {kept}\N{NO-BREAK SPACE}%" for kept in (25, 50, 75)
+        ]
+        assert len(told) == 6
+    # A band each: three lower ends lie under three upper ends.
+    assert len(re.findall(r'class="band style-\d" d="M[^L]*(?:L[^L]*){5}z"', page)) == 2 * 3
+    assert page.count(">logarithmic<") == 1
+    assert len(re.findall(r'<th scope="row">(?:mix|&lt;b&gt;wide)</th>', page)) == 6
+    assert "2 contenders were measured beside the original in 6 trials on 200 images" in page
+    for words in ("64 images, pets/train:64:ab", "200 images, pets/test:200:cd", "rule: total_rank:{share}"):
+        assert words in page
+
+
+def test_small_differences_are_shown_on_a_linear_scale(saved: Path) -> None:
+    record = json.loads(saved.read_text())
+    for each in record["trials"]:
+        each["divergence"] = {"value": 0.0, "low": 0.0, "high": 0.0} if each["share"] == 0.75 else each["divergence"]
+    saved.write_text(json.dumps(record))
+    assert ">logarithmic<" not in render(ReportContent("zero", comparison=ComparisonRecord.load(saved)))
+
+
+def test_a_contender_of_one_trial_has_its_interval(saved: Path) -> None:
+    path = changed(saved, contender="alone", macs_share=0.8, unheard_of=[1, 2])
+    page = render(ReportContent("alone", comparison=ComparisonRecord.load(path)))
+    assert page.count('class="whisker style-2"') == 3
+
+
+def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
+    path = changed(saved, contender="large", reached=False, note="71 % is the least", macs_share=None, change=None)
+    page = render(ReportContent("missed", comparison=ComparisonRecord.load(path)))
+    assert "target not reached: 71 % is the least" in page
+    assert len(points(page, "Change of top-1 accuracy")) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"kind": "attnrx evidence"}, "is not a attnrx comparison"),
+        ({"trials": []}, "holds no trial yet"),
+        ({"trials": [{"share": 0.5}]}, "not a whole comparison"),
+        ({"trials": [{"contender": "a", "macs_share": "much"}]}, "not a whole comparison"),
+    ],
+)
+def test_files_that_are_no_comparison_are_refused(saved: Path, changes: dict[str, Any], complaint: str) -> None:
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=complaint):
+        ComparisonRecord.load(saved)
+
+
+def test_the_command_writes_the_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", "--comparison", str(saved), "--out", str(page)]) == 0
+    assert 'id="comparison"' in page.read_text()
+    assert "page.html" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""Rank maps show what every part of every layer keeps, whether a prescription or the model itself tells."""
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import torch
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.diagnostics import suited
+from attnrx.examination import diagnose
+from attnrx.models import family_of
+from attnrx.prescription import Basis, LayerPrescription, Prescription
+from attnrx.realization import realize
+from attnrx.reports import PathwayRanks, ReportContent, model_ranks
+from attnrx.reports.page import render
+from attnrx.reports.ranks import Kept, prescribed_ranks
+from attnrx.reports.sections.ranks import ranks
+from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe
+from cases import CONFIGS, model
+from pictures import speckles
+
+
+def diagnosed(name: str = "dense") -> tuple[torch.nn.Module, Diagnosis]:
+    vit = model(CONFIGS[name])
+    spectra = tuple(layer.spectrum() for layer in family_of(vit).attention(vit))
+    return vit, diagnose(vit, speckles(CONFIGS[name]), diagnostics=suited(spectra))
+
+
+def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int | None, int]]]]:
+    return {each.name: [[(part.rank, part.full) for part in layer] for layer in each.layers] for each in pathways}
+
+
+def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
+    vit, found = diagnosed()
+    given = prescribe(found, TotalRank(0.6), values=TotalRank(0.5), mlp=UniformRank(3))
+    told = prescribed_ranks(given, found)
+    assert [each.name for each in told] == ["Query and key", "Value and output", "MLP"]
+    assert [each.columns for each in told] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
+    slim = model_ranks(realize(vit, given))
+    assert numbers(told) == numbers(slim)
+    for index, layer in enumerate(given.layers):
+        assert layer.values is not None
+        assert tuple(part.rank for part in told[0].layers[index]) == layer.ranks
+        assert tuple(part.rank for part in told[1].layers[index]) == layer.values.ranks
+    assert [part.rank for layer in told[2].layers for part in layer] == [3] * 4
+    assert told[0].kept == sum(map(sum, given.ranks)) and told[0].full == 2 * 12
+
+
+def test_shared_directions_are_one_rank_for_all_heads() -> None:
+    vit, found = diagnosed()
+    given = prescribe(found, SharedRank(5, form="tied", joint="centered", sweeps=5))
+    assert [layer.kept for layer in given.layers] == [5, 5]
+    assert given.removed_share == 1 - 5 / 12
+    for told in (prescribed_ranks(given), prescribed_ranks(given, found), model_ranks(realize(vit, given))):
+        assert numbers(told)["Query and key"] == [[(5, 12)]] * 2
+    page = render(ReportContent("shared", prescription=given))
+    assert "layer 1, all heads together: 5 of 12" in page
+    assert "the heads share 5 of 12" in page
+    assert '<td class="shared" colspan="3">5 of 12</td>' in page
+
+
+def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
+    keep = torch.tensor([[True, True, False], [False, False, True]])
+    basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
+    layer = LayerPrescription(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
+    assert (layer.kept, layer.directions) == (2, 8)
+    assert Prescription((layer,), {}, "", {}).removed_share == 1 - 2 / 8
+    assert (replace(layer, basis=None).kept, replace(layer, basis=None).directions) == (2, 6)
+
+
+def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
+    vit, found = diagnosed()
+    given = prescribe(found, TotalRank(0.6))
+    layers = [replace(layer, heads=torch.tensor([False, True, True])) for layer in given.layers]
+    slim = realize(vit, replace(given, layers=tuple(layers)))
+    rows = model_ranks(slim)[0].layers
+    assert [row[0].rank for row in rows] == [None, None]
+    again = diagnose(slim, speckles(CONFIGS["dense"]))
+    second = prescribe(again, TotalRank(0.5))
+    for told, row, spectrum in zip(prescribed_ranks(second, again)[0].layers, rows, again.layers, strict=True):
+        assert told[0].rank is None
+        assert [told[head].full for head in spectrum.spectrum.heads] == [int(r) for r in spectrum.spectrum.rank]
+        assert [part.rank for part in row[1:]] == [part.full for part in told[1:]]
+
+
+def test_the_picture_holds_every_number_in_its_colour() -> None:
+    heads = tuple(f"head {head}" for head in range(12))
+    rows = tuple(tuple(Kept(layer * 5 + head % 5, 60) for head in range(12)) for layer in range(12))
+    whole = (Kept(3, 9), Kept(9, 9, whole=True))
+    content = ReportContent(
+        "12 x 12",
+        ranks=(PathwayRanks("Query and key", heads, rows), PathwayRanks("MLP", ("fc1", "fc2"), (whole,))),
+    )
+    section = ranks(content)
+    assert section is not None
+    drawn = [ElementTree.fromstring(figure.picture) for figure in section.data["figures"]]
+    cells = list(drawn[0].iter("rect"))
+    assert len(cells) == 144
+    assert cells[0].get("class") == "cell level-0" and cells[-1].findtext("title") == "layer 11, head 11: 56 of 60"
+    assert cells[-1].get("class") == "cell level-8"
+    texts = [element.text for element in drawn[0].iter("text") if "value" in element.get("class", "")]
+    assert texts == [str(part.rank) for row in rows for part in row]
+    assert [element.text for element in drawn[1].iter("text")][-2:] == ["3", "all"]
+    assert "fc2: all 9, one matrix" in (drawn[1].findtext("desc") or "")
+    assert len(re.findall(r'<td class="right">\d+ of 60</td>', render(content))) == 144
