@@ -62,7 +62,7 @@ def test_papers_savings_follow_from_its_directions(name: str):
     file = load_recipe(name)
     for row in file.recipe.rows:
         cells = file.expected[row.label]
-        saving = config_costs(named_config("svda", row.dataset)).saving_without(cells["removed"].paper / 100)
+        saving = config_costs(named_config("svda", row.scenario)).saving_without(cells["removed"].paper / 100)
         assert 100 * saving.params_share == pytest.approx(cells["params_down"].paper, abs=0.0101)
         assert 100 * saving.macs_share == pytest.approx(cells["macs_down"].paper, abs=0.0101)
 
@@ -70,9 +70,9 @@ def test_papers_savings_follow_from_its_directions(name: str):
 @pytest.mark.parametrize("name", recipe_names())
 def test_tiny_run_fills_the_table(name: str, runs: Path):
     file = load_recipe(name)
-    dataset = file.recipe.rows[0].dataset
-    table = reproduce(name, tiny=True, seeds=(SEED,), only=dataset, folder=runs, reporter=Silent())
-    labels = [row.label for row in file.recipe.rows if row.dataset == dataset]
+    scenario = file.recipe.rows[0].scenario
+    table = reproduce(name, tiny=True, seeds=(SEED,), only=scenario, folder=runs, reporter=Silent())
+    labels = [row.label for row in file.recipe.rows if row.scenario == scenario]
     assert list(table.rows) == labels
     # The uniform cut has no uniform control; everything else is measured in every row.
     assert all(table.cell(label, column.key) is not None for label in labels for column in table.columns)
@@ -81,7 +81,7 @@ def test_tiny_run_fills_the_table(name: str, runs: Path):
     assert (runs / f"{name}.json").exists()
 
 
-@pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.dataset)
+@pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.scenario)
 def test_tiny_runs_need_no_data_for_any_dataset(protocol):
     experiment = Request(tiny=True).experiment(protocol, SEED)
     splits = experiment.splits()
