@@ -3,6 +3,9 @@
 from attnrx.experiments.comparing import Bench, Contender, Trials, compare_contenders
 from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import Experiment, Run
+from attnrx.experiments.fusion_experiment import FusionExperiment, FusionRun
+from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
+from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
 from attnrx.experiments.spread import spread_over_epochs
@@ -15,6 +18,11 @@ __all__ = [
     "Contender",
     "DemoResult",
     "Experiment",
+    "FusionExperiment",
+    "FusionRun",
+    "IrrattExperiment",
+    "IrrattRun",
+    "Method",
     "ReproducedTable",
     "Request",
     "Run",

@@ -1,7 +1,7 @@
 """One run of the fusion experiment: the fusion matrices of a model, and what they say about its heads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -10,20 +10,18 @@ import torch
 
 from attnrx.attention import Attention
 from attnrx.config import to_dict
-from attnrx.decompositions import Canonical, Schedule, cpd_epc, fusion_ranks, water_filled_blocks
+from attnrx.decompositions import Schedule, cpd_epc, water_filled_blocks
 from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.experiments.experiment import Say, in_silence
-from attnrx.experiments.fusion_experiment import FusionExperiment, FusionRun, rule_of
+from attnrx.experiments.fusion_experiment import FusionExperiment, FusionRun, Mix, fusion_of, rule_of
 from attnrx.experiments.measures import Measure, plain_measure
 from attnrx.models import family_of, model_fingerprint
 from attnrx.rules.joint import JointForm
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor
 from attnrx.storage import file_sha256, write_json, write_tensors
 
 CORRECTIONS = 100  # sweeps of the correction, at most
-
-Mix = Float[Tensor, "heads rank"]
 
 
 def run_fusion(experiment: FusionExperiment, folder: Path | str, *, say: Say = in_silence) -> FusionRun:
@@ -42,7 +40,7 @@ def run_fusion(experiment: FusionExperiment, folder: Path | str, *, say: Say = i
         for layer, each in enumerate(found):
             name = rule_of(share, f"layer-{layer}")
             mixes[name] = each.mix
-            rules[name] = {"fusion": _plain({**blocks(each.mix, experiment.seed), "error": each.error})}
+            rules[name] = {"fusion": _plain({**blocks(each.mix, experiment.seed), **each.error})}
         pairs = zip(_places([each.ranks for each in found]), _places([each.best for each in found]), strict=True)
         for place, (own, best) in enumerate(pairs):
             kinds = {"fusion": _plain(spread_of(own)), "best": _plain(spread_of(best))}
@@ -65,10 +63,10 @@ def run_fusion(experiment: FusionExperiment, folder: Path | str, *, say: Say = i
 
 @dataclass(frozen=True)
 class _Fusion:
-    """One layer: its fusion matrix, the relative error of the scores, its ranks, and the best ones on the weights."""
+    """One layer: its fusion matrix, the error of the scores if they were decomposed, its ranks, and the best ones."""
 
     mix: Mix
-    error: float
+    error: dict[str, float]
     ranks: tuple[int, ...]
     best: tuple[int, ...]
 
@@ -76,16 +74,19 @@ class _Fusion:
 def _fusion(experiment: FusionExperiment, attention: Attention, share: float, layer: int) -> _Fusion:
     """Decomposes a layer, or reads one whose heads share directions already."""
     spectrum = attention.spectrum()
+    heads = len(spectrum.strength)
+    rows = {name: getattr(spectrum, name).expand(heads, -1, -1) for name in ("query", "key")}
+    spectrum = replace(spectrum, **rows)  # where the heads share their rows, they are told once
     tensor = JointForm(LayerDiagnosis(spectrum, {}), experiment.metric).tensor
     if _shared(attention):
-        mix, error = spectrum.strength.double(), 0.0
+        mix, error = spectrum.strength.double(), {}
     else:
         rank, sweeps = max(1, round(share * int(spectrum.used.sum()))), experiment.sweeps
         schedule = Schedule(sweeps, correction_sweeps=min(sweeps, CORRECTIONS))
         terms = cpd_epc(tensor, rank, start="random", schedule=schedule, seed=experiment.seed + layer)
-        mix, error = terms.mix, tensor.relative_error(*terms.factors)
+        mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
     best = water_filled_blocks(tensor, mix.shape[1]).ranks
-    return _Fusion(mix, error, fusion_ranks(_terms(mix)).ranks, best)
+    return _Fusion(mix, error, fusion_of(mix).ranks, best)
 
 
 def _shared(attention: Attention) -> bool:
@@ -107,7 +108,7 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
     of the same shape drawn from a normal distribution, which has no blocks. `least` and `most` are the smallest and
     the largest block.
     """
-    found = fusion_ranks(_terms(mix))
+    found = fusion_of(mix)
     drawn = torch.randn(mix.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     energy = mix.double().square()
     if not bool(energy.sum() > 0):
@@ -115,7 +116,7 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
     return {
         "as_fitted": 100 * float(energy.amax(0).sum() / energy.sum()),
         "rescaled": 100 * float(1 - found.off_block.mean()),
-        "by_chance": 100 * float(1 - fusion_ranks(_terms(drawn)).off_block.mean()),
+        "by_chance": 100 * float(1 - fusion_of(drawn).off_block.mean()),
         "least": float(min(found.ranks)),
         "most": float(max(found.ranks)),
     }
@@ -129,11 +130,6 @@ def spread_of(ranks: Sequence[int]) -> dict[str, float]:
 def _places(ranks: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Sorts the ranks of every layer and gives those of each place: the smallest of every layer first."""
     return list(zip(*(sorted(layer) for layer in ranks), strict=True))
-
-
-def _terms(mix: Mix) -> Canonical:
-    nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
-    return Canonical(nothing, nothing, mix)
 
 
 def _plain(numbers: dict[str, float]) -> dict[str, Measure]:

@@ -5,16 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from attnrx.config import from_dict
+from attnrx.decompositions import Canonical, Fusion, fusion_ranks
 from attnrx.errors import InvalidInput
 from attnrx.experiments.experiment import Experiment, Run, Say, in_silence
 from attnrx.experiments.pretrained_subject import loaded, outline_of, tiny_twin
 from attnrx.models import family_of
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Tensor
 from attnrx.storage import read_tensors
 from attnrx.training import Reporter
+
+Mix = Float[Tensor, "heads rank"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class FusionRun(Run):
         """Gives the fusion matrix of every layer, heads by directions, as it was fitted."""
         tensors = read_tensors(self.folder / "fusions.safetensors", self.record["fusions_sha256"])
         return [tensors[rule_of(share, f"layer-{layer}")] for layer in range(self.record["layers"])]
+
+
+def fusion_of(mix: Mix) -> Fusion:
+    """Says which head owns each direction of a fusion matrix, and sorts and rescales its columns."""
+    nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
+    return fusion_ranks(Canonical(nothing, nothing, mix))
 
 
 def rule_of(share: float, what: str) -> str:

@@ -3,14 +3,10 @@
 from collections.abc import Sequence
 from html import escape
 
-import torch
-
-from attnrx.decompositions import Canonical, fusion_ranks
 from attnrx.experiments.experiment import Run
-from attnrx.experiments.fusion_experiment import FusionRun, rule_of
+from attnrx.experiments.fusion_experiment import FusionRun, Mix, fusion_of, rule_of
 from attnrx.reports.figures import Chart, Curve, Point, as_uri, colour, colour_ramp, marker_picture
 from attnrx.reports.page import TEMPLATES
-from attnrx.shapes import Float, Tensor
 
 KINDS = {"fusion": "from the fusion matrix (Algorithm 1)", "best": "the best on the weights alone (water-filling)"}
 
@@ -36,7 +32,7 @@ def fusions_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
         for share in _shares_of(run, shares):
             maps = []
             for layer, mix in enumerate(run.fusions(share)):
-                after = fusion_ranks(_terms(mix)).reordered.abs()
+                after = fusion_of(mix).reordered.abs()
                 pictures = (("as fitted", mix.abs() / mix.abs().max()), ("sorted and rescaled", after))
                 images = "".join(_image(f"layer {layer}, {words}", values) for words, values in pictures)
                 inside = run.measure(rule_of(share, f"layer-{layer}"), "fusion", "rescaled")
@@ -57,15 +53,10 @@ def _curve(run: FusionRun, share: float, kind: str, place: int) -> Curve:
     return Curve(KINDS[kind], tuple(points), f"style-{place}", place)
 
 
-def _image(words: str, values: Float[Tensor, "heads rank"]) -> str:
+def _image(words: str, values: Mix) -> str:
     picture = as_uri(colour(values, 0.0, 1.0))
     size = f'style="width: 100%; height: {14 * len(values)}px"'
     return f'<p style="max-width: none"><img class="pixels" src="{picture}" alt="{escape(words)}" {size}></p>'
-
-
-def _terms(mix: Tensor) -> Canonical:
-    nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
-    return Canonical(nothing, nothing, mix)
 
 
 def _fusion_runs(runs: Sequence[Run]) -> list[FusionRun]:
