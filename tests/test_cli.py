@@ -170,6 +170,8 @@ def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamesp
         ("train svda:digits --data {data} --out x --epochs 0", 2, "must be positive"),
         ("reproduce svda/tabel1", 2, "svda/table1"),
         ("reproduce svda/table1 --seeds 42;43", 2, "commas"),
+        ("reproduce svda/table1 --only cifar11", 2, "cifar10"),
+        ("reproduce irratt/table1 --tiny --draws 3", 2, "no such knob"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(

@@ -21,7 +21,13 @@ def ranks_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
             chart = Chart(f"{run.experiment.scenario}, ranks of the heads", heads, "directions", curves, band=True)
             legend = "".join(f"<li>{marker_picture(curve)} {escape(curve.name)}</li>" for curve in curves)
             words = "Lines are means over the layers, bands reach from the least to the most."
-            parts.append(_section(run, share, f'{chart.draw()}<ul class="legend">{legend}</ul><p>{words}</p>'))
+            parts.append(
+                _section(
+                    run,
+                    share,
+                    f'<div class="picture">{chart.draw()}</div><ul class="legend">{legend}</ul><p>{words}</p>',
+                )
+            )
     return _page("Ranks of the heads", parts)
 
 
