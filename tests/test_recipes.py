@@ -1,5 +1,6 @@
 """Every recipe states where it comes from, agrees with the paper's own arithmetic, and runs."""
 
+import json
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.experiments import Request, load_recipe, recipe_names, reproduce
 from attnrx.experiments.recipe import HEADER, read_header, recipes_folder
@@ -114,6 +116,20 @@ def test_numbers_of_others_are_quoted_and_not_measured(runs: Path):
     table = reproduce("irratt/table2", tiny=True, seeds=(SEED,), only="deit_base", folder=runs, reporter=Silent())
     assert {each.row for each in table.quoted} == {"VTP", "WDPruning", "UVC"}
     assert "| VTP | \N{EN DASH} (-1.1) | \N{EN DASH} (56.8) |" in table.to_markdown()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_protocols_fulfil_the_contract_of_an_experiment(name: str, tmp_path: Path):
+    protocols = load_recipe(name).recipe.protocol
+    assert len({protocol.place for protocol in protocols}) == len(protocols)
+    for protocol in protocols:
+        own = protocol.seeded(SEED)
+        assert own.seed == SEED and own.deviations(protocol) == [] and own.changed({}) == own
+        assert own.as_tiny().tiny and own.as_tiny().place != own.place != protocol.place
+        run = own.run_type(tmp_path, {"settings": json.loads(json.dumps(to_dict(own)))})
+        assert run.experiment == own
+        assert set(own.knobs) <= to_dict(own).keys()
+        assert own.differences(to_dict(protocol)) == [f"seed was {protocol.seed} and is now {SEED}"]
 
 
 @pytest.mark.parametrize(("name", "knob"), [("irratt/table1", "draws"), ("svda/table1", "weights")])

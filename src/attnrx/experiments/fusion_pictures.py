@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
+from attnrx.errors import InvalidInput
 from attnrx.experiments.experiment import Run
 from attnrx.experiments.fusion_experiment import FusionRun, Mix, fusion_of, rule_of
 from attnrx.reports.figures import Chart, Curve, Point, as_uri, colour, colour_ramp, marker_picture
@@ -66,7 +67,10 @@ def _image(words: str, values: Mix) -> str:
 
 
 def _fusion_runs(runs: Sequence[Run]) -> list[FusionRun]:
-    return [run for run in runs if isinstance(run, FusionRun)]
+    found = [run for run in runs if isinstance(run, FusionRun)]
+    if len(found) != len(runs):
+        raise InvalidInput("pictures of fusion matrices are drawn of runs of FusionExperiment; found other runs.")
+    return found
 
 
 def _shares_of(run: FusionRun, shares: Sequence[float]) -> list[float]:
