@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments import Request, load_recipe, recipe_names, reproduce
+from attnrx.experiments import Request, SvdaExperiment, load_recipe, recipe_names, reproduce
 from attnrx.experiments.recipe import HEADER, read_header, recipes_folder
 from attnrx.models import config_costs, named_config
 from attnrx.training import Silent
@@ -134,14 +135,16 @@ def test_protocols_fulfil_the_contract_of_an_experiment(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("name", "knob"), [("irratt/table1", "draws"), ("svda/table1", "weights")])
 def test_a_knob_that_an_experiment_lacks_is_refused_by_name(name: str, knob: str, tmp_path: Path):
+    asked: dict[str, Any] = {knob: 3}
     with pytest.raises(InvalidInput, match=rf"{knob}=3.*has no such knob; it has .*epochs.*Leave {knob} out"):
-        reproduce(name, tiny=True, folder=tmp_path, **{knob: 3})
+        reproduce(name, tiny=True, folder=tmp_path, **asked)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.scenario)
 def test_tiny_runs_need_no_data_for_any_dataset(protocol):
     experiment = Request(tiny=True).experiment(protocol, SEED)
+    assert isinstance(experiment, SvdaExperiment)
     splits = experiment.splits()
     model = experiment.model(splits)
     images = next(iter(splits.test.batches(4))).images

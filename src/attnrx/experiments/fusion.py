@@ -22,7 +22,7 @@ from attnrx.shapes import Tensor
 from attnrx.storage import file_sha256, write_json, write_tensors
 
 CORRECTIONS = 100  # sweeps of the correction, at most
-DRAWN = 10_000  # columns drawn at random, which puts what is by chance within 0.2 points
+DRAWN = 10_000  # columns drawn at random, which put what is by chance within half a point
 
 
 def run_fusion(experiment: FusionExperiment, folder: Path | str, *, say: Say = in_silence) -> FusionRun:
