@@ -82,6 +82,13 @@ def test_a_run_goes_on_where_it_was_stopped(experiment: IrrattExperiment, tmp_pa
     assert again.experiment == own
 
 
+def test_a_folder_is_not_claimed_by_settings_that_load_nothing(experiment: IrrattExperiment, tmp_path: Path):
+    wrong = replace(experiment, model=str(tmp_path / "nothing"), tiny=False)
+    with pytest.raises(CheckpointError):
+        wrong.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: IrrattExperiment, tmp_path: Path):
     own = replace(experiment, methods=HALF[:2])
     plain = own.run(tmp_path / "plain")

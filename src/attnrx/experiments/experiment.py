@@ -136,21 +136,27 @@ class Experiment(ABC):
             if own.get(name) != record.get(name)
         ]
 
-    def claim(self, folder: Path) -> None:
-        """Stores the settings with the first stage, and refuses to continue a run as a different one."""
+    def require(self, folder: Path) -> None:
+        """Refuses a folder that holds a different run; one that holds nothing yet is left as it is."""
         path = folder / "settings.json"
-        kind, schema = self.run_type.kind, self.run_type.schema
         if not path.exists():
-            write_json(path, {"kind": kind, "schema": schema, "settings": to_dict(self)})
             return
         record = read_json(path)
-        check_schema(record, kind, schema, path)
+        check_schema(record, self.run_type.kind, self.run_type.schema, path)
         differing = self.differences(record["settings"])
         if differing:
             raise CheckpointError(
                 f"{folder} holds another run: {'; '.join(differing)}. Ask for the same settings to go on, choose "
                 f"another folder, or delete everything in it but train/ to measure the same model anew."
             )
+
+    def claim(self, folder: Path) -> None:
+        """Stores the settings with the first stage; to be called when model and data could be loaded with them."""
+        self.require(folder)
+        path = folder / "settings.json"
+        if not path.exists():
+            kind, schema = self.run_type.kind, self.run_type.schema
+            write_json(path, {"kind": kind, "schema": schema, "settings": to_dict(self)})
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:

@@ -28,10 +28,11 @@ DRAWN = 10_000  # columns drawn at random, which put what is by chance within ha
 def run_fusion(experiment: FusionExperiment, folder: Path | str, *, say: Say = in_silence) -> FusionRun:
     """Decomposes every layer at every share; result.json holds what is read off, fusions.safetensors the matrices."""
     folder = Path(folder)
-    experiment.claim(folder)
+    experiment.require(folder)
     if (folder / "result.json").exists():
         return FusionRun.load(folder)
     model = experiment.original()
+    experiment.claim(folder)
     layers = family_of(model).attention(model)
     rules: dict[str, Any] = {}
     mixes: dict[str, Tensor] = {}

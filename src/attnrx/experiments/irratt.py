@@ -39,10 +39,11 @@ def run_irratt(
 ) -> IrrattRun:
     """Prices every method, and measures those that can be made; every stage leaves a whole file, never made again."""
     folder = Path(folder)
-    experiment.claim(folder)
+    experiment.require(folder)
     if (folder / "result.json").exists():
         return IrrattRun.load(folder)
     workshop = _Workshop.of(experiment, folder)
+    experiment.claim(folder)
     rules: dict[str, Any] = {}
     outline = experiment.outline()
     for method in experiment.methods:

@@ -35,10 +35,11 @@ def run_svda(
     holds another experiment is refused.
     """
     folder = Path(folder)
-    experiment.claim(folder)
+    experiment.require(folder)
     if (folder / "result.json").exists():
         return SvdaRun.load(folder)
     splits = experiment.splits()
+    experiment.claim(folder)
     say(f"{experiment.name}: training in {folder / 'train'}")
     trained = train(experiment.model(splits), splits, experiment.training(), folder / "train", reporter=reporter)
     model = load(trained.folder)  # as it was saved: on the CPU, and not compiled
