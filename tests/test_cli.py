@@ -190,6 +190,8 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("train {slim} --data {data} --out x --accumulate 3", 2, "must divide"),
         ("reproduce svda/tabel1", 2, "svda/table1"),
         ("reproduce svda/table1 --seeds 42;43", 2, "commas"),
+        ("reproduce svda/table1 --only cifar11", 2, "cifar10"),
+        ("reproduce irratt/table1 --tiny --draws 3", 2, "no such knob"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(

@@ -1,16 +1,20 @@
 """Every recipe states where it comes from, agrees with the paper's own arithmetic, and runs."""
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments import Request, load_recipe, recipe_names, reproduce
+from attnrx.experiments import Request, SvdaExperiment, load_recipe, recipe_names, reproduce
 from attnrx.experiments.recipe import HEADER, read_header, recipes_folder
 from attnrx.models import config_costs, named_config
 from attnrx.training import Silent
@@ -24,8 +28,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def test_all_tables_of_the_paper_are_there():
-    assert {f"svda/table{number}" for number in (1, 2, 6, 8)} <= set(recipe_names())
+@pytest.fixture(autouse=True)
+def single_precision(exact_arithmetic: None) -> None:
+    """Runs are made as a user makes them."""
+    torch.set_default_dtype(torch.float32)
+
+
+def test_all_tables_of_the_papers_are_there():
+    svda, irratt = (1, 2, 6, 8), ("table1", "table2", "figure2", "figure3")
+    assert {f"svda/table{number}" for number in svda} | {f"irratt/{each}" for each in irratt} <= set(recipe_names())
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -62,28 +73,78 @@ def test_papers_savings_follow_from_its_directions(name: str):
     file = load_recipe(name)
     for row in file.recipe.rows:
         cells = file.expected[row.label]
-        saving = config_costs(named_config("svda", row.dataset)).saving_without(cells["removed"].paper / 100)
+        saving = config_costs(named_config("svda", row.scenario)).saving_without(cells["removed"].paper / 100)
         assert 100 * saving.params_share == pytest.approx(cells["params_down"].paper, abs=0.0101)
         assert 100 * saving.macs_share == pytest.approx(cells["macs_down"].paper, abs=0.0101)
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_tiny_run_fills_the_table(name: str, runs: Path):
+    if name.startswith("irratt/"):
+        pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
     file = load_recipe(name)
-    dataset = file.recipe.rows[0].dataset
-    table = reproduce(name, tiny=True, seeds=(SEED,), only=dataset, folder=runs, reporter=Silent())
-    labels = [row.label for row in file.recipe.rows if row.dataset == dataset]
-    assert list(table.rows) == labels
-    # The uniform cut has no uniform control; everything else is measured in every row.
-    assert all(table.cell(label, column.key) is not None for label in labels for column in table.columns)
+    scenario = file.recipe.rows[0].scenario
+    table = reproduce(name, tiny=True, seeds=(SEED,), only=scenario, folder=runs, reporter=Silent())
+    rows = [row for row in file.recipe.rows if row.scenario == scenario]
+    assert list(table.rows) == [row.label for row in rows]
+    # The uniform cut has no uniform control, and ranks from training are only priced; everything else is measured.
+    wanted = {
+        (row.label, column.key)
+        for row in rows
+        for column in file.recipe.columns
+        if row.rule and not (row.rule.endswith("-constrained") and column.kind != "paper")
+    }
+    assert {(cell.row, cell.column) for cell in table.cells} == wanted
     assert any("tiny" in deviation for deviation in table.deviations)
     assert (runs / f"{name}.md").read_text() == table.to_markdown()
     assert (runs / f"{name}.json").exists()
+    assert (runs / f"{name}.html").exists() == (file.recipe.draw is not None)
 
 
-@pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.dataset)
+def test_compression_ratios_of_irratt_are_the_papers_but_for_one(runs: Path):
+    """A tiny run prices the models of the paper all the same: every printed ratio comes out, and one is not its own."""
+    pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
+    deit = ("deit_small", "deit_base")
+    table = reproduce("irratt/table1", tiny=True, seeds=(SEED,), only=deit, folder=runs, reporter=Silent())
+    ratios = [cell for cell in table.cells if cell.column in ("mhsa", "macs", "params")]
+    assert len(ratios) == 57 and all(cell.expected is not None for cell in ratios)  # 54, and DeiT-B itself
+    missed = [(cell.row, cell.column, cell.value) for cell in ratios if not cell.agrees]
+    assert missed == [("DeiT-B, CP 168, VO 32, MLP 304", "mhsa", pytest.approx(49.6141, abs=1e-4))]
+
+
+def test_numbers_of_others_are_quoted_and_not_measured(runs: Path):
+    pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
+    table = reproduce("irratt/table2", tiny=True, seeds=(SEED,), only="deit_base", folder=runs, reporter=Silent())
+    assert {each.row for each in table.quoted} == {"VTP", "WDPruning", "UVC"}
+    assert "| VTP | \N{EN DASH} (-1.1) | \N{EN DASH} (56.8) |" in table.to_markdown()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_protocols_fulfil_the_contract_of_an_experiment(name: str, tmp_path: Path):
+    protocols = load_recipe(name).recipe.protocol
+    assert len({protocol.place for protocol in protocols}) == len(protocols)
+    for protocol in protocols:
+        own = protocol.seeded(SEED)
+        assert own.seed == SEED and own.deviations(protocol) == [] and own.changed({}) == own
+        assert own.as_tiny().tiny and own.as_tiny().place != own.place != protocol.place
+        run = own.run_type(tmp_path, {"settings": json.loads(json.dumps(to_dict(own)))})
+        assert run.experiment == own
+        assert set(own.knobs) <= to_dict(own).keys()
+        assert own.differences(to_dict(protocol)) == [f"seed was {protocol.seed} and is now {SEED}"]
+
+
+@pytest.mark.parametrize(("name", "knob"), [("irratt/table1", "draws"), ("svda/table1", "weights")])
+def test_a_knob_that_an_experiment_lacks_is_refused_by_name(name: str, knob: str, tmp_path: Path):
+    asked: dict[str, Any] = {knob: 3}
+    with pytest.raises(InvalidInput, match=rf"{knob}=3.*has no such knob; it has .*epochs.*Leave {knob} out"):
+        reproduce(name, tiny=True, folder=tmp_path, **asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("protocol", load_recipe("svda/table1").recipe.protocol, ids=lambda each: each.scenario)
 def test_tiny_runs_need_no_data_for_any_dataset(protocol):
     experiment = Request(tiny=True).experiment(protocol, SEED)
+    assert isinstance(experiment, SvdaExperiment)
     splits = experiment.splits()
     model = experiment.model(splits)
     images = next(iter(splits.test.batches(4))).images

@@ -2,19 +2,30 @@
 
 from attnrx.experiments.comparing import Bench, Contender, Trials, compare_contenders
 from attnrx.experiments.demo import DemoResult, demo
-from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.experiment import Experiment, Run
+from attnrx.experiments.fusion_experiment import FusionExperiment, FusionRun
+from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
+from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
 from attnrx.experiments.spread import spread_over_epochs
-from attnrx.experiments.svda import SvdaRun, run_svda
+from attnrx.experiments.svda import run_svda
+from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx.experiments.table import ReproducedTable, make_table
 
 __all__ = [
     "Bench",
     "Contender",
     "DemoResult",
+    "Experiment",
+    "FusionExperiment",
+    "FusionRun",
+    "IrrattExperiment",
+    "IrrattRun",
+    "Method",
     "ReproducedTable",
     "Request",
+    "Run",
     "SvdaExperiment",
     "SvdaRun",
     "Trials",

@@ -13,15 +13,12 @@ from attnrx.config import to_dict
 from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.evidence import Evidence
-from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.experiment import Say as Say  # told here too, for those who have a bench
+from attnrx.experiments.experiment import first_images
+from attnrx.experiments.experiment import in_silence as in_silence
+from attnrx.experiments.svda_experiment import SvdaExperiment
 from attnrx.flow import control_prescriptions, realize
 from attnrx.prescription import Prescription
-
-Say = Callable[[str], None]
-
-
-def in_silence(_: str) -> None:
-    """Says nothing."""
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
@@ -50,10 +47,10 @@ class Bench:
     def of(cls, model: nn.Module, diagnosis: Diagnosis, splits: Splits, experiment: SvdaExperiment) -> "Bench":
         """Sets up the bench; prescriptions are realized on the CPU, and answer where it is fastest."""
         device = answering_device()
-        test = splits.test if experiment.test_images is None else _first(splits.test, experiment.test_images)
+        test = first_images(splits.test, experiment.test_images)
         reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
         comparison = Comparison(reference, reference, test, seed=experiment.seed, device=device, diagnosis=diagnosis)
-        return cls(model, diagnosis, _first(splits.train, experiment.calibration_images), comparison, experiment)
+        return cls(model, diagnosis, first_images(splits.train, experiment.calibration_images), comparison, experiment)
 
     def stages(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
         """Names the pieces of evidence about one prescription, each with what makes it."""
@@ -112,10 +109,6 @@ class _Once:
         if self._made is None:
             self._made = self._make()
         return self._made
-
-
-def _first(images: ImageSet, count: int) -> ImageSet:
-    return images.take(min(count, len(images)))
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:

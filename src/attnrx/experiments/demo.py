@@ -10,7 +10,7 @@ import torch
 
 from attnrx.data import Splits, load_data
 from attnrx.evidence import Evidence, Finding
-from attnrx.experiments.bench import Say, in_silence
+from attnrx.experiments.experiment import Say, in_silence
 from attnrx.experiments.measures import measures
 from attnrx.experiments.short_training import ShortTraining, short_training, small_model
 from attnrx.experiments.subject import RHOS, DemoRow, Subject

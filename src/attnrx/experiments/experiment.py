@@ -1,120 +1,132 @@
-"""The SVDA experiment: every knob of one run, and the data, model, training and rules that follow from them."""
+"""What an experiment is: the contract between the runs of a paper and the tables that are made of them."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from torch import nn
+from attnrx.config import to_dict
+from attnrx.data import ImageSet
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.storage import check_schema, read_json, write_json
+from attnrx.training import Reporter
 
-from attnrx.config import from_dict, to_dict
-from attnrx.data import Splits, load_data
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments.generated import generated_splits
-from attnrx.models import SCENARIOS, build_model
-from attnrx.rules import EnergyRetention, Rule, TopRank
-from attnrx.training import TrainingConfig
+Say = Callable[[str], None]
+AnyRun = TypeVar("AnyRun", bound="Run")
 
-KINDS = ("mask", "renormalized", "exact", "refit")
 
-# The model of a tiny run: one layer of two heads with 32 directions each, on images of four tokens.
-TINY_MODEL = {"image_size": 8, "patch_size": 4, "width": 64, "depth": 1, "heads": 2, "mlp_ratio": 1.0}
-TINY_CLASSES = 4
+def in_silence(_: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
-class SvdaExperiment:
-    """One dataset, one seed: how the model is trained, what is prescribed, and on how many images it is measured.
+class Run(ABC):
+    """A finished run: its folder and result.json, in which numbers stand by rule, kind and quantity."""
 
-    The defaults are the paper's protocol for 32x32 images (Table 4). Beside the retention ratios `rhos` every head is
-    cut to `rank_share` of its directions, a stronger cut that does not depend on how far the strengths have spread.
-    Controls are realized in the ways `control_kinds` names. `test_images` and `control_images` limit what the
-    candidates and the controls are measured on; None takes the whole test split. `tiny` runs on generated images with
-    a tiny model: it shows that everything works, and its numbers mean nothing.
+    folder: Path
+    record: Mapping[str, Any]
+    kind: ClassVar[str]
+    schema: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def experiment(self) -> "Experiment":
+        """The settings of the run."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know about the data and how they were made."""
+        return tuple(self.record["data"]["notes"])
+
+    def measure(self, rule: str, kind: str, quantity: str) -> Mapping[str, Any] | None:
+        """Gives one number (`value`, and `low` and `high`, which may be None), or None where it was not measured."""
+        return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
+
+    @classmethod
+    def load(cls: type[AnyRun], folder: Path | str) -> AnyRun:
+        """Reads a finished run back."""
+        path = Path(folder) / "result.json"
+        record = read_json(path)
+        check_schema(record, cls.kind, cls.schema, path)
+        return cls(Path(folder), record)
+
+
+class Experiment(ABC):
+    """One run of a protocol, as a frozen dataclass: every setting of it, and how it is made and read back.
+
+    `dataset` names the data, `seed` feeds every draw. `knobs` are the settings that a reader may change, each with how
+    a change is told beside the numbers: {own} is the setting, {protocol} the paper's.
     """
 
+    kind: ClassVar[str]
+    run_type: ClassVar[type[Run]]
+    knobs: ClassVar[Mapping[str, str]]
+    told_when_tiny: ClassVar[str] = (
+        "generated images and a tiny model; these numbers show that the recipe runs, and nothing else"
+    )
     dataset: str
-    seed: int = 42
-    epochs: int = 80
-    batch_size: int = 256
-    strength_init: float | None = None
-    strength_learning_rate: float = 1.0
-    rhos: tuple[float, ...] = (0.85, 0.90, 0.95)
-    rank_share: float | None = 0.5
-    kinds: tuple[str, ...] = KINDS
-    control_kinds: tuple[str, ...] = ("mask", "renormalized", "refit")
-    draws: int = 10
-    test_images: int | None = None
-    control_images: int | None = None
-    calibration_images: int = 512
-    bound_images: int = 256
-    compile: bool = False
-    tiny: bool = False
+    seed: int
+    tiny: bool
 
-    def __post_init__(self):
-        if self.dataset not in SCENARIOS:
-            raise UnknownName("dataset of the SVDA experiment", self.dataset, SCENARIOS)
-        for name in ("kinds", "control_kinds"):
-            strange = sorted(set(getattr(self, name)) - set(KINDS))
-            if strange:
-                raise UnknownName(f"realization in {name}", strange[0], KINDS)
-        if not (self.rhos or self.rank_share):
-            raise InvalidInput("SvdaExperiment without rhos and rank_share prescribes nothing; give at least one.")
-        for name in ("draws", "calibration_images", "bound_images", "test_images", "control_images"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise InvalidInput(f"SvdaExperiment({name}={count}): give 1 or more.")
+    @property
+    def scenario(self) -> str:
+        """What the rows of a table and `only` call it, one for each protocol of a recipe: the dataset, unless told."""
+        return self.dataset
 
     @property
     def name(self) -> str:
         """What the run is called in messages."""
-        return f"{self.dataset}{' (tiny)' if self.tiny else ''}, seed {self.seed}"
+        return f"{self.scenario}{' (tiny)' if self.tiny else ''}, seed {self.seed}"
 
-    def as_tiny(self) -> "SvdaExperiment":
-        """The same run on generated images, in a second or two."""
-        return replace(
-            self, tiny=True, epochs=2, batch_size=16, draws=3, calibration_images=32, bound_images=16, compile=False
-        )
+    @property
+    def place(self) -> Path:
+        """The folder of the run among all runs."""
+        return Path(self.kind) / (f"{self.scenario}-tiny" if self.tiny else self.scenario) / f"seed-{self.seed}"
 
-    def splits(self) -> Splits:
-        """Loads the data, or generates it."""
+    @abstractmethod
+    def as_tiny(self) -> "Experiment":
+        """The same run on generated images or weights, in a second or two."""
+
+    @abstractmethod
+    def run(self, folder: Path | str, *, reporter: Reporter | None = None, say: Say = in_silence) -> Run:
+        """Makes the run, or goes on with it, or reads it back; a folder that holds another one is refused."""
+
+    def load(self, folder: Path | str) -> Run:
+        """Reads a finished run of this kind back."""
+        return self.run_type.load(folder)
+
+    def here(self) -> "Experiment":
+        """The same run in the way that suits this machine."""
+        return self
+
+    def seeded(self, seed: int) -> "Experiment":
+        """The same run with another seed."""
+        return replace(self, seed=seed)  # type: ignore[type-var]
+
+    def changed(self, changes: Mapping[str, Any]) -> "Experiment":
+        """The same run with some knobs turned; those that it does not have are refused by name."""
+        strange = {name: value for name, value in changes.items() if name not in self.knobs}
+        if strange:
+            asked = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+            raise InvalidInput(
+                f"{asked}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
+                f"{', '.join(self.knobs)}. Leave {', '.join(strange)} out."
+            )
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def deviations(self, protocol: "Experiment") -> list[str]:
+        """Tells what differs from the protocol, for a reader of the table."""
         if self.tiny:
-            channels = SCENARIOS[self.dataset].get("channels", 3)
-            return generated_splits(self.dataset, channels, TINY_CLASSES, TINY_MODEL["image_size"])
-        return load_data(self.dataset)
+            return [f"{self.scenario}: {self.told_when_tiny}"]
+        pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
+        return [
+            f"{self.scenario}: {self.knobs[name].format(own=_told(own), protocol=_told(theirs))}"
+            for name, (own, theirs) in pairs.items()
+            if own != theirs
+        ]
 
-    def model(self, splits: Splits) -> nn.Module:
-        """Builds the fresh model on the scale of the data."""
-        changes = {**TINY_MODEL, "classes": TINY_CLASSES} if self.tiny else {}
-        scale = splits.normalization
-        return build_model(f"svda:{self.dataset}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
-
-    def training(self) -> TrainingConfig:
-        """Says how to train: the paper's protocol where nothing else was asked for."""
-        return TrainingConfig(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            strength_init=self.strength_init,
-            strength_learning_rate=self.strength_learning_rate,
-            compile=self.compile,
-            checkpoint_every=100,
-        )
-
-    def rules(self, directions: int) -> dict[str, Rule]:
-        """Names the rules, for heads of so many directions."""
-        return dict(self._rules(directions))
-
-    def _rules(self, directions: int) -> Iterator[tuple[str, Rule]]:
-        for rho in self.rhos:
-            yield f"rho-{rho:.2f}", EnergyRetention(rho)
-        if self.rank_share is not None:
-            yield f"share-{self.rank_share:.2f}", TopRank(max(1, round(self.rank_share * directions)))
-
-    @classmethod
-    def from_dict(cls, record: dict) -> "SvdaExperiment":
-        """Gives the experiment that `to_dict` described."""
-        return from_dict(record, (cls,))
-
-    def differences(self, record: dict) -> list[str]:
+    def differences(self, record: Mapping[str, Any]) -> list[str]:
         """Lists what was otherwise in the settings of a stored run."""
         own = to_dict(self)
         names = sorted(own.keys() | record.keys())
@@ -123,3 +135,34 @@ class SvdaExperiment:
             for name in names
             if own.get(name) != record.get(name)
         ]
+
+    def require(self, folder: Path) -> None:
+        """Refuses a folder that holds a different run; one that holds nothing yet is left as it is."""
+        path = folder / "settings.json"
+        if not path.exists():
+            return
+        record = read_json(path)
+        check_schema(record, self.run_type.kind, self.run_type.schema, path)
+        differing = self.differences(record["settings"])
+        if differing:
+            raise CheckpointError(
+                f"{folder} holds another run: {'; '.join(differing)}. Ask for the same settings to go on, choose "
+                f"another folder, or delete everything in it but train/ to measure the same model anew."
+            )
+
+    def claim(self, folder: Path) -> None:
+        """Stores the settings with the first stage; to be called when model and data could be loaded with them."""
+        self.require(folder)
+        path = folder / "settings.json"
+        if not path.exists():
+            kind, schema = self.run_type.kind, self.run_type.schema
+            write_json(path, {"kind": kind, "schema": schema, "settings": to_dict(self)})
+
+
+def first_images(images: ImageSet, count: int | None) -> ImageSet:
+    """Gives the first images, balanced over the classes; all where there are no more, or None is asked for."""
+    return images if count is None else images.take(min(count, len(images)))
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

@@ -3,13 +3,13 @@
 import ast
 import json
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.experiment import Experiment, Run
 
 # What the docstring of every recipe states, one "Name: text" paragraph each.
 HEADER = ("Paper", "Table", "Command", "Expected", "Tolerance", "Time", "Hardware")
@@ -17,11 +17,11 @@ HEADER = ("Paper", "Table", "Command", "Expected", "Tolerance", "Time", "Hardwar
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: what one rule did on one dataset."""
+    """One line of a table: what one rule did in one scenario; without a rule, what the paper printed and no more."""
 
     label: str
-    dataset: str
-    rule: str
+    scenario: str
+    rule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,26 @@ class Column:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from, one per dataset."""
+    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from, one per scenario.
+
+    `seeds` are those of the paper's protocol. `draw` makes a page of pictures of the runs, for a figure.
+    """
 
     title: str
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
-    protocol: tuple[SvdaExperiment, ...]
+    protocol: tuple[Experiment, ...]
+    seeds: tuple[int, ...] = (42, 43, 44)
+    draw: Callable[[Sequence[Run]], str] | None = None
 
     def __post_init__(self):
-        known = {experiment.dataset for experiment in self.protocol}
-        missing = sorted({row.dataset for row in self.rows} - known)
-        if missing or not self.rows or not self.columns:
+        known = {experiment.scenario for experiment in self.protocol}
+        missing = sorted({row.scenario for row in self.rows} - known)
+        if missing or not self.rows or not self.columns or not self.seeds:
             raise InvalidInput(
-                f"the recipe {self.title!r} has {len(self.rows)} rows, {len(self.columns)} columns and no protocol for "
-                f"{missing or 'anything'}; give one SvdaExperiment for each dataset of its rows."
+                f"the recipe {self.title!r} has {len(self.rows)} rows, {len(self.columns)} columns, "
+                f"{len(self.seeds)} seeds and no protocol for {missing or 'anything'}; give one experiment for each "
+                "scenario of its rows, and at least one of everything else."
             )
 
 

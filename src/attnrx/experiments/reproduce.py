@@ -4,9 +4,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,91 +14,90 @@ from typing import Any
 import torch
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments.bench import Say, in_silence
-from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.experiment import Experiment, Run, Say, in_silence
 from attnrx.experiments.recipe import RecipeFile, load_recipe
-from attnrx.experiments.svda import SvdaRun, run_svda
 from attnrx.experiments.table import ReproducedTable, make_table
 from attnrx.training import Reporter, Silent
-
-SEEDS = (42, 43, 44)
-REPLACED = ("epochs", "draws", "test_images", "control_images", "control_kinds")  # knobs of the experiment
 
 
 @dataclass(frozen=True)
 class Request:
     """What of a recipe is wanted, and how it may differ from the paper; every difference is told in the table.
 
-    `only` names one dataset or several. `epochs`, `draws`, `test_images`, `control_images` and `control_kinds` replace
-    the protocol's.
-    `jobs` runs that many seeds side by side, each in a process of its own. Runs live in
-    `FOLDER/svda/DATASET/seed-SEED`, are shared by all recipes, and go on where they were stopped.
+    `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
+    the settings of its protocol: each experiment names those that it has, None is not asked for. `jobs` runs that many
+    seeds side by side, each in a process of its own. Runs live in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all
+    recipes, and go on where they were stopped.
     """
 
     only: str | Sequence[str] | None = None
-    seeds: tuple[int, ...] = SEEDS
+    seeds: tuple[int, ...] | None = None
     tiny: bool = False
-    epochs: int | None = None
     folder: str | Path = "runs"
     jobs: int = 1
-    draws: int | None = None
-    test_images: int | None = None
-    control_images: int | None = None
-    control_kinds: tuple[str, ...] | None = None
+    knobs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.seeds or self.jobs < 1 or len(set(self.seeds)) != len(self.seeds):
+        seeds = self.seeds
+        if self.jobs < 1 or (seeds is not None and (not seeds or len(set(seeds)) != len(seeds))):
             raise InvalidInput(f"seeds={self.seeds}, jobs={self.jobs}: give at least one seed, each once, and one job.")
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Request":
+        """Reads options by name: those that are no field of a request are knobs of the experiment."""
+        own = {each.name for each in fields(cls)} - {"knobs"}
+        knobs = {name: value for name, value in options.items() if name not in own}
+        return cls(**{name: value for name, value in options.items() if name in own}, knobs=knobs)
+
     @property
-    def datasets(self) -> tuple[str, ...]:
-        """The datasets asked for; empty for all."""
+    def scenarios(self) -> tuple[str, ...]:
+        """The scenarios asked for; empty for all."""
         if self.only is None:
             return ()
         return (self.only,) if isinstance(self.only, str) else tuple(self.only)
 
-    def experiment(self, protocol: SvdaExperiment, seed: int) -> SvdaExperiment:
+    def experiment(self, protocol: Experiment, seed: int) -> Experiment:
         """The protocol's experiment for one seed, changed as asked."""
-        asked = {name: getattr(self, name) for name in REPLACED}
-        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-        own = replace(protocol, seed=seed, compile=torch.cuda.is_available())
-        return replace(own.as_tiny() if self.tiny else own, **changes)
+        own = protocol.seeded(seed).here()
+        changes = {name: value for name, value in self.knobs.items() if value is not None}
+        return (own.as_tiny() if self.tiny else own).changed(changes)
 
-    def place(self, experiment: SvdaExperiment) -> Path:
+    def place(self, experiment: Experiment) -> Path:
         """The folder of one run."""
-        dataset = f"{experiment.dataset}-tiny" if experiment.tiny else experiment.dataset
-        return Path(self.folder) / "svda" / dataset / f"seed-{experiment.seed}"
+        return Path(self.folder) / experiment.place
 
 
 def reproduce(name: str, *, reporter: Reporter | None = None, say: Say = in_silence, **options: Any) -> ReproducedTable:
-    """Makes a recipe's table, training what is not trained yet; `options` are the fields of `Request`.
+    """Makes a recipe's table, training what is not trained yet; `options` are the fields of `Request`, and knobs.
 
-    The table is also saved as NAME.json and NAME.md in the folder of the runs. Progress goes to `say` and to the
-    training `reporter`; side by side, runs report their stages only.
+    The table is also saved as NAME.json and NAME.md in the folder of the runs, with NAME.html where there are
+    pictures. Progress goes to `say` and to the training `reporter`; side by side, runs report their stages only.
     """
-    file, request = load_recipe(name), Request(**options)
+    file, request = load_recipe(name), Request.of(options)
     protocols = _chosen(file, request)
-    wanted = [request.experiment(protocol, seed) for protocol in protocols for seed in request.seeds]
+    seeds = request.seeds or file.recipe.seeds
+    wanted = [request.experiment(protocol, seed) for protocol in protocols for seed in seeds]
     runs = _run_all(wanted, request, reporter, say)
-    by_dataset = {
-        protocol.dataset: [run for run in runs if run.experiment.dataset == protocol.dataset] for protocol in protocols
+    by_scenario = {
+        protocol.scenario: [run for run in runs if run.experiment.scenario == protocol.scenario]
+        for protocol in protocols
     }
-    table = make_table(file, by_dataset, _deviations(file, wanted, runs))
+    table = make_table(file, by_scenario, _deviations(file, wanted, runs))
     table.save(request.folder)
     return table
 
 
-def _chosen(file: RecipeFile, request: Request) -> list[SvdaExperiment]:
-    known = {protocol.dataset: protocol for protocol in file.recipe.protocol}
-    for dataset in request.datasets:
-        if dataset not in known:
-            raise UnknownName(f"dataset of the recipe {file.name}", dataset, known)
-    return [protocol for dataset, protocol in known.items() if not request.datasets or dataset in request.datasets]
+def _chosen(file: RecipeFile, request: Request) -> list[Experiment]:
+    known = {protocol.scenario: protocol for protocol in file.recipe.protocol}
+    for scenario in request.scenarios:
+        if scenario not in known:
+            raise UnknownName(f"scenario of the recipe {file.name}", scenario, known)
+    return [protocol for name, protocol in known.items() if not request.scenarios or name in request.scenarios]
 
 
-def _run_all(wanted: list[SvdaExperiment], request: Request, reporter: Reporter | None, say: Say) -> list[SvdaRun]:
+def _run_all(wanted: list[Experiment], request: Request, reporter: Reporter | None, say: Say) -> list[Run]:
     if request.jobs == 1 or len(wanted) == 1:
-        return [run_svda(each, request.place(each), reporter=reporter, say=say) for each in wanted]
+        return [each.run(request.place(each), reporter=reporter, say=say) for each in wanted]
     threads = max(1, (os.cpu_count() or 1) // request.jobs)
     # Started afresh, not forked: a forked process may inherit locked thread pools.
     context = multiprocessing.get_context("spawn")
@@ -112,7 +111,7 @@ def _run_all(wanted: list[SvdaExperiment], request: Request, reporter: Reporter 
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [SvdaRun.load(request.place(each)) for each in wanted]
+    return [each.load(request.place(each)) for each in wanted]
 
 
 def _alone(threads: int) -> None:
@@ -128,40 +127,24 @@ def _stop_when_orphaned() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # a training saves a checkpoint first
 
 
-def _run_quietly(experiment: SvdaExperiment, folder: Path) -> None:
+def _run_quietly(experiment: Experiment, folder: Path) -> None:
     parent = multiprocessing.parent_process()
     try:
-        run_svda(experiment, folder, reporter=Silent())
+        experiment.run(folder, reporter=Silent())
     finally:
         if parent is not None and not parent.is_alive():
             os._exit(1)  # the queue may hold more runs, which nobody waits for
 
 
-def _deviations(file: RecipeFile, wanted: Sequence[SvdaExperiment], runs: Sequence[SvdaRun]) -> list[str]:
-    """Tells what differs from the protocol, once for all seeds of a dataset, and what the data had to say."""
-    protocols = {protocol.dataset: protocol for protocol in file.recipe.protocol}
+def _deviations(file: RecipeFile, wanted: Sequence[Experiment], runs: Sequence[Run]) -> list[str]:
+    """Tells what differs from the protocol, once for all seeds of a scenario, and what the runs had to say."""
+    protocols = {protocol.scenario: protocol for protocol in file.recipe.protocol}
     found: dict[str, None] = {}
     for experiment in wanted:
-        found |= dict.fromkeys(_differences(experiment, protocols[experiment.dataset]))
+        found |= dict.fromkeys(experiment.deviations(protocols[experiment.scenario]))
     for run in runs:
-        found |= dict.fromkeys(f"{run.experiment.dataset}: {note}" for note in run.record["data"]["notes"])
-    seeds = {experiment.seed for experiment in wanted}
-    if seeds != set(SEEDS):
-        found[f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, SEEDS))}"] = None
+        found |= dict.fromkeys(f"{run.experiment.scenario}: {note}" for note in run.notes)
+    seeds, usual = {experiment.seed for experiment in wanted}, file.recipe.seeds
+    if seeds != set(usual):
+        found[f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"] = None
     return list(found)
-
-
-def _differences(experiment: SvdaExperiment, protocol: SvdaExperiment) -> list[str]:
-    own = experiment.dataset
-    if experiment.tiny:
-        return [f"{own}: generated images and a tiny model; these numbers show that the recipe runs, and nothing else"]
-    said = []
-    if experiment.epochs != protocol.epochs:
-        said.append(f"{own}: {experiment.epochs} epochs instead of {protocol.epochs}")
-    if experiment.test_images is not None:
-        said.append(f"{own}: measured on {experiment.test_images} test images")
-    if experiment.control_images is not None:
-        said.append(f"{own}: controls measured on {experiment.control_images} test images")
-    if experiment.draws != protocol.draws:
-        said.append(f"{own}: {experiment.draws} random controls instead of {protocol.draws}")
-    return said

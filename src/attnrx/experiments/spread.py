@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from attnrx.experiments.svda import SvdaRun
+from attnrx.experiments.svda_experiment import SvdaRun
 from attnrx.reports.numbers import MISSING, number
 
 COLUMNS = {

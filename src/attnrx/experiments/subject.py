@@ -13,8 +13,8 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NothingChanged
 from attnrx.evidence import Evidence, Finding
 from attnrx.experiments.bench import realized
-from attnrx.experiments.experiment import KINDS
 from attnrx.experiments.measures import Measure, measures
+from attnrx.experiments.svda_experiment import KINDS
 from attnrx.flow import control_prescriptions, diagnose, prescribe, verify
 from attnrx.prescription import Prescription
 from attnrx.reports import AttentionSamples, ReportContent, TradeOffPoint, sample_attention

@@ -1,7 +1,6 @@
 """One run of the SVDA experiment, from training to numbers; whatever stopped it, the next call goes on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +10,20 @@ from torch import nn
 from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import CheckpointError, NothingChanged
+from attnrx.errors import NothingChanged
 from attnrx.evidence import Evidence
-from attnrx.experiments.bench import Bench, Say, evidence_at, in_silence
-from attnrx.experiments.experiment import SvdaExperiment
+from attnrx.experiments.bench import Bench, evidence_at
+from attnrx.experiments.experiment import Say, in_silence
 from attnrx.experiments.measures import measures, plain_measure
+from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx.flow import diagnose, load, prescribe, train
 from attnrx.models import family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.rules import Rule
-from attnrx.storage import check_schema, read_json, write_json
+from attnrx.storage import write_json
 from attnrx.training import Reporter, TrainingRun
 
-KIND, SCHEMA = "attnrx svda run", 1
 DIAGNOSED = 512  # images that the diagnosis looks at; the rules of this experiment read the strengths alone
-
-
-@dataclass(frozen=True)
-class SvdaRun:
-    """A finished run: its folder and result.json."""
-
-    folder: Path
-    record: Mapping[str, Any]
-
-    @property
-    def experiment(self) -> SvdaExperiment:
-        """The settings of the run."""
-        return SvdaExperiment.from_dict(self.record["settings"])
-
-    def measure(self, rule: str, kind: str, quantity: str) -> Mapping[str, Any] | None:
-        """Gives one number with its interval, or None where it was not measured."""
-        return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
-
-    @classmethod
-    def load(cls, folder: Path | str) -> "SvdaRun":
-        """Reads a finished run back."""
-        path = Path(folder) / "result.json"
-        record = read_json(path)
-        check_schema(record, KIND, SCHEMA, path)
-        return cls(Path(folder), record)
 
 
 def run_svda(
@@ -61,10 +35,11 @@ def run_svda(
     holds another experiment is refused.
     """
     folder = Path(folder)
-    _require_settings(experiment, folder)
+    experiment.require(folder)
     if (folder / "result.json").exists():
         return SvdaRun.load(folder)
     splits = experiment.splits()
+    experiment.claim(folder)
     say(f"{experiment.name}: training in {folder / 'train'}")
     trained = train(experiment.model(splits), splits, experiment.training(), folder / "train", reporter=reporter)
     model = load(trained.folder)  # as it was saved: on the CPU, and not compiled
@@ -74,8 +49,8 @@ def run_svda(
     rules = {name: _examined(bench, name, rule, folder, say) for name, rule in experiment.rules(directions).items()}
     costs = family_of(model).costs(model)
     record = {
-        "kind": KIND,
-        "schema": SCHEMA,
+        "kind": SvdaRun.kind,
+        "schema": SvdaRun.schema,
         "settings": to_dict(experiment),
         "data": {"name": splits.name, "test": bench.comparison.data.fingerprint, "notes": list(splits.notes)},
         "model": {"fingerprint": diagnosis.fingerprint, "params": costs.params, "macs": costs.macs},
@@ -87,22 +62,6 @@ def run_svda(
     write_json(folder / "result.json", record)
     say(f"{experiment.name}: done, {folder / 'result.json'}")
     return SvdaRun.load(folder)
-
-
-def _require_settings(experiment: SvdaExperiment, folder: Path) -> None:
-    """Stores the settings with the first stage, and refuses to continue a run as a different one."""
-    path = folder / "settings.json"
-    if not path.exists():
-        write_json(path, {"kind": KIND, "schema": SCHEMA, "settings": to_dict(experiment)})
-        return
-    record = read_json(path)
-    check_schema(record, KIND, SCHEMA, path)
-    differing = experiment.differences(record["settings"])
-    if differing:
-        raise CheckpointError(
-            f"{folder} holds another run: {'; '.join(differing)}. Ask for the same settings to go on, choose another "
-            f"folder, or delete everything in it but train/ to measure the same model anew."
-        )
 
 
 def _diagnosed(model: nn.Module, splits: Splits, folder: Path) -> Diagnosis:

@@ -1,7 +1,7 @@
 """What the tables of the SVDA paper have in common: the protocol of each dataset and the columns."""
 
-from attnrx.experiments.experiment import SvdaExperiment
 from attnrx.experiments.recipe import Column
+from attnrx.experiments.svda_experiment import SvdaExperiment
 
 # Table 4 of the paper.
 PROTOCOL: dict[str, SvdaExperiment] = {

@@ -8,8 +8,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from attnrx.checks.statistics import t_interval
+from attnrx.experiments.experiment import Run
 from attnrx.experiments.recipe import Column, Expected, RecipeFile, Row
-from attnrx.experiments.svda import SvdaRun
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.storage import write_json, write_text
 
@@ -39,8 +39,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Quoted:
+    """A number of the paper beside which there is none of ours."""
+
+    row: str
+    column: str
+    expected: Expected
+
+
+@dataclass(frozen=True)
 class ReproducedTable:
-    """A table of a paper, made again. `deviations` list everything that was not done as the paper did it."""
+    """A table of a paper, made again. `deviations` list everything that was not done as the paper did it.
+
+    `page` is a page of pictures, where the recipe draws one.
+    """
 
     name: str
     title: str
@@ -50,6 +62,8 @@ class ReproducedTable:
     cells: tuple[Cell, ...]
     seeds: tuple[int, ...]
     deviations: tuple[str, ...]
+    quoted: tuple[Quoted, ...] = ()
+    page: str | None = None
 
     def cell(self, row: str, column: str) -> Cell | None:
         """Gives one cell by the label of its row and the key of its column."""
@@ -66,6 +80,7 @@ class ReproducedTable:
             "seeds": list(self.seeds),
             "deviations": list(self.deviations),
             "cells": [{**asdict(cell), "agrees": cell.agrees} for cell in self.cells],
+            "quoted": [asdict(each) for each in self.quoted],
         }
 
     def to_markdown(self) -> str:
@@ -81,18 +96,20 @@ class ReproducedTable:
             lines += ["", "Not as in the paper:", "", *(f"- {deviation}" for deviation in self.deviations)]
         return "\n".join(lines) + "\n"
 
-    def save(self, folder: Path | str) -> tuple[Path, Path]:
-        """Writes NAME.json and NAME.md."""
+    def save(self, folder: Path | str) -> tuple[Path, ...]:
+        """Writes NAME.json and NAME.md, and NAME.html where there are pictures."""
         stem = Path(folder) / self.name
-        return (
-            write_json(stem.with_suffix(".json"), json.loads(json.dumps(self.to_records()))),
-            write_text(stem.with_suffix(".md"), self.to_markdown()),
-        )
+        record = write_json(stem.with_suffix(".json"), json.loads(json.dumps(self.to_records())))
+        text = write_text(stem.with_suffix(".md"), self.to_markdown())
+        if self.page is None:
+            return record, text
+        return record, text, write_text(stem.with_suffix(".html"), self.page)
 
     def _text(self, row: str, column: Column) -> str:
         cell = self.cell(row, column.key)
         if cell is None:
-            return MISSING
+            found = (each for each in self.quoted if (each.row, each.column) == (row, column.key))
+            return next((f"{MISSING} ({each.expected.printed})" for each in found), MISSING)
         text = _number(cell.value, column)
         if cell.low is not None and cell.high is not None:
             text += f" [{_number(cell.low, column, unit=False)}, {_number(cell.high, column, unit=False)}]"
@@ -103,30 +120,40 @@ class ReproducedTable:
 
 LEGEND = (
     "In brackets the 95 % interval: over the seeds where there are several, else over the test images. In parentheses "
-    "the paper's number; ! marks a mean outside the recipe's tolerance."
+    "the paper's number; ! marks a mean outside the recipe's tolerance, and a dash what was not measured."
 )
 
 
-def make_table(
-    file: RecipeFile, runs: Mapping[str, Sequence[SvdaRun]], deviations: Sequence[str] = ()
-) -> ReproducedTable:
-    """Fills a recipe's table from the finished runs of each dataset; rows of datasets without runs are left out."""
-    rows = [row for row in file.recipe.rows if runs.get(row.dataset)]
-    cells = [
-        _cell(values, row, column, file.expected.get(row.label, {}).get(column.key))
-        for row in rows
-        for column in file.recipe.columns
-        if (values := _values(runs[row.dataset], row, column))
-    ]
-    seeds = sorted({run.experiment.seed for several in runs.values() for run in several})
-    source = f"Paper: {file.header['Paper'].rstrip('.')}. Table: {file.header['Table'].rstrip('.')}."
-    labels = tuple(row.label for row in rows)
+def make_table(file: RecipeFile, runs: Mapping[str, Sequence[Run]], deviations: Sequence[str] = ()) -> ReproducedTable:
+    """Fills a recipe's table from the finished runs of each scenario; rows of scenarios without runs are left out."""
+    recipe = file.recipe
+    rows = [row for row in recipe.rows if runs.get(row.scenario)]
+    cells, quoted = [], []
+    for row in rows:
+        for column in recipe.columns:
+            expected = file.expected.get(row.label, {}).get(column.key)
+            if values := _values(runs[row.scenario], row, column):
+                cells.append(_cell(values, row, column, expected))
+            elif expected is not None:
+                quoted.append(Quoted(row.label, column.key, expected))
+    every = [run for several in runs.values() for run in several]
     return ReproducedTable(
-        file.name, file.recipe.title, source, labels, file.recipe.columns, tuple(cells), tuple(seeds), tuple(deviations)
+        name=file.name,
+        title=recipe.title,
+        source=f"Paper: {file.header['Paper'].rstrip('.')}. Table: {file.header['Table'].rstrip('.')}.",
+        rows=tuple(row.label for row in rows),
+        columns=recipe.columns,
+        cells=tuple(cells),
+        seeds=tuple(sorted({run.experiment.seed for run in every})),
+        deviations=tuple(deviations),
+        quoted=tuple(quoted),
+        page=recipe.draw(every) if recipe.draw and every else None,
     )
 
 
-def _values(runs: Sequence[SvdaRun], row: Row, column: Column) -> list[Mapping[str, Any]]:
+def _values(runs: Sequence[Run], row: Row, column: Column) -> list[Mapping[str, Any]]:
+    if row.rule is None:
+        return []
     found = (run.measure(row.rule, column.kind, column.quantity) for run in runs)
     return [measure for measure in found if measure is not None]
 

@@ -8,19 +8,44 @@ from attnrx.cli.parser import Parser, UsageError, add_out
 
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
+# The options that turn a knob of the experiment: what is not given stays as the recipe has it.
+KNOBS = (
+    "epochs",
+    "draws",
+    "test_images",
+    "control_images",
+    "calibration_images",
+    "batch_size",
+    "model",
+    "weights",
+    "dataset",
+    "label_column",
+    "test_column",
+)
+
 
 def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
-    parser.add_argument("--only", action="append", metavar="DATASET", help="only this dataset; may be repeated")
-    parser.add_argument("--seeds", type=_seeds, default=(42, 43, 44), metavar="N,N", help="(42,43,44)")
+    parser.add_argument(
+        "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
+    )
+    parser.add_argument("--seeds", type=_seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
     parser.add_argument("--tiny", action="store_true", help="on generated images, in seconds: shows that it runs")
-    parser.add_argument("--epochs", type=int, metavar="N", help="instead of the paper's; is told in the table")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="seeds side by side, a process each (1)")
-    parser.add_argument("--draws", type=int, metavar="N", help="random controls for each prescription")
-    parser.add_argument("--test-images", type=int, metavar="N", help="measure on fewer test images")
-    parser.add_argument("--control-images", type=int, metavar="N", help="measure the controls on fewer test images")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, a process each (1)")
     add_out(parser, "the folder of all runs and tables", "runs")
+    knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
+    knobs.add_argument("--epochs", type=int, metavar="N", help="epochs of training or fine-tuning")
+    knobs.add_argument("--draws", type=int, metavar="N", help="random controls for each prescription")
+    knobs.add_argument("--test-images", type=int, metavar="N", help="measure on fewer test images")
+    knobs.add_argument("--control-images", type=int, metavar="N", help="measure the controls on fewer test images")
+    knobs.add_argument("--calibration-images", type=int, metavar="N", help="diagnose on so many training images")
+    knobs.add_argument("--batch-size", type=int, metavar="N", help="images in a step of training")
+    knobs.add_argument("--model", metavar="MODEL", help="a pre-trained model: timm:NAME, hf:ID or a saved folder")
+    knobs.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
+    knobs.add_argument("--data", dest="dataset", metavar="NAME", help="a known name, hf:owner/name, or a path")
+    knobs.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+    knobs.add_argument("--test-column", metavar="COLUMN", help="test only on rows that this column marks as true")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
@@ -34,14 +59,12 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         only=tuple(arguments.only) if arguments.only else None,
         seeds=arguments.seeds,
         tiny=arguments.tiny,
-        epochs=arguments.epochs,
         folder=arguments.out,
         jobs=arguments.jobs,
-        draws=arguments.draws,
-        test_images=arguments.test_images,
-        control_images=arguments.control_images,
+        **{knob: getattr(arguments, knob) for knob in KNOBS},
     )
-    return Outcome(table.to_records(), (table.to_markdown(), f"also in {arguments.out}/{table.name}.md and .json"))
+    kinds = ".md, .json and .html" if table.page else ".md and .json"
+    return Outcome(table.to_records(), (table.to_markdown(), f"also in {arguments.out}/{table.name}{kinds}"))
 
 
 def _seeds(text: str) -> tuple[int, ...]:

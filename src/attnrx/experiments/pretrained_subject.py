@@ -1,0 +1,52 @@
+"""The pre-trained model of an experiment, as its settings name it: its outline, itself, or a tiny stand-in."""
+
+import torch
+from torch import nn
+
+from attnrx.data import Splits
+from attnrx.experiments.generated import generated_splits
+from attnrx.flow import load
+from attnrx.models import LIBRARIES, build_model, family_of
+from attnrx.spec import AttentionSpec
+
+TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
+
+
+def outline_of(model: str) -> nn.Module:
+    """Gives the shapes of a model without its weights, where its name says them; else loads it."""
+    library, colon, _ = model.partition(":")
+    if not colon or library not in LIBRARIES or library == "hf":
+        return load(model)
+    with torch.device("meta"):
+        return build_model(model)
+
+
+def loaded(model: str, weights: str | None) -> nn.Module:
+    """Loads the model with the weights of a file, or those that it comes with."""
+    return load(model, weights=weights).eval()
+
+
+def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
+    """Gives a small model of our own with as many heads as the outline, its weights drawn at random."""
+    spec = layer_spec(outline)
+    heads = len(spec.heads)
+    return build_model(
+        "dense:cifar10",
+        seed=seed,
+        image_size=TINY_SIDE,
+        patch_size=TINY_SIDE // 2,
+        width=TINY_DIRECTIONS * heads,
+        depth=depth,
+        heads=heads,
+        classes=TINY_CLASSES,
+    ).eval()
+
+
+def tiny_splits(name: str) -> Splits:
+    """Gives generated images for the tiny model."""
+    return generated_splits(name, 3, TINY_CLASSES, TINY_SIDE)
+
+
+def layer_spec(model: nn.Module) -> AttentionSpec:
+    """Gives the shape of the first layer's attention."""
+    return family_of(model).attention(model)[0].spec

@@ -1,0 +1,158 @@
+"""The IrrAtt experiments on tiny models: prices that are those of the models made, runs that go on, pictures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.config import to_dict
+from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.experiments import FusionExperiment, IrrattExperiment, Method
+from attnrx.experiments.fusion import blocks
+from attnrx.experiments.fusion_pictures import fusions_page, ranks_page
+from attnrx.experiments.irratt_methods import paper_price, realized_price
+from attnrx.flow import diagnose, realize, save
+from attnrx.models import build_model, family_of
+from attnrx.training import Silent
+
+HALF = (
+    Method("original"),
+    Method("truncatt", "truncatt", 0.5, 0.5),
+    Method("cp", "cp", 0.5, 0.5),
+    Method("irratt", "irratt", 0.5, 0.5),
+    Method("mlp", mlp=0.5),
+    Method("trained", "irratt", 0.5, 0.5, by_training=True),
+)
+SHAPE = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 3, "classes": 4}
+
+
+@pytest.fixture(autouse=True)
+def single_precision(exact_arithmetic: None) -> None:
+    """Runs are made as a user makes them."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved model of our own, which needs no other library."""
+    torch.set_default_dtype(torch.float32)
+    return str(save(build_model("dense:cifar10", seed=3, **SHAPE), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def experiment(model_folder: str) -> IrrattExperiment:
+    return IrrattExperiment("small", model_folder, "generated", HALF).as_tiny()  # type: ignore[return-value]
+
+
+def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperiment):
+    """IrrAtt alone is written otherwise: as shared directions here, with a fusion of the score maps in the paper."""
+    model = experiment.original()
+    diagnosis = diagnose(model, experiment.splits(model).train.take(16))
+    for method in HALF[:5]:
+        made = realized_price(model, method.candidate(model, diagnosis, "augmented", 0))
+        assert (made == paper_price(model, method)) == (method.name != "irratt"), method.name
+        assert (made["params_percent"] < 100) == method.changes
+
+
+def test_every_method_is_priced_and_what_needs_training_is_not_measured(experiment: IrrattExperiment, tmp_path: Path):
+    run = experiment.run(tmp_path)
+    for method in HALF:
+        assert run.measure(method.name, "paper", "mhsa_percent") is not None
+        assert (run.measure(method.name, "measured", "accuracy") is None) == method.by_training
+    change = run.measure("original", "measured", "accuracy_change")
+    assert change is not None and change["value"] == 0
+    assert any("Eq. 7" in note for note in run.notes)
+    assert not (tmp_path / "train").exists()
+    with pytest.raises(CheckpointError, match="calibration_images was 32 and is now 16"):
+        experiment.changed({"calibration_images": 16}).run(tmp_path)
+
+
+def test_a_run_goes_on_where_it_was_stopped(experiment: IrrattExperiment, tmp_path: Path):
+    own = replace(experiment, methods=HALF[:2])
+    first = own.run(tmp_path)
+    kept, lost = (tmp_path / "evidence" / f"{name}.json" for name in ("original", "truncatt"))
+    time = kept.stat().st_mtime_ns
+    lost.unlink()
+    (tmp_path / "result.json").unlink()
+    again = own.run(tmp_path)
+    assert lost.exists() and kept.stat().st_mtime_ns == time
+    assert again.record == first.record == own.load(tmp_path).record
+    assert again.experiment == own
+
+
+def test_a_folder_is_not_claimed_by_settings_that_load_nothing(experiment: IrrattExperiment, tmp_path: Path):
+    wrong = replace(experiment, model=str(tmp_path / "nothing"), tiny=False)
+    with pytest.raises(CheckpointError):
+        wrong.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: IrrattExperiment, tmp_path: Path):
+    own = replace(experiment, methods=HALF[:2])
+    plain = own.run(tmp_path / "plain")
+    tuned = own.changed({"epochs": 1}).run(tmp_path / "tuned", reporter=Silent())
+    assert [path.name for path in (tmp_path / "tuned" / "train").iterdir()] == ["truncatt"]
+    measured = [run.measure("truncatt", "measured", "divergence_to_original") for run in (plain, tuned)]
+    assert measured[0] is not None and measured[1] is not None and measured[0]["value"] != measured[1]["value"]
+
+
+def test_changes_are_told_and_settings_round_trip(experiment: IrrattExperiment):
+    changed = replace(experiment, tiny=False).changed({"weights": "w.safetensors", "epochs": 2})
+    assert changed.deviations(replace(experiment, tiny=False)) == [
+        "small: weights from a file (w.safetensors)",
+        "small: 2 epochs of fine-tuning instead of 0",
+    ]
+    assert "the compression ratios (CR) are exact" in experiment.deviations(experiment)[0]
+    assert IrrattExperiment.from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(InvalidInput, match="under its own name"):
+        IrrattExperiment("x", "y", "z", (Method("a"), Method("a")))
+    with pytest.raises(InvalidInput, match="epochs=-1"):
+        IrrattExperiment("x", "y", "z", (Method("a"),), epochs=-1)
+    with pytest.raises(UnknownName, match="truncatt"):
+        Method("a", "truncat")
+    with pytest.raises(InvalidInput, match=r"shares=\(0.0,\)"):
+        FusionExperiment("x", "y", (0.0,))
+
+
+def test_blocks_of_a_fusion_matrix():
+    owned = torch.zeros(3, 6)
+    owned[torch.tensor([2, 0, 1, 0, 2, 2]), torch.arange(6)] = torch.tensor([5.0, -1, 2, 3, 1, -4])
+    found = blocks(owned)
+    assert (found["as_fitted"], found["rescaled"]) == pytest.approx((100, 100))
+    assert (found["least"], found["most"]) == (1, 3)
+    assert 100 / 3 < found["by_chance"] < 100
+    assert blocks(torch.ones(4, 8))["rescaled"] == pytest.approx(25)
+    mixed = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])  # energies 9 of 9, and 1 of 2
+    assert (blocks(mixed)["as_fitted"], blocks(mixed)["rescaled"]) == pytest.approx((100 * 10 / 11, 75))
+    with pytest.raises(InvalidInput, match="zeros"):
+        blocks(torch.zeros(2, 2))
+
+
+def test_fusion_matrices_are_read_off_drawn_and_sorted(model_folder: str, tmp_path: Path):
+    experiment = replace(FusionExperiment("small", model_folder, (0.25, 0.5)), sweeps=3)
+    run = experiment.run(tmp_path)
+    assert [mix.shape for mix in run.fusions(0.5)] == [(3, 12)] * 2
+    for kind in ("fusion", "best"):
+        means = [run.measure(f"0.5/head-{place}", kind, "mean") for place in (1, 2, 3)]
+        values = [mean["value"] for mean in means if mean is not None]
+        assert values == sorted(values) and sum(values) == pytest.approx(12)
+    assert experiment.run(tmp_path).record == run.record
+    for page in (ranks_page([run], (0.25,)), fusions_page([run], (0.25,))):
+        assert "small, seed 0, 25 % of the directions" in page and "50 %" not in page
+    assert fusions_page([run], (0.25,)).count('<img class="pixels"') == 4  # two layers, before and after
+
+
+def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: IrrattExperiment, tmp_path: Path):
+    model = experiment.original()
+    diagnosis = diagnose(model, experiment.splits(model).train.take(16))
+    spec = family_of(model).attention(model)[0].spec
+    shared = realize(model, Method("cp", "cp", 0.5).prescription(diagnosis, spec, "augmented", 0))
+    run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
+    own = family_of(shared).attention(shared)[1].spectrum().strength
+    assert torch.equal(run.fusions(0.5)[1].abs(), own.double().abs())
+    assert any("as it was given" in note for note in run.notes)
