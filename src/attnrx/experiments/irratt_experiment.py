@@ -22,11 +22,13 @@ EMA = 0.99996
 
 
 def table_3(epochs: int, batch_size: int, seed: int) -> TrainingConfig:
-    """The fine-tuning of Table 3: AdamW at 5e-5 without weight decay, along a cosine, with a mean of the weights."""
+    """The fine-tuning of Table 3: AdamW at 5e-5, no weight decay, a cosine from and to 1e-6, a mean of the weights."""
     return TrainingConfig(
         epochs=epochs,
         batch_size=batch_size,
         learning_rate=5e-5,
+        min_learning_rate=1e-6,
+        warmup_learning_rate=1e-6,
         weight_decay=0.0,
         warmup_epochs=min(5.0, epochs / 10),
         ema=EMA,
