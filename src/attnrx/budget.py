@@ -15,7 +15,7 @@ from attnrx.prescription import Prescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import Rule, Template, by_layer, parse_rule, prescribe
 
-# Shares are multiples of 1 / GRID: finer than a direction of any layer, exact in binary, and the same search every time.
+# Shares are multiples of 1 / GRID: finer than a direction of any layer, and exact in binary.
 GRID = 4096
 
 # What a budget may be about: the parts of a layer's costs. "model" is everything, with one share for all layers.

@@ -32,7 +32,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def outline(source: str) -> "nn.Module":
-    """Gives a model to be priced: a name is built on the meta device, where nothing is allocated, drawn or downloaded."""
+    """Gives a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
     import torch
 
     if ":" not in source or Path(source).exists():

@@ -1,6 +1,7 @@
 """Experiments: whole runs. The demo, and the tables of the papers from training to numbers."""
 
-from attnrx.experiments.comparing import Bench, Contender, Trials, compare_contenders
+from attnrx.experiments.comparing import Trial, Trials, Unreached, compare_contenders
+from attnrx.experiments.contenders import Bench, Contender
 from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import SvdaExperiment
 from attnrx.experiments.recipe import load_recipe, recipe_names
@@ -17,7 +18,9 @@ __all__ = [
     "Request",
     "SvdaExperiment",
     "SvdaRun",
+    "Trial",
     "Trials",
+    "Unreached",
     "compare_contenders",
     "demo",
     "load_recipe",

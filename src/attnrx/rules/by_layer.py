@@ -26,5 +26,7 @@ class ByLayer(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Asks the rule of this layer."""
         if len(self.rules) != len(diagnosis.layers):
-            raise InvalidRule(f"by_layer has {len(self.rules)} rules for {len(diagnosis.layers)} layers: give one each.")
+            raise InvalidRule(
+                f"by_layer has {len(self.rules)} rules for {len(diagnosis.layers)} layers: give one each."
+            )
         return self.rules[layer].decide(diagnosis, layer)

@@ -37,7 +37,9 @@ class Template:
         """Refuses a template of which no cost can be chosen."""
         if not self.varies:
             given = ", ".join(f"{name}={text}" for name, text in self.texts.items() if text is not None) or "no rule"
-            raise InvalidInput(f"{given} leaves nothing to choose: write {SHARE} for the share, e.g. total_rank:{SHARE}.")
+            raise InvalidInput(
+                f"{given} leaves nothing to choose: write {SHARE} for the share, e.g. total_rank:{SHARE}."
+            )
 
     def at(self, share: float) -> dict[str, Any]:
         """Gives what `prescribe` is asked, for one share, rules as text."""

@@ -32,7 +32,9 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--values", metavar="RULE", help="the rule for what the heads read out, e.g. total_rank:0.75")
     parser.add_argument("--mlp", metavar="RULE", help="the rule for the maps of the MLP, e.g. uniform_rank:0.5")
-    budget = parser.add_argument_group("a target instead of a share: {share} in the rules becomes the largest that fits")
+    budget = parser.add_argument_group(
+        "a target instead of a share: {share} in the rules becomes the largest that fits"
+    )
     budget.add_argument(
         "--macs", type=float, metavar="SHARE", help="what is left may cost this share of the original's MACs, e.g. 0.7"
     )
@@ -80,7 +82,9 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
     diagnosis = rx.Diagnosis.load(arguments.diagnosis)
     if arguments.macs is None:
         if arguments.of != "model" or arguments.model is not None or template.varies:
-            raise InvalidInput("--of, --model and {share} in a rule go with --macs, the target; give it, e.g. --macs 0.7.")
+            raise InvalidInput(
+                "--of, --model and {share} in a rule go with --macs, the target; give it, e.g. --macs 0.7."
+            )
         return rx.prescribe(diagnosis, template.rule, template.metric, values=template.values, mlp=template.mlp)
     budget = rx.Budget(arguments.macs, arguments.of)
     if arguments.model is None:
