@@ -15,7 +15,8 @@ from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, pro
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput
 from attnrx.experiments.bench import Say, in_silence
-from attnrx.experiments.contenders import Bench, Contender, Maker, Makers
+from attnrx.experiments.contenders import Bench, Contender, Makers
+from attnrx.experiments.peers import Maker
 from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import write_json

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from torch import nn
 
@@ -11,7 +10,7 @@ from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
-from attnrx.experiments.peers import MapStatistics, make_peer, places, require_peer
+from attnrx.experiments.peers import Maker, MapStatistics, make_peer, places, require_peer
 from attnrx.flow import prescribe, realize
 from attnrx.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
@@ -106,20 +105,8 @@ class Bench:
     batch_size: int = 64
 
 
-class Maker(Protocol):
-    """What prices a smaller model at any share without making it, as far as it can, and makes it."""
-
-    def costs(self, share: float) -> ModelCosts:
-        """Parameters and MACs at this share."""
-        ...
-
-    def make(self, share: float) -> nn.Module:
-        """The model at this share."""
-        ...
-
-
 @dataclass(frozen=True)
-class RuleMaker:
+class RuleMaker(Maker):
     """Prescribes and realizes."""
 
     bench: Bench

@@ -7,6 +7,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.experiments.peers.factoring import FACTORS, FactoringPeer
+from attnrx.experiments.peers.maker import Maker
 from attnrx.experiments.peers.maps import MAPS, factored_model_costs, places, with_factors
 from attnrx.experiments.peers.statistics import InputMoments, MapStatistics
 from attnrx.experiments.peers.torch_pruning import TorchPruningPeer
@@ -20,6 +21,7 @@ __all__ = [
     "PEERS",
     "FactoringPeer",
     "InputMoments",
+    "Maker",
     "MapStatistics",
     "TorchPruningPeer",
     "factored_model_costs",
@@ -43,8 +45,8 @@ def require_peer(name: str, maps: Sequence[str]) -> None:
 
 def make_peer(
     model: nn.Module, name: str, maps: Sequence[str], calibration: ImageSet, statistics: MapStatistics
-) -> FactoringPeer | TorchPruningPeer:
-    """Gives the peer of that name for a model; both kinds have `costs(share)` and `make(share)`."""
+) -> Maker:
+    """Gives the peer of that name for a model, calibrated on these images or on the statistics of them."""
     require_peer(name, maps)
     if name == TORCH_PRUNING:
         return TorchPruningPeer(model, calibration)

@@ -7,6 +7,7 @@ from torch import nn
 
 from attnrx.costs import ModelCosts
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
+from attnrx.experiments.peers.maker import Maker
 from attnrx.experiments.peers.maps import (
     MAPS,
     Place,
@@ -54,7 +55,7 @@ FACTORS: Mapping[str, Factor] = {
 }
 
 
-class FactoringPeer:
+class FactoringPeer(Maker):
     """Writes all linear maps, or those named, as two, every one at the same share of its own multiply-adds.
 
     A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a

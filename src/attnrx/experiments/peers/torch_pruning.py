@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import nn
 from attnrx.costs import LayerCosts, ModelCosts, layer_costs
 from attnrx.data import ImageSet
 from attnrx.errors import NotSupported
+from attnrx.experiments.peers.maker import Maker
 from attnrx.models import LIBRARIES, family_of
 from attnrx.models.adopted import Adopted
 from attnrx.shapes import Tensor
 
 
-class TorchPruningPeer:
+class TorchPruningPeer(Maker):
     """Removes features inside heads and MLPs by the package torch-pruning; what layers pass on keeps its width.
 
     Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
@@ -33,9 +35,7 @@ class TorchPruningPeer:
         self.package = _package()
         self.model, self.calibration, self.batch_size = model, calibration, batch_size
         self.family = LIBRARIES["timm"]
-        whole = isinstance(model, Adopted) and self.family.matches(model)
-        whole = whole and all(layer.spec.is_full for layer in family_of(model).attention(model))
-        if not whole:
+        if not _is_whole(model):
             raise NotSupported("torch_pruning prunes the attention of timm: give an uncompressed timm:NAME.")
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
@@ -77,7 +77,9 @@ class TorchPruningPeer:
         fixed = [module for name, module in theirs.named_modules() if name in ("head", "head_dist", "patch_embed.proj")]
         fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
         example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
-        with torch.enable_grad():
+        with torch.enable_grad(), warnings.catch_warnings():
+            # It warns that tokens and positions would be narrowed too; their width is that of the layers, which stays.
+            warnings.filterwarnings("ignore", message="Unwrapped parameters")
             pruner = self.package.pruner.BasePruner(
                 theirs,
                 example.to(parameter.device),
@@ -112,6 +114,16 @@ def _package() -> Any:
         raise NotSupported(
             f"the peer torch_pruning needs the package torch-pruning ({error}): pip install 'attnrx[peers]'."
         ) from error
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether this is a model of timm with all that it was made with."""
+    if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
+        return False
+    with torch.device("meta"):
+        fresh = LIBRARIES["timm"].create(model.origin)
+    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
+    return sizes[0] == sizes[1]
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
