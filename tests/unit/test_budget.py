@@ -8,10 +8,11 @@ from attnrx.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescri
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.examination import diagnose
+from attnrx.flow import prescribe
 from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.rules import ByLayer, Template, TopRank, parse_rule, prescribe
+from attnrx.rules import ByLayer, Template, TopRank, parse_rule
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
@@ -65,18 +66,10 @@ def test_where_nothing_fits_there_is_no_share() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_a_prescription_is_priced_as_it_is_realized(share: float, model: VisionTransformer, found: Diagnosis) -> None:
-    prescription = prescribe(found, *_rules(ALL.at(share)), **_maps(ALL.at(share)))
+    prescription = prescribe(found, **ALL.at(share))
     small = realize(model, prescription)
     assert prescribed_costs(model, prescription) == family_of(small).costs(small) == costs_at(model, found, ALL, share)
     assert prescribed_costs(model, prescription).macs < family_of(model).costs(model).macs
-
-
-def _rules(asked: dict[str, str | None]) -> tuple[object, ...]:
-    return (parse_rule(str(asked["rule"])),)
-
-
-def _maps(asked: dict[str, str | None]) -> dict[str, object]:
-    return {name: parse_rule(str(asked[name])) for name in ("values", "mlp")}
 
 
 def test_what_would_change_nothing_costs_what_the_model_costs(model: VisionTransformer, found: Diagnosis) -> None:

@@ -61,6 +61,14 @@ class FactoredReadout(HeadReadout):
         return self(features) if reads == self.reads else self.second(super().padded(features, reads))
 
 
+# Where each kind keeps the matrix that comes first, the second, and the bias.
+PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
+    FactoredHeads: ("first.weight", "weight", "bias"),
+    FactoredReadout: ("weight", "second.weight", "second.bias"),
+    LowRankLinear: ("first.weight", "second.weight", "second.bias"),
+}
+
+
 def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
     """Names the maps of every layer that are asked for, those of the MLP only where it has two linear maps.
 
@@ -146,22 +154,15 @@ def _replace_(model: nn.Module, place: Place, low_rank: LowRank) -> None:
     linear: nn.Module = linear_at(model, place)
     assert isinstance(linear.weight, Tensor)
     new = _factored(linear, low_rank.rank).to(linear.weight.device, linear.weight.dtype).train(linear.training)
-    first, second = (new.weight, new.second) if isinstance(new, FactoredReadout) else (new.first.weight, new)
-    if isinstance(new, LowRankLinear):
-        second = new.second
-    _copy_(first, low_rank.first)
-    _copy_(second.weight, low_rank.second)
-    if second.bias is not None:
-        _copy_(second.bias, low_rank.bias)
+    first, second, bias = PARAMETERS[type(new)]
+    new.get_parameter(first).copy_(low_rank.first)
+    new.get_parameter(second).copy_(low_rank.second)
+    if low_rank.bias is not None:
+        new.get_parameter(bias).copy_(low_rank.bias)
     if name in MLP_MAPS:
         family_of(model).set_mlp_(model, layer, MLP_MAPS.index(name), new)
     else:
         setattr(*_owner(family_of(model).attention(model)[layer], name), new)
-
-
-def _copy_(parameter: Tensor, value: Tensor | None) -> None:
-    assert value is not None
-    parameter.copy_(value)
 
 
 def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredReadout | LowRankLinear:
