@@ -110,6 +110,49 @@ def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamesp
     assert 0 < exact["macs_down_percent"] < priced["macs_down_percent"]
 
 
+def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
+    out = chain.root / "within.json"
+    asked = ("--rule", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
+    found = record("prescribe", chain.diagnosis, *asked)
+    (spent,), (share,) = found["budget"]["spent"], found["budget"]["shares"]
+    priced = record("costs", chain.run, "--prescription", out)
+    assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.9 < spent <= 0.95
+    assert found["rule"] == {"type": "EnergyRetention", "rho": share}
+    by_layer = record("prescribe", chain.diagnosis, *asked, "--of", "qk")
+    assert all(spent <= 0.95 for spent in by_layer["budget"]["spent"]) and len(by_layer["budget"]["spent"]) > 1
+    assert "95 % were allowed" in call("prescribe", chain.diagnosis, *asked).out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rule", "top_rank:{share}"), "go with --macs"),
+        (("--rule", "top_rank:3", "--of", "qk"), "go with --macs"),
+        (("--rule", "energy_retention:{share}", "--macs", 0.9), "--model NAME"),
+    ],
+)
+def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tuple[object, ...], message: str) -> None:
+    done = call("prescribe", chain.diagnosis, *words, "--out", chain.root / "not.json")
+    assert done.code != 0 and message in done.err and not (chain.root / "not.json").exists()
+
+
+def test_contenders_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
+    out = chain.root / "comparison.json"
+    contenders = ("--contenders", "own=energy_retention:{share}", "svd-llm=peer:svd_llm", "--macs", "0.9,0.5")
+    words = ("compare", chain.run, "--data", chain.data, *contenders, "--calibration-images", 4, "--out", out)
+    found = record(*words)
+    assert [(trial["contender"], trial["target"]) for trial in found["trials"]] == [
+        ("own", 0.9),
+        ("svd-llm", 0.9),
+        ("svd-llm", 0.5),
+    ]
+    assert all(trial["macs_share"] <= trial["target"] for trial in found["trials"])
+    assert [each["contender"] for each in found["unreached"]] == ["own"]
+    shown = call(*words)
+    assert "cannot cost 50 % of the MACs" in shown.out
+    assert call(*words, "--shares", "0.5").code != 0
+
+
 def test_diff_compares_files_of_one_kind(chain: SimpleNamespace) -> None:
     after = chain.root / "slim-diagnosis.json"
     record("diagnose", chain.slim, "--data", chain.data, "--out", after)

@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _HOMES = {
     "AttnrxError": "attnrx.errors",
+    "Budget": "attnrx.flow",
     "Diagnosis": "attnrx.diagnosis",
     "Evidence": "attnrx.evidence",
     "Finding": "attnrx.evidence",
@@ -35,6 +36,7 @@ _HOMES = {
     "matching": "attnrx.flow",
     "measure_divergence": "attnrx.flow",
     "prescribe": "attnrx.flow",
+    "prescribe_within": "attnrx.flow",
     "realize": "attnrx.flow",
     "refine": "attnrx.flow",
     "save": "attnrx.flow",
@@ -45,6 +47,7 @@ _HOMES = {
 
 # Parts of the package that can be reached by name, for what has no public name of its own: `attnrx.models.family_of`.
 _ROOMS = (
+    "budget",
     "checks",
     "costs",
     "data",
@@ -61,6 +64,7 @@ _ROOMS = (
 
 __all__ = [
     "AttnrxError",
+    "Budget",
     "Diagnosis",
     "Evidence",
     "Finding",
@@ -77,6 +81,7 @@ __all__ = [
     "matching",
     "measure_divergence",
     "prescribe",
+    "prescribe_within",
     "realize",
     "refine",
     "rules",
@@ -88,6 +93,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from attnrx import (  # noqa: F401, for type checkers: reached by name at run time
+        budget,
         checks,
         costs,
         data,
@@ -106,12 +112,14 @@ if TYPE_CHECKING:
     from attnrx.errors import AttnrxError
     from attnrx.evidence import Evidence, Finding
     from attnrx.flow import (
+        Budget,
         control_prescriptions,
         diagnose,
         load,
         matching,
         measure_divergence,
         prescribe,
+        prescribe_within,
         realize,
         refine,
         save,

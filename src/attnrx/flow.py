@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.budget import Budget, prescribe_within
 from attnrx.checks import Check, Comparison, standard
 from attnrx.data import ImageSet, Normalization, Splits
 from attnrx.diagnosis import Diagnosis
@@ -27,12 +28,14 @@ from attnrx.storage import write_text
 from attnrx.training import train
 
 __all__ = [
+    "Budget",
     "control_prescriptions",
     "diagnose",
     "load",
     "matching",
     "measure_divergence",
     "prescribe",
+    "prescribe_within",
     "realize",
     "refine",
     "save",

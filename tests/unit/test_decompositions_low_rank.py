@@ -49,8 +49,8 @@ METHODS: dict[str, Callable[[Case], LowRank]] = {
     "centred": lambda case: activation_aware(case.weight, case.fixed, case.moment, case.mean),
     "outputs": lambda case: output_pca(case.weight, case.fixed, case.covariance, case.output_mean),
     "asvd": lambda case: asvd(case.weight, case.fixed, case.inputs.abs().mean(0)),
-    "fwsvd outputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher),
-    "fwsvd inputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher, side="inputs"),
+    "fwsvd outputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher, side="outputs"),
+    "fwsvd inputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher),
     "svd-llm": lambda case: svd_llm(case.weight, case.fixed, case.moment),
 }
 

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import cases
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.examination import diagnose
 from attnrx.experiments import Bench, Contender, compare_contenders
+from attnrx.flow import prescribe
 from attnrx.models import family_of
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
 from attnrx.storage import read_json
 from comparisons import pixels
 
@@ -25,16 +29,41 @@ DENSE = cases.CONFIGS["dense"]
             "all=top_rank:3@mix+values=top_rank:2+mlp=top_rank:5+refine=20",
             Contender("all", "top_rank:3", "mix", "top_rank:2", "top_rank:5", 20),
         ),
+        ("drawn=random_matched(top_rank:3):seed=3", Contender("drawn", "random_matched(top_rank:3):seed=3")),
+        ("svd-llm=peer:svd_llm", Contender("svd-llm", peer="svd_llm")),
+        ("MLP by SVD=peer:svd+maps=fc1,fc2", Contender("MLP by SVD", peer="svd", maps=("fc1", "fc2"))),
     ],
 )
 def test_contenders_are_read(text: str, contender: Contender) -> None:
     assert Contender.parse(text) == contender
 
 
-@pytest.mark.parametrize("text", ["", "mix", "=top_rank:3", "mix=", "mix=top_rank:3+top_rank:2", "mix=a+refine=many"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mix",
+        "=top_rank:3",
+        "mix=",
+        "mix=top_rank:3+top_rank:2",
+        "mix=a+refine=many",
+        "svd=peer:svd+values=top_rank:3",
+        "svd=peer:svd+refine=3",
+        "svd=peer:svd@mix",
+        "mix=top_rank:3+maps=fc1",
+        "pruned=peer:torch_pruning+maps=fc1",
+    ],
+)
 def test_what_is_no_contender_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         Contender.parse(text)
+
+
+def test_what_is_no_peer_is_refused() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'svd'"):
+        Contender.parse("mistyped=peer:svdd")
+    with pytest.raises(UnknownName, match="linear map"):
+        Contender.parse("mistyped=peer:svd+maps=fc3")
 
 
 def bench() -> Bench:
@@ -64,3 +93,76 @@ def test_keeping_everything_is_refused_and_wrong_shares_are() -> None:
         compare_contenders(own, [Contender("mix", "total_rank:{share}")], (1.5,))
     with pytest.raises(UnknownName, match="rule"):
         compare_contenders(own, [Contender("mix", "totl_rank:{share}")], (0.5,))
+
+
+def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) -> None:
+    own = bench()
+    texts = [
+        "all=total_rank:{share}+values=total_rank:{share}+mlp=uniform_rank:{share}",
+        "qk=total_rank:{share}",
+        "svd=peer:svd",
+        "svd-llm=peer:svd_llm",
+    ]
+    trials = compare_contenders(own, [Contender.parse(text) for text in texts], macs=(0.9, 0.4))
+    before = family_of(own.model).costs(own.model)
+    assert [(trial.contender, trial.target) for trial in trials.trials] == [
+        (name, target)
+        for name in ("all", "qk", "svd", "svd-llm")
+        for target in (0.9, 0.4)
+        if (name, target) != ("qk", 0.4)
+    ]
+    for trial in trials.trials:
+        assert trial.target is not None and trial.macs <= trial.target * before.macs
+    (unreached,) = trials.unreached
+    assert (unreached.contender, unreached.target) == ("qk", 0.4) and 0.4 < unreached.least < 0.9
+    lines = trials.to_markdown().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        f"| {name}" for name in ("all", "all", "qk", "qk", "svd", "svd", "svd-llm", "svd-llm")
+    ]
+    assert "cannot cost 40 % of the MACs" in lines[5] and f"at least {100 * unreached.least:.1f} %" in lines[5]
+    record = read_json(trials.save(tmp_path / "comparison.json"))
+    assert record["unreached"] == [{"contender": "qk", "target": 0.4, "least": unreached.least}]
+    assert {trial["target"] for trial in record["trials"]} == {0.9, 0.4}
+    assert record["about"]["contenders"][2]["peer"] == "svd"
+
+
+CONTROLS = ("random_matched({}):seed=3", "largest_matched({})", "uniform_matched({})")
+
+
+@pytest.mark.parametrize("pathway", ["rule", "values", "mlp"])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_controls_keep_as_much_of_a_dense_model_as_the_rule_and_something_else(pathway: str, control: str) -> None:
+    own, rule = bench(), "total_rank:0.5"
+    texts: dict[str, dict[str, str | None]] = {
+        name: {"rule": None, "values": None, "mlp": None, pathway: text}
+        for name, text in (("rule", rule), ("control", control.format(rule)))
+    }
+    made = {name: prescribe(own.diagnosis, **asked) for name, asked in texts.items()}  # type: ignore[arg-type]
+    ranks = {name: _ranks(prescription, pathway) for name, prescription in made.items()}
+    assert [sum(layer) for layer in ranks["control"]] == [sum(layer) for layer in ranks["rule"]]
+    if not control.startswith("uniform"):
+        assert ranks["control"] == ranks["rule"]
+    images = next(iter(own.test.batches(24))).images.double()
+    with torch.no_grad():
+        answers = {name: realize(own.model, prescription)(images) for name, prescription in made.items()}
+        lost = {name: float((answer - own.model(images)).square().mean()) for name, answer in answers.items()}
+    if control.startswith("uniform") and ranks["control"] == ranks["rule"]:
+        assert lost["control"] == lost["rule"]  # the same choice: a map of the MLP is a single unit
+    else:
+        assert lost["control"] > lost["rule"]
+
+
+def _ranks(prescription: Prescription, pathway: str) -> list[tuple[int, ...]]:
+    if pathway == "rule":
+        return list(prescription.ranks)
+    if pathway == "values":
+        return [layer.values.ranks for layer in prescription.layers if layer.values is not None]
+    return [output.ranks for layer in prescription.layers for output in layer.mlp if output is not None]
+
+
+def test_a_control_draws_by_its_seed() -> None:
+    own = bench()
+    drawn = [prescribe(own.diagnosis, None, mlp=f"random_matched(total_rank:0.5):seed={seed}") for seed in (3, 3, 4)]
+    first, same, other = (prescription.layers[0].mlp[0] for prescription in drawn)
+    assert first is not None and same is not None and other is not None
+    assert first.encode.equal(same.encode) and not first.encode.equal(other.encode)

@@ -7,6 +7,7 @@ from attnrx.errors import InvalidRule, UnknownName
 from attnrx.rules import (
     RULES,
     And,
+    ByLayer,
     EffectiveRank,
     EnergyRetention,
     FusionOwner,
@@ -28,7 +29,14 @@ from attnrx.rules import (
 from cases import REWRITING
 from cases import RULES as OWN
 
-EXAMPLES = {**OWN, **REWRITING, "fusion_owner": FusionOwner()}
+EXAMPLES = {
+    **OWN,
+    **REWRITING,
+    "fusion_owner": FusionOwner(),
+    "by_layer": ByLayer((EnergyRetention(0.8), TopRank(2) | Shrinkage(0.5))),
+    "by_layer-matched": RandomMatched(ByLayer((TopRank(2), TopRank(3))), seed=3),
+    "by_layer-one": ByLayer((TopRank(2),)),
+}
 
 
 @pytest.mark.parametrize("rule", EXAMPLES.values(), ids=EXAMPLES)
@@ -104,6 +112,8 @@ def test_writing(rule: Rule, text: str) -> None:
         ("(top_rank:2", r"expected '\)', found 'the end'"),
         ("top_rank:2 &", "expected the name of a rule, found 'the end'"),
         ("random_matched", "needs the rule that it matches, as in random_matched"),
+        ("by_layer", "needs a rule for each layer, as in by_layer"),
+        ("random_matched(top_rank:2; top_rank:3)", r"expected '\)', found ';'"),
         ("top_rank(effective_rank):2", r"character 9: top_rank takes no rule in brackets"),
         ("(" * 5000, "may have 50 brackets, found 5000"),
         ("energy_retention:1.5", r"rho=1.5: rho is a share and must lie in \(0, 1\]"),

@@ -1,6 +1,7 @@
 """From the words of a command to models and images."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attnrx as rx
@@ -28,6 +29,16 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
     """Gives the split that was asked for, or its first images."""
     images: rx.data.ImageSet = getattr(splits, arguments.split)
     return images if arguments.images is None else images.take(arguments.images)
+
+
+def outline(source: str) -> "nn.Module":
+    """Gives a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
+    import torch
+
+    if ":" not in source or Path(source).exists():
+        return rx.load(source)
+    with torch.device("meta"):
+        return rx.models.build_model(source)
 
 
 def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":

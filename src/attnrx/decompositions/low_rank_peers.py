@@ -40,13 +40,15 @@ def fwsvd(
     bias: Float[Tensor, "outputs"] | None,
     fisher: Float[Tensor, "outputs inputs"],
     *,
-    side: str = "outputs",
+    side: str = "inputs",
 ) -> LowRank:
     """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
 
-    Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). `side` says what a row is: "outputs" for the rows of
-    [outputs, inputs], "inputs" for the rows of the transposed matrix, as in x W. Of all maps of the rank it has the
-    least |D (W - W')|, or |(W - W') D|.
+    Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). That paper writes a layer as x W + b, with a matrix
+    [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. So `side` is "inputs":
+    here, where a weight is [outputs, inputs], the sums run over the outputs and D scales the inputs. "outputs" is the
+    other reading, of rows of the weight as it is stored. Of all maps of the rank it has the least |(W - W') D|, or
+    |D (W - W')| for "outputs".
 
     Raises:
         InvalidInput: for another side, and information that is negative, not finite or of another shape.

@@ -1,6 +1,7 @@
 """Experiments: whole runs. The demo, and the tables of the papers from training to numbers."""
 
-from attnrx.experiments.comparing import Bench, Contender, Trials, compare_contenders
+from attnrx.experiments.comparing import Trial, Trials, Unreached, compare_contenders
+from attnrx.experiments.contenders import Bench, Contender
 from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import Experiment, Run
 from attnrx.experiments.fusion_experiment import FusionExperiment, FusionRun
@@ -28,7 +29,9 @@ __all__ = [
     "Run",
     "SvdaExperiment",
     "SvdaRun",
+    "Trial",
     "Trials",
+    "Unreached",
     "compare_contenders",
     "demo",
     "load_recipe",

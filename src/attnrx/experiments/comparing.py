@@ -1,7 +1,7 @@
 """Several prescriptions on one model at the same shares: what each costs and what each loses, on the same images."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,71 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.budget import GRID, largest_share
 from attnrx.checks.comparison import answer
 from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
 from attnrx.costs import ModelCosts
-from attnrx.data import ImageSet
-from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.experiments.bench import Say, in_silence
-from attnrx.flow import prescribe, realize
+from attnrx.experiments.contenders import Bench, Contender, Makers
+from attnrx.experiments.peers import Maker
 from attnrx.models import evaluating, family_of
-from attnrx.refinement import Refinement, refine
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import write_json
-
-SHARE = "{share}"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way of compressing: the texts of its rules, in which {share} stands for the share that is kept.
-
-    `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards.
-    """
-
-    name: str
-    rule: str | None = None
-    metric: str | None = None
-    values: str | None = None
-    mlp: str | None = None
-    refined: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> "Contender":
-        """Reads NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], e.g. mix=total_rank:{share}."""
-        name, equals, rest = text.partition("=")
-        if not equals or not name or not rest:
-            raise InvalidInput(f"the contender {text!r} is not NAME=RULE, e.g. mix=total_rank:{SHARE}.")
-        parts: dict[str, str] = {}
-        for part in rest.split("+"):
-            kind, given, value = part.partition("=")
-            if not given or kind not in ("values", "mlp", "refine"):
-                kind, value = "rule", part
-            if kind in parts or not value:
-                raise InvalidInput(f"{part!r} in {text!r}: give one RULE, and after + values=, mlp= or refine= once.")
-            parts[kind] = value
-        rule, _, metric = parts.get("rule", "").partition("@")
-        steps = parts.get("refine", "0")
-        if not steps.isdigit():
-            raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
-        return cls(name, rule or None, metric or None, parts.get("values"), parts.get("mlp"), int(steps))
-
-    def at(self, share: float) -> dict[str, Any]:
-        """Gives what `prescribe` is asked, for one share."""
-        rules = {"rule": self.rule, "values": self.values, "mlp": self.mlp}
-        told = {kind: None if text is None else text.replace(SHARE, repr(share)) for kind, text in rules.items()}
-        return {**told, "metric": self.metric}
-
-    @property
-    def varies(self) -> bool:
-        """Whether it depends on the share at all."""
-        return any(text is not None and SHARE in text for text in (self.rule, self.values, self.mlp))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one contender costs and loses at one share: shares of the original, points, and nats an image."""
+    """What one contender costs and loses at one share: shares of the original, points, and nats an image.
+
+    `target` is the share of the MACs that the share was chosen for, if it was.
+    """
 
     contender: str
     share: float
@@ -87,13 +41,14 @@ class Trial:
     divergence: Estimate
     n: int
     seconds: float
+    target: float | None = None
 
     @property
     def cells(self) -> tuple[str, ...]:
         """What a table shows."""
         return (
             self.contender,
-            f"{100 * self.share:g} %",
+            f"{100 * self.share:.4g} %",
             f"{self.accuracy.value:.1f} %",
             _spread(self.change, 1),
             f"{_spread(self.agreement, 1)} %",
@@ -104,12 +59,35 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Unreached:
+    """A contender that cannot cost as little as was asked: the share of the MACs that it costs at least."""
+
+    contender: str
+    target: float
+    least: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows."""
+        said = f"cannot cost {100 * self.target:g} % of the MACs"
+        return (self.contender, "-", said, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+
+
+@dataclass(frozen=True)
 class Trials:
     """All trials on one model, with the accuracy of the original and how everything was measured."""
 
     trials: tuple[Trial, ...]
     accuracy: Estimate
     about: dict[str, Any]
+    unreached: tuple[Unreached, ...] = ()
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """What a table shows: one line per trial and per target that could not be reached, contender by contender."""
+        order = [contender["name"] for contender in self.about["contenders"]]
+        lines: list[Trial | Unreached] = [*self.trials, *self.unreached]
+        return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.contender)))
 
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file."""
@@ -119,66 +97,97 @@ class Trials:
             "accuracy": asdict(self.accuracy),
             "about": self.about,
             "trials": [asdict(trial) for trial in self.trials],
+            "unreached": [asdict(each) for each in self.unreached],
         }
         return write_json(path, record)
 
     def to_markdown(self) -> str:
-        """Gives a table: one line per trial."""
+        """Gives a table: one line per trial, and one for every target that a contender cannot reach."""
         columns = ("contender", "kept", "top-1", "change", "agreement", "KL", "MACs", "parameters")
         lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        return "\n".join((*lines, *(f"| {' | '.join(trial.cells)} |" for trial in self.trials)))
+        return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in self.rows)))
 
 
 def _spread(estimate: Estimate, digits: int) -> str:
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A model, what was diagnosed of it, the images that it is refined on, and those that everything is measured on."""
-
-    model: nn.Module
-    diagnosis: Diagnosis
-    calibration: ImageSet
-    test: ImageSet
-    seed: int = 0
-    batch_size: int = 64
-
-
 def compare_contenders(
     bench: Bench,
     contenders: Sequence[Contender],
-    shares: Iterable[float],
+    shares: Iterable[float] = (),
     say: Say = in_silence,
     out: Path | str | None = None,
+    macs: Iterable[float] = (),
 ) -> Trials:
-    """Prescribes, realizes and measures every contender at every share, without any fine-tuning.
+    """Makes and measures every contender at every share, without any fine-tuning.
 
-    All are measured on the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals
-    over the images. What is known so far is saved to `out` after every trial.
+    With `macs`, shares of the model's MACs, every contender is also measured at the largest share {share} that costs no
+    more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
+    images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. What is
+    known so far is saved to `out` after every trial.
     """
-    shares = tuple(shares)
-    if not contenders or not shares or any(not 0 < share <= 1 for share in shares):
-        raise InvalidInput(f"{len(contenders)} contenders at the shares {shares}: give at least one, shares in (0, 1].")
-    before = family_of(bench.model).costs(bench.model)
+    shares, targets = tuple(shares), tuple(macs)
+    if not contenders or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
+        raise InvalidInput(
+            f"{len(contenders)} contenders at the shares {shares} and the MACs {targets}: give at least one contender "
+            "and one share of either, shares in (0, 1]."
+        )
+    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
+    for contender in contenders:
+        makers.of(contender)  # what cannot be made is refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
     found = Trials((), correct, _about(bench, contenders, len(labels)))
     for contender in contenders:
-        for share in shares if contender.varies else (1.0,):
-            started = time.perf_counter()
-            candidate = _made(bench, contender, share)
-            seconds = time.perf_counter() - started
-            measured = _trial(bench, before, candidate, (logits, labels))
-            trial = Trial(contender.name, share, **measured, n=len(labels), seconds=seconds)
-            found = replace(found, trials=(*found.trials, trial))
+        maker = makers.of(contender)
+        for point in _points(contender, maker, before, shares, targets):
+            if isinstance(point, Unreached):
+                found = replace(found, unreached=(*found.unreached, point))
+                say(" ".join((point.contender, point.cells[2])))
+            else:
+                trial = _tried(bench, contender, maker, point, (before, logits, labels))
+                found = replace(found, trials=(*found.trials, trial))
+                say(
+                    f"{trial.contender} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
+                    f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}, MACs {trial.cells[-2]}"
+                )
             if out is not None:
                 found.save(out)
-            say(
-                f"{trial.contender} at {share:g}: top-1 {trial.accuracy.value:.1f} %, agreement "
-                f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}"
-            )
     return found
+
+
+def _points(
+    contender: Contender, maker: Maker, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
+) -> Iterator[tuple[float, float | None] | Unreached]:
+    """Gives every share to be tried and the target that it was chosen for; what depends on no share is tried once."""
+    if not contender.varies:
+        yield 1.0, None
+        return
+    for share in shares:
+        yield share, None
+    for target in targets:
+        share = largest_share(lambda share, most=target * before.macs: maker.costs(share).macs <= most)
+        if share is None:
+            yield Unreached(contender.name, target, maker.costs(1 / GRID).macs / before.macs)
+        else:
+            yield share, target
+
+
+def _tried(
+    bench: Bench,
+    contender: Contender,
+    maker: Maker,
+    point: tuple[float, float | None],
+    original: tuple[ModelCosts, Tensor, Tensor],
+) -> Trial:
+    (share, target), (before, logits, labels) = point, original
+    started = time.perf_counter()
+    candidate = maker.make(share)
+    seconds = time.perf_counter() - started
+    costs = (before, maker.costs(share))
+    measured = _measured(bench, costs, candidate, (logits, labels))
+    return Trial(contender.name, share, **measured, n=len(labels), seconds=seconds, target=target)
 
 
 def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
@@ -192,18 +201,11 @@ def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[s
     }
 
 
-def _made(bench: Bench, contender: Contender, share: float) -> nn.Module:
-    candidate = realize(bench.model, prescribe(bench.diagnosis, **contender.at(share)))
-    if contender.refined:
-        knobs = Refinement(steps=contender.refined, seed=bench.seed)
-        candidate = refine(candidate, bench.model, bench.calibration, knobs).model
-    return candidate
-
-
-def _trial(bench: Bench, before: ModelCosts, candidate: nn.Module, original: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    logits, labels = original
+def _measured(
+    bench: Bench, costs: tuple[ModelCosts, ModelCosts], candidate: nn.Module, original: tuple[Tensor, Tensor]
+) -> dict[str, Any]:
+    (before, after), (logits, labels) = costs, original
     own, _ = _answers(candidate, bench)
-    after = family_of(candidate).costs(candidate)
     right, still = logits.argmax(-1) == labels, own.argmax(-1) == labels
     agreeing = int((own.argmax(-1) == logits.argmax(-1)).sum())
     divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)

@@ -5,6 +5,7 @@ from typing import Any
 
 from attnrx.config import from_dict
 from attnrx.rules.bounds import score_bound
+from attnrx.rules.by_layer import ByLayer
 from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
@@ -21,6 +22,7 @@ from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import And, Or, Rule, readings_needed, rule_name
 from attnrx.rules.shared_rank import SharedRank
 from attnrx.rules.shrinkage import Shrinkage
+from attnrx.rules.template import SHARE, Template, by_layer
 from attnrx.rules.threshold import Threshold
 from attnrx.rules.top_rank import TopRank
 from attnrx.rules.total_rank import TotalRank
@@ -46,6 +48,7 @@ RULES: Mapping[str, type[Rule]] = {
         NormClip,
         UniformHeads,
         RemoveHeads,
+        ByLayer,
         RandomMatched,
         LargestMatched,
         UniformMatched,
@@ -56,7 +59,9 @@ __all__ = [
     "METRICS",
     "OWN",
     "RULES",
+    "SHARE",
     "And",
+    "ByLayer",
     "ContributionEnergy",
     "EffectiveRank",
     "EnergyRetention",
@@ -70,12 +75,14 @@ __all__ = [
     "Rule",
     "SharedRank",
     "Shrinkage",
+    "Template",
     "Threshold",
     "TopRank",
     "TotalRank",
     "UniformHeads",
     "UniformMatched",
     "UniformRank",
+    "by_layer",
     "parse_rule",
     "prescribe",
     "readings_needed",

@@ -1,7 +1,7 @@
 """Rules as text: `energy_retention:0.90`, `threshold:0.1 & remove_heads`, `random_matched(top_rank:32):seed=3`.
 
     rule    = all { "|" all }              all   = single { "&" single }
-    single  = "(" rule ")" | name [ "(" rule ")" ] [ ":" knob { "," knob } ]
+    single  = "(" rule ")" | name [ "(" rule { ";" rule } ")" ] [ ":" knob { "," knob } ]
     knob    = [ name "=" ] number
 
 Numbers without a name fill the knobs in their order. The law: parse_rule(str(rule)) == rule.
@@ -20,7 +20,7 @@ EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(t
 DEEPEST = 50  # brackets, far from where nesting would exhaust Python's stack
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])|(?P<name>[A-Za-z_]\w*)|(?P<sign>[&|():,=]))"
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])|(?P<name>[A-Za-z_]\w*)|(?P<sign>[&|():,;=]))"
 )
 
 
@@ -91,23 +91,26 @@ class _Reader:
         return self.build(name, kind, given)
 
     def read_matched(self, name: _Token, kind: type[Rule]) -> dict[str, Any]:
-        """Reads the rule in brackets that a control matches."""
-        wraps = [field.name for field in dataclasses.fields(kind) if field.type is Rule]  # type: ignore[arg-type]
+        """Reads the rule in brackets that a control matches, or the rules of all layers."""
+        wraps = [field for field in dataclasses.fields(kind) if _holds_rules(field)]  # type: ignore[arg-type]
         here = self.tokens[self.position]
         if self.take("("):
             if not wraps:
                 raise _error(self.text, here.start, f"{name.text} takes no rule in brackets")
-            matched = self.read_any()
+            matched = [self.read_any()]
+            while wraps[0].type is not Rule and self.take(";"):
+                matched.append(self.read_any())
             self.expect(")", "')'")
-            return {wraps[0]: matched}
+            return {wraps[0].name: matched[0] if wraps[0].type is Rule else tuple(matched)}
         if wraps:
-            wanted = f"{name.text} needs the rule that it matches, as in {name.text}(energy_retention:0.9)"
+            what = "the rule that it matches" if wraps[0].type is Rule else "a rule for each layer"
+            wanted = f"{name.text} needs {what}, as in {name.text}(energy_retention:0.9)"
             raise _error(self.text, here.start, wanted)
         return {}
 
     def read_knob(self, name: _Token, kind: type[Rule], given: dict[str, Any]) -> None:
         """Reads one value into `given`."""
-        knobs = {field.name: field.type for field in dataclasses.fields(kind) if field.type is not Rule}  # type: ignore[arg-type]
+        knobs = {field.name: field.type for field in dataclasses.fields(kind) if not _holds_rules(field)}  # type: ignore[arg-type]
         here = self.tokens[self.position]
         free = [knob for knob in knobs if knob not in given]
         if self.take("name"):
@@ -155,6 +158,10 @@ class _Reader:
         if not self.take(kind):
             raise _error(self.text, token.start, f"expected {wanted}, found {token.text!r}")
         return token
+
+
+def _holds_rules(field: "dataclasses.Field[Any]") -> bool:
+    return field.type in (Rule, tuple[Rule, ...])
 
 
 def _error(text: str, start: int, problem: str) -> InvalidRule:

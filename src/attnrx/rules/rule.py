@@ -142,8 +142,8 @@ def _spell(rule: Rule) -> str:
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in rule.rules)
     if isinstance(rule, Or):
         return " | ".join(str(part) for part in rule.rules)
-    inner = "".join(f"({part})" for part in parts_of(rule))
-    return rule_name(type(rule)) + inner + _spell_knobs(rule)
+    parts = "; ".join(str(part) for part in parts_of(rule))
+    return rule_name(type(rule)) + (f"({parts})" if parts else "") + _spell_knobs(rule)
 
 
 def _spell_knobs(rule: Rule) -> str:
@@ -153,7 +153,7 @@ def _spell_knobs(rule: Rule) -> str:
         value = getattr(rule, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
             said.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
-        elif field.default is dataclasses.MISSING and not isinstance(value, Rule):
+        elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):
             said.append(repr(value))
     return ":" + ",".join(said) if said else ""
 

@@ -25,8 +25,8 @@ class TotalRank(Rule):
     This is water-filling: of all choices of so many directions it leaves the least energy out, so heads get irregular
     ranks (IrrAtt). With `by="divergence"` what is left out is the measured divergence of the attention instead (see
     `measure_divergence`), which a dynamic programme makes as small as can be. With `scope="model"` the layers share out
-    their sum. Every rank is a multiple of `multiple` and at least `minimum`. Strengths are those of the `metric` (see
-    METRICS), or with "own" the model's.
+    their sum. Every rank is a multiple of `multiple` and at least `minimum`, however small a share was asked for.
+    Strengths are those of the `metric` (see METRICS), or with "own" the model's.
     """
 
     rank: int | float
@@ -67,4 +67,8 @@ class TotalRank(Rule):
     def _total(self, spectra: list[Spectrum]) -> int:
         there = sum(int(spectrum.used.sum()) for spectrum in spectra)
         wanted = self.rank * (len(spectra) if isinstance(self.rank, int) else there)
-        return round(wanted / self.multiple) * self.multiple
+        total = round(wanted / self.multiple) * self.multiple
+        if isinstance(self.rank, int):
+            return total
+        units = sum(len(spectrum.heads) for spectrum in spectra)
+        return max(total, units * -(-self.minimum // max(self.multiple, 1)) * self.multiple)

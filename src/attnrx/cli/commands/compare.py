@@ -12,6 +12,7 @@ EXAMPLE = (
     "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --contenders 'truncatt=uniform_rank:{share}' "
     "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
 )
+SHARES = "0.75,0.5,0.25"
 COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 
 
@@ -27,17 +28,26 @@ def add(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="NAME=RULE",
-        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], where {share} stands for the share kept",
+        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], where {share} stands for the share kept "
+        "(once for all rules), or NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all "
+        "linear maps or on some of query, key, value, output, fc1 and fc2, or torch_pruning",
     )
-    parser.add_argument("--shares", default="0.75,0.5,0.25", metavar="S,S", help="shares kept (0.75,0.5,0.25)")
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument("--shares", metavar="S,S", help="shares kept (0.75,0.5,0.25)")
+    points.add_argument(
+        "--macs",
+        metavar="S,S",
+        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every contender at the largest {share} that costs no more",
+    )
     parser.add_argument(
         "--calibration-images", type=int, default=96, metavar="N", help="training images to diagnose on (96)"
     )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
-    """Diagnoses once, then prescribes, realizes and measures every contender at every share."""
-    shares = _shares(arguments.shares)
+    """Diagnoses once, then prescribes, realizes and measures every contender at every share, or at equal MACs."""
+    macs = () if arguments.macs is None else _shares("--macs", arguments.macs)
+    shares = () if macs else _shares("--shares", arguments.shares or SHARES)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
     model = load_model(arguments.model, arguments.device, arguments.weights)
     splits = splits_for(model, arguments)
@@ -50,15 +60,15 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         diagnosis = rx.measure_divergence(model, diagnosis, priced)
     test = chosen_images(splits, arguments)
     bench = rx.experiments.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
-    trials = rx.experiments.compare_contenders(bench, contenders, shares, say, arguments.out)
+    trials = rx.experiments.compare_contenders(bench, contenders, shares, say, arguments.out, macs)
     path = arguments.out
-    table = Table(COLUMNS, tuple(trial.cells for trial in trials.trials))
+    table = Table(COLUMNS, trials.rows)
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.storage.read_json(path), (table, original, f"comparison: {path}"))
 
 
-def _shares(text: str) -> list[float]:
+def _shares(option: str, text: str) -> tuple[float, ...]:
     try:
-        return [float(part) for part in text.split(",")]
+        return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise InvalidInput(f"--shares {text!r}: give numbers in (0, 1] with commas between them.") from error
+        raise InvalidInput(f"{option} {text!r}: give numbers in (0, 1] with commas between them.") from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
@@ -59,7 +60,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         raise InvalidInput("--qk, --vo and --mlp say what is compressed; price a prescription or a share by itself.")
     # Refused before the model is built, which may take a while.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
-    model = _outline(arguments.model)
+    model = outline(arguments.model)
     convention = _convention(model, arguments.convention)
     costs = rx.models.family_of(model).costs(model)
     if compressed:
@@ -75,16 +76,6 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     if arguments.removed_share is not None:
         return _priced_share(costs, price, record, arguments.removed_share)
     return Outcome(record, (parts_table(price),))
-
-
-def _outline(source: str) -> "nn.Module":
-    """Builds a named model on the meta device, where nothing is allocated, drawn or downloaded; loads a folder."""
-    import torch
-
-    if ":" not in source or Path(source).exists():
-        return rx.load(source)
-    with torch.device("meta"):
-        return rx.models.build_model(source)
 
 
 def _convention(model: "nn.Module", name: str) -> "rx.costs.Convention":
@@ -148,8 +139,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
             f"{shapes}; price it on the model it was made for."
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
-    pairs = zip(specs, prescription.layers, strict=True)
-    return family.costs(model, tuple(rx.realization.compressed_spec(spec, layer, norms) for spec, layer in pairs))
+    return rx.budget.prescribed_costs(model, prescription, norms)
 
 
 def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:

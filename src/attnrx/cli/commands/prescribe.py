@@ -1,11 +1,17 @@
 """attnrx prescribe: a diagnosis and a rule in, a prescription out."""
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import Parser, add_out
 from attnrx.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnrx.rules import Template
 
 EXAMPLE = "attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out prescription.json"
 
@@ -26,16 +32,31 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--values", metavar="RULE", help="the rule for what the heads read out, e.g. total_rank:0.75")
     parser.add_argument("--mlp", metavar="RULE", help="the rule for the maps of the MLP, e.g. uniform_rank:0.5")
+    budget = parser.add_argument_group(
+        "a target instead of a share: {share} in the rules becomes the largest that fits"
+    )
+    budget.add_argument(
+        "--macs", type=float, metavar="SHARE", help="what is left may cost this share of the original's MACs, e.g. 0.7"
+    )
+    budget.add_argument(
+        "--of",
+        choices=("model", "qk", "values", "attention", "mlp"),
+        default="model",
+        help="the MACs of what: of the model, with one share for all layers (model), or of this part of every layer, "
+        "each with a share of its own (the local target of IrrAtt, Section 3.4)",
+    )
+    budget.add_argument("--model", metavar="MODEL", help="the model, to be priced: a saved folder or a name")
     add_out(parser, "the prescription, one JSON file, and a .safetensors beside it where directions are rewritten")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Decides."""
-    asked = {"values": arguments.values, "mlp": arguments.mlp}
-    if arguments.rule is None and not any(asked.values()):
+    from attnrx.rules import Template
+
+    template = Template(arguments.rule, arguments.metric, arguments.values, arguments.mlp)
+    if not any(template.texts.values()):
         raise InvalidInput("prescribe needs at least one of --rule, --values and --mlp.")
-    diagnosis = rx.Diagnosis.load(arguments.diagnosis)
-    prescription = rx.prescribe(diagnosis, arguments.rule, arguments.metric, **asked)
+    prescription = _prescription(arguments, template)
     path = prescription.save(arguments.out)
     notes = list(prescription.about.get("notes", ()))
     record = {
@@ -51,10 +72,41 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         for index, layer in enumerate(prescription.layers)
     )
     table = Table(("", "directions that stay, by head", "of", "heads removed"), rows)
+    budget = prescription.about.get("budget")
+    if budget is not None:
+        record["budget"] = dict(budget)
     removed = f"{percent(prescription.removed_share)} of the directions are removed; the file says why, head by head"
-    return Outcome(record, (table, removed, *(f"warning: {note}" for note in notes), f"prescription: {path}"))
+    spent = () if budget is None else (_spent(budget),)
+    warnings = (f"warning: {note}" for note in notes)
+    return Outcome(record, (table, removed, *spent, *warnings, f"prescription: {path}"))
 
 
 def _full(layer: "rx.LayerPrescription") -> str:
     """What a head could keep: its own directions, or those of all heads where they share them."""
     return str(layer.directions if layer.is_shared else layer.keep.shape[1])
+
+
+def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescription":
+    diagnosis = rx.Diagnosis.load(arguments.diagnosis)
+    if arguments.macs is None:
+        if arguments.of != "model" or arguments.model is not None or template.varies:
+            raise InvalidInput(
+                "--of, --model and {share} in a rule go with --macs, the target; give it, e.g. --macs 0.7."
+            )
+        return rx.prescribe(diagnosis, template.rule, template.metric, values=template.values, mlp=template.mlp)
+    budget = rx.Budget(arguments.macs, arguments.of)
+    if arguments.model is None:
+        raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")
+    template.require_varying()
+    return rx.prescribe_within(outline(arguments.model), diagnosis, template, budget)
+
+
+def _spent(budget: Mapping[str, Any]) -> str:
+    shares, spent = (_span(budget[name]) for name in ("shares", "spent"))
+    what = "the model's MACs" if budget["of"] == "model" else f"the MACs of every layer's {budget['of']}"
+    return f"kept {shares}, which costs {spent} of {what}; {100 * budget['macs']:g} % were allowed"
+
+
+def _span(values: list[float]) -> str:
+    ends = dict.fromkeys(f"{100 * value:.4g} %" for value in (min(values), max(values)))
+    return " to ".join(ends)

@@ -1,0 +1,158 @@
+"""Budgets: the largest share that may be kept at a cost, found in closed form before anything is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from torch import nn
+
+from attnrx.costs import ModelCosts
+from attnrx.costs.conventions import ATTENTION
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
+from attnrx.models import family_of, rank_of
+from attnrx.prescription import Prescription
+from attnrx.realization import compressed_spec
+from attnrx.rules import Rule, Template, by_layer, parse_rule, prescribe
+
+# Shares are multiples of 1 / GRID: finer than a direction of any layer, and exact in binary.
+GRID = 4096
+
+# What a budget may be about: the parts of a layer's costs. "model" is everything, with one share for all layers.
+PARTS: dict[str, tuple[str, ...]] = {
+    "qk": ("query_key", "scores", "diagonal", "fusion"),
+    "values": ("value_output", "read_out"),
+    "attention": ATTENTION,
+    "mlp": ("mlp",),
+}
+SCOPES = ("model", *PARTS)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most this share of the original's MACs: of the whole model, or of a part of every layer.
+
+    A part is the local target of IrrAtt (Section 3.4): FLOPs(R) / FLOPs_orig <= CR with the same CR for every layer, R
+    being a rank or a total rank: "qk" (query-key projections and scores), "values" (value-output projections and what
+    is read out), "attention" (both) or "mlp". MACs are those of `ModelCosts.macs`.
+    """
+
+    macs: float
+    of: str = "model"
+
+    def __post_init__(self):
+        if not 0 < self.macs <= 1:
+            raise InvalidInput(f"macs={self.macs}: give a share of the original's MACs in (0, 1], e.g. 0.7.")
+        if self.of not in SCOPES:
+            raise UnknownName("part of a model", self.of, SCOPES)
+
+
+def largest_share(fits: Callable[[float], bool]) -> float | None:
+    """Gives the largest share in (0, 1] that fits, by bisection; None where not even the smallest does.
+
+    What is asked must not begin to fit again as the share grows: costs rise with what is kept.
+    """
+    if fits(1.0):
+        return 1.0
+    low, high = 0, GRID
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle / GRID) else (low, middle)
+    return low / GRID if low else None
+
+
+def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = "renormalized") -> ModelCosts:
+    """Prices what a prescription leaves of the model, scores, values and MLP, without making it."""
+    family = family_of(model)
+    pairs = zip(family.attention(model), prescription.layers, strict=True)
+    specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
+    ranks = tuple(
+        tuple(
+            rank_of(linear) if output is None else sum(output.ranks)
+            for linear, output in zip(pair, layer.mlp, strict=True)
+        )
+        for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
+    )
+    return family.costs(model, specs, tuple((first, second) for first, second in ranks))
+
+
+def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget) -> Prescription:
+    """Prescribes the largest share that the budget allows; the model is only priced, and may lie on the meta device.
+
+    Where the budget is about a part of every layer, every layer has the largest share that its own part allows, and the
+    rules say so (`by_layer`). What was decided is recorded in `about` under "budget": the target, the shares, and the
+    shares of the MACs that they come to.
+
+    Raises:
+        InvalidInput: the template has no {share} to choose.
+        NotSupported: not even the smallest share is cheap enough.
+        NothingChanged: everything may stay.
+    """
+    template.require_varying()
+    search = _Search(model, diagnosis, template, budget)
+    shares = search.shares()
+    rules = {
+        kind: None if text is None else by_layer([_rule(template, kind, share) for share in shares])
+        for kind, text in template.texts.items()
+    }
+    found = prescribe(diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"])
+    spent = _amounts(prescribed_costs(model, found), budget.of)
+    told = {
+        "macs": budget.macs,
+        "of": budget.of,
+        "shares": shares[: len(spent)],
+        "spent": [own / whole for own, whole in zip(spent, search.whole, strict=True)],
+    }
+    return Prescription(found.layers, found.rule, found.fingerprint, {**found.about, "budget": told})
+
+
+class _Search:
+    """What every share costs, each priced once, in the units of a budget: the model, or a part layer by layer."""
+
+    def __init__(self, model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget):
+        self.layers, self.budget = len(diagnosis.layers), budget
+        before = family_of(model).costs(model)
+        self.whole = _amounts(before, budget.of)
+
+        @cache
+        def amounts(share: float) -> tuple[int, ...]:
+            return _amounts(costs_at(model, diagnosis, template, share), budget.of)
+
+        self.amounts = amounts
+
+    def shares(self) -> list[float]:
+        """Gives the share of every layer, or says what cannot be had."""
+        found = [self._share(unit) for unit in range(len(self.whole))]
+        return found * self.layers if self.budget.of == "model" else found
+
+    def _share(self, unit: int) -> float:
+        allowed = self.budget.macs * self.whole[unit]
+        share = largest_share(lambda share: self.amounts(share)[unit] <= allowed)
+        if share is None:
+            least = self.amounts(1 / GRID)[unit] / self.whole[unit]
+            where = "the model" if self.budget.of == "model" else f"{self.budget.of} of layer {unit}"
+            raise NotSupported(
+                f"{where} cannot cost {100 * self.budget.macs:g} % of its MACs: with the smallest share it still costs "
+                f"{100 * least:.1f} %. Ask for more, or let the rules decide about more of the model."
+            )
+        return share
+
+
+def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
+    """Prices what the template leaves at one share: the whole model where nothing would change."""
+    rules = {kind: None if text is None else _rule(template, kind, share) for kind, text in template.texts.items()}
+    try:
+        found = prescribe(diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"])
+    except NothingChanged:
+        return family_of(model).costs(model)
+    return prescribed_costs(model, found)
+
+
+def _rule(template: Template, kind: str, share: float) -> Rule:
+    return parse_rule(template.at(share)[kind])
+
+
+def _amounts(costs: ModelCosts, of: str) -> tuple[int, ...]:
+    if of == "model":
+        return (costs.macs,)
+    return tuple(sum(layer.parts[name].macs for name in PARTS[of]) for layer in costs.layers)

@@ -1,0 +1,147 @@
+"""Budgets: the largest share is the largest, what it costs is what the realized model costs, and nothing is guessed."""
+
+import pytest
+import torch
+
+import cases
+from attnrx.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
+from attnrx.examination import diagnose
+from attnrx.flow import prescribe
+from attnrx.models import VisionTransformer, family_of
+from attnrx.prescription import Prescription
+from attnrx.realization import realize
+from attnrx.rules import ByLayer, Template, TopRank, parse_rule
+from comparisons import pixels
+
+DENSE = cases.CONFIGS["dense"]
+ALL = Template("total_rank:{share}", values="total_rank:{share}", mlp="uniform_rank:{share}")
+OF = {
+    "qk": Template("energy_retention:{share}", metric="mix"),
+    "values": Template(values="energy_retention:{share}"),
+    "attention": Template("energy_retention:{share}", "mix", "energy_retention:{share}"),
+    "mlp": Template(mlp="energy_retention:{share}"),
+    "model": ALL,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return cases.model(DENSE)
+
+
+@pytest.fixture(scope="module")
+def found(model: VisionTransformer) -> Diagnosis:
+    return diagnose(model, pixels(DENSE, 16), batch_size=8)
+
+
+def parts(of: str, costs: object) -> list[int]:
+    names = {
+        "qk": ("query_key", "scores", "diagonal", "fusion"),
+        "values": ("value_output", "read_out"),
+        "attention": ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out"),
+        "mlp": ("mlp",),
+    }
+    layers = costs.layers  # type: ignore[attr-defined]
+    return [sum(layer.parts[name].macs for name in names[of]) for layer in layers]
+
+
+@pytest.mark.parametrize("limit", [0.0003, 0.3, 0.5, 0.99999, 1.0])
+def test_the_largest_share_that_fits_is_found(limit: float) -> None:
+    asked: list[float] = []
+
+    def fits(share: float) -> bool:
+        asked.append(share)
+        return share <= limit
+
+    share = largest_share(fits)
+    assert share is not None and share <= limit < share + 1 / GRID
+    assert len(asked) <= 14
+
+
+def test_where_nothing_fits_there_is_no_share() -> None:
+    assert largest_share(lambda share: False) is None
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_prescription_is_priced_as_it_is_realized(share: float, model: VisionTransformer, found: Diagnosis) -> None:
+    prescription = prescribe(found, **ALL.at(share))
+    small = realize(model, prescription)
+    assert prescribed_costs(model, prescription) == family_of(small).costs(small) == costs_at(model, found, ALL, share)
+    assert prescribed_costs(model, prescription).macs < family_of(model).costs(model).macs
+
+
+def test_what_would_change_nothing_costs_what_the_model_costs(model: VisionTransformer, found: Diagnosis) -> None:
+    assert costs_at(model, found, Template("total_rank:{share}"), 1.0) == family_of(model).costs(model)
+
+
+@pytest.mark.parametrize("macs", [0.75, 0.5])
+def test_the_model_costs_no_more_than_allowed_and_one_step_more_would(
+    macs: float, model: VisionTransformer, found: Diagnosis
+) -> None:
+    prescription = prescribe_within(model, found, ALL, Budget(macs))
+    small, before = realize(model, prescription), family_of(model).costs(model).macs
+    spent = family_of(small).costs(small).macs / before
+    told = prescription.about["budget"]
+    assert spent <= macs and told["spent"] == [spent] and len(told["shares"]) == 1
+    assert costs_at(model, found, ALL, told["shares"][0] + 1 / GRID).macs > macs * before
+
+
+@pytest.mark.parametrize("of", [of for of in SCOPES if of != "model"])
+def test_every_layer_meets_its_own_target(of: str, model: VisionTransformer, found: Diagnosis) -> None:
+    prescription = prescribe_within(model, found, OF[of], Budget(0.8, of))
+    small = realize(model, prescription)
+    before, after = (parts(of, family_of(each).costs(each)) for each in (model, small))
+    shares = prescription.about["budget"]["shares"]
+    assert len(shares) == len(before) == 2
+    for layer, (own, whole, share) in enumerate(zip(after, before, shares, strict=True)):
+        assert own <= 0.8 * whole
+        if share < 1:
+            assert parts(of, costs_at(model, found, OF[of], share + 1 / GRID))[layer] > 0.8 * whole
+    assert len(set(shares)) == 2  # the layers' spectra differ, so one share for both would not do
+
+
+def test_layers_of_different_shares_record_a_rule_for_each(
+    model: VisionTransformer, found: Diagnosis, tmp_path: object
+) -> None:
+    prescription = prescribe_within(model, found, OF["qk"], Budget(0.7, "qk"))
+    first, second = prescription.about["budget"]["shares"]
+    text = f"by_layer(energy_retention:{first!r}; energy_retention:{second!r})"
+    assert prescription.about["rule"] == text and prescription.rule["type"] == "ByLayer"
+    again = prescribe(found, parse_rule(text), "mix")
+    assert again.ranks == prescription.ranks
+
+
+def test_a_model_without_weights_is_enough(model: VisionTransformer, found: Diagnosis) -> None:
+    with torch.device("meta"):
+        outline = VisionTransformer(DENSE)
+    ranks = [prescribe_within(each, found, ALL, Budget(0.6)).ranks for each in (model, outline)]
+    assert ranks[0] == ranks[1]
+
+
+def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) -> None:
+    with pytest.raises(NotSupported, match=r"the model cannot cost 40 %.* still costs \d"):
+        prescribe_within(model, found, Template("total_rank:{share}"), Budget(0.4))
+    with pytest.raises(NotSupported, match="attention of layer 0 cannot cost 10 %"):
+        prescribe_within(model, found, Template("total_rank:{share}"), Budget(0.1, "attention"))
+    with pytest.raises(NothingChanged):
+        prescribe_within(model, found, Template("total_rank:{share}"), Budget(1.0))
+    with pytest.raises(InvalidInput, match="leaves nothing to choose"):
+        prescribe_within(model, found, Template("total_rank:0.5"), Budget(0.8))
+    with pytest.raises(InvalidInput, match="share of the original's MACs"):
+        Budget(1.2)
+    with pytest.raises(UnknownName, match="part of a model"):
+        Budget(0.5, "heads")
+
+
+def test_a_rule_for_every_layer_decides_layer_by_layer(found: Diagnosis) -> None:
+    prescription: Prescription = prescribe(found, ByLayer((TopRank(3), TopRank(1))), "mix")
+    assert prescription.ranks == ((3, 3, 3), (1, 1, 1))
+    with pytest.raises(InvalidInput, match="1 rules for 2 layers"):
+        prescribe(found, ByLayer((TopRank(3),)), "mix")
+
+
+def test_a_small_share_of_all_directions_leaves_the_minimum(found: Diagnosis) -> None:
+    prescription = prescribe(found, parse_rule("total_rank:0.001"))
+    assert prescription.ranks == ((1, 1, 1), (1, 1, 1))

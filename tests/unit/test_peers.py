@@ -1,0 +1,220 @@
+"""Peers on a model: exact at full rank, priced as they run, calibrated on what really goes through every map."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cases
+from attnrx.attention import Eager, using
+from attnrx.costs import count_params, count_product_macs
+from attnrx.data import ImageSet
+from attnrx.decompositions import LowRank, plain_svd
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.experiments.peers import (
+    FACTORS,
+    MAPS,
+    PEERS,
+    FactoringPeer,
+    MapStatistics,
+    TorchPruningPeer,
+    factored_model_costs,
+    make_peer,
+    places,
+    with_factors,
+)
+from attnrx.experiments.peers.maps import linear_at, weights_at
+from attnrx.flow import diagnose, prescribe, realize
+from attnrx.models import VisionTransformer, family_of
+from comparisons import pixels
+
+CONFIGS = ("dense", "svda")
+
+
+def model_of(name: str) -> VisionTransformer:
+    return cases.model(cases.CONFIGS[name])
+
+
+def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:
+    return MapStatistics(model, places(model), images, 4)
+
+
+def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_directions_of_every_map_are_the_original(name: str) -> None:
+    model, images = model_of(name), pixels(cases.CONFIGS[name], 8)
+    whole = {place: plain_svd(*weights_at(model, place)) for place in places(model)}
+    small = with_factors(model, whole)
+    torch.testing.assert_close(logits(small, images), logits(model, images), rtol=1e-9, atol=1e-9)
+    layers = family_of(small).attention(small)
+    with using(layers, [Eager()] * len(layers)):
+        torch.testing.assert_close(logits(small, images), logits(model, images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("pattern", ["ragged", "half"])
+def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> None:
+    whole, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
+    model = realize(whole, cases.prescription(whole, cases.PATTERNS[pattern]))
+    halved = realize(whole, prescribe(diagnose(whole, images, batch_size=8), None, values="total_rank:0.6"))
+    for source in (model, halved):
+        small = with_factors(source, {place: plain_svd(*weights_at(source, place)) for place in places(source)})
+        torch.testing.assert_close(logits(small, images), logits(source, images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: str) -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
+    peer = FactoringPeer(model, kind, (), statistics_of(model, images))
+    small, costs = peer.make(0.7), peer.costs(0.7)
+    assert costs.params == count_params(small) < count_params(model)
+    layers = family_of(small).attention(small)
+    with using(layers, [Eager()] * len(layers)):
+        assert costs.product_macs == count_product_macs(small, next(iter(images.batches(8))).images.double())
+    # The same model with its matrices multiplied out: nothing but the ranks has changed.
+    multiplied = with_products(
+        model, {place: peer._at(place).truncated(rank) for place, rank in peer.ranks(0.7).items()}
+    )
+    torch.testing.assert_close(logits(small, images), logits(multiplied, images), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-4)
+
+
+def with_products(model: VisionTransformer, factors: dict[tuple[int, str], LowRank]) -> nn.Module:
+    dense = cases.model(model.config)
+    with torch.no_grad():
+        for place, low_rank in factors.items():
+            linear_at(dense, place).get_parameter("weight").copy_(low_rank.weight)
+    return dense
+
+
+def test_every_map_keeps_at_most_its_share_and_more_share_costs_more() -> None:
+    model = model_of("dense")
+    peer = FactoringPeer(model, "svd", (), statistics_of(model, pixels(cases.CONFIGS["dense"], 4)))
+    for (layer, name), rank in peer.ranks(0.6).items():
+        outputs, inputs = linear_at(model, (layer, name)).get_parameter("weight").shape
+        assert rank * (outputs + inputs) <= 0.6 * outputs * inputs < (rank + 1) * (outputs + inputs)
+    spent = [peer.costs(share).macs for share in (0.3, 0.6, 0.9)]
+    assert all(less < more for less, more in pairwise(spent))
+
+
+def test_only_the_maps_that_are_named_change() -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
+    peer = FactoringPeer(model, "svd", ("value", "fc2"), statistics_of(model, images))
+    small = peer.make(0.5)
+    before, after = model.state_dict(), small.state_dict()
+    changed = {name for name in before if name not in after or after[name].shape != before[name].shape}
+    assert changed == {
+        f"layers.{layer}.{part}"
+        for layer in (0, 1)
+        for part in ("attention.value.weight", "mlp.2.weight", "mlp.2.bias")
+    }
+    assert peer.costs(0.5).params == count_params(small)
+    assert factored_model_costs(model, {}) == family_of(model).costs(model)
+
+
+def test_moments_are_those_of_what_goes_in() -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 6)
+    seen: dict[tuple[int, str], list[torch.Tensor]] = {}
+    data = statistics_of(model, images)
+    handles = [
+        linear_at(model, place).register_forward_hook(
+            lambda _, given, outputs, place=place: seen.setdefault(place, []).append(given[0].flatten(0, -2))
+        )
+        for place in places(model)
+    ]
+    layers = family_of(model).attention(model)
+    with using(layers, [Eager()] * len(layers)):
+        logits(model, images)
+    for handle in handles:
+        handle.remove()
+    for place in places(model):
+        inputs = torch.cat(seen[place])
+        torch.testing.assert_close(data.moments(place).magnitude, inputs.abs().mean(0))
+        torch.testing.assert_close(data.moments(place).moment, inputs.mT @ inputs / len(inputs))
+    assert not data.moments((0, "output")).moment.equal(data.moments((0, "value")).moment)
+
+
+def test_fisher_information_is_of_the_models_own_answers_image_by_image() -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 5)
+    data = statistics_of(model, images)
+    expected = {place: torch.zeros_like(weights_at(model, place)[0]) for place in places(model)}
+    own = []
+    for batch in images.batches(1):
+        model.zero_grad()
+        answer = model(batch.images.double())
+        own.append(int(answer.argmax()) == int(batch.labels))
+        F.nll_loss(answer.log_softmax(-1), answer.argmax(-1)).backward()
+        for place, total in expected.items():
+            gradient = linear_at(model, place).get_parameter("weight").grad
+            assert gradient is not None
+            total += gradient.square() / 5
+    assert not all(own)  # the labels of the data would say something else
+    for place, total in expected.items():
+        torch.testing.assert_close(data.fisher(place), total)
+
+
+def test_whitening_loses_least_of_what_every_map_gives() -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 12)
+    data = statistics_of(model, images)
+    peers = {kind: FactoringPeer(model, kind, (), data) for kind in FACTORS}
+    for place in places(model):
+        weight, moment = weights_at(model, place)[0], data.moments(place).moment
+        lost = {}
+        for kind, peer in peers.items():
+            missed = weight - peer._at(place).truncated(peer.ranks(0.5)[place]).weight
+            lost[kind] = float((missed @ moment @ missed.mT).trace())
+        assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
+        assert lost["fwsvd"] != pytest.approx(lost["fwsvd_outputs"])
+
+
+def test_what_is_no_peer_or_map_is_refused() -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
+    data = statistics_of(model, images)
+    with pytest.raises(UnknownName, match="svd_llm"):
+        make_peer(model, "svdllm", (), images, data)
+    with pytest.raises(UnknownName, match="linear map"):
+        make_peer(model, "svd", ("fc3",), images, data)
+    with pytest.raises(InvalidInput, match="leave maps= out"):
+        make_peer(model, "torch_pruning", ("fc1",), images, data)
+    small = FactoringPeer(model, "svd", (), data).make(0.5)
+    with pytest.raises(NotSupported, match="fc1 of layer 0 is written as two maps already"):
+        places(small, ("fc1",))
+    assert set(MAPS) == {"query", "key", "value", "output", "fc1", "fc2"} and "torch_pruning" in PEERS
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_pruning", None)
+    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[peers\]'"):
+        TorchPruningPeer(model_of("dense"), pixels(cases.CONFIGS["dense"], 4))
+
+
+def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:
+    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed: pip install 'attnrx[peers]'")
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    from attnrx.models import load_model
+
+    torch.manual_seed(0)
+    source = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+    model = load_model(source.eval())
+    shape = cases.ViTConfig.uniform(
+        "dense", width=12, depth=1, heads=3, image_size=32, patch_size=16, channels=3, classes=5
+    )
+    images = pixels(shape, 8)
+    peer = TorchPruningPeer(model, images, 4)
+    batch = next(iter(images.batches(8))).images.double()
+    with torch.no_grad():
+        torch.testing.assert_close(peer.make(1.0)(batch), model(batch), rtol=1e-4, atol=1e-5)
+    assert peer.costs(1.0) == family_of(model).costs(model)
+    small = peer.make(0.5)
+    assert [layer.spec.ranks for layer in family_of(small).attention(small)] == [(8, 8, 8)] * 2
+    assert peer.costs(0.5).params == count_params(small)
+    assert peer.costs(0.5).macs == family_of(small).costs(small).macs < family_of(model).costs(model).macs
+    assert count_params(peer.make(1 / 4096)) < count_params(small)
+    with pytest.raises(NotSupported, match="uncompressed"):
+        TorchPruningPeer(small, images)
