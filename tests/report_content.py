@@ -22,7 +22,16 @@ HOSTILE = "<script>alert('x')</script> & \"quoted\""
 
 @cache
 def example(depth: int = 3, heads: int = 4) -> ReportContent:
-    """Gives a report with every part; one claim fails and one name is hostile."""
+    """Gives a report with every part, in float64 whatever the default is; one claim fails and one name is hostile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _example(depth, heads)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _example(depth: int, heads: int) -> ReportContent:
     model = spread_model(depth, heads)
     diagnosis = diagnosed(model)
     prescription = prescribed(model)
