@@ -31,6 +31,17 @@ from attnrx.rules import (
     UniformMatched,
     UniformRank,
 )
+from attnrx.tokens import (
+    AttentionAverage,
+    AttentionReceived,
+    ClassAttention,
+    DynamicViT,
+    EViT,
+    Random,
+    Reducer,
+    Spot,
+    ToMe,
+)
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
 
@@ -72,6 +83,20 @@ RULES: dict[str, Rule] = {
 REWRITING: dict[str, Rule] = {
     "fusion_rank": FusionRank(6, sweeps=20),
     "shared_rank": SharedRank(5, form="tied", joint="centered", sweeps=20),
+}
+
+# name -> reducer of tokens; learned ones get random predictors where they are used.
+REDUCTIONS: dict[str, Reducer] = {
+    "random": Random(seed=2),
+    "class_attention": ClassAttention(),
+    "attention_average": AttentionAverage(),
+    "attention_received": AttentionReceived(),
+    "evit": EViT(),
+    "tome": ToMe(),
+    "dynamicvit": DynamicViT(),
+    "spot": Spot(),
+    "spot-no-tokens": Spot(projected=0, variance=False),
+    "spot-head-averaged": Spot(projected=5, mean=False, head_averaged=True),
 }
 
 # name -> loss; Distillation needs a saved teacher, which its own test makes.

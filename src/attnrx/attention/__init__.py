@@ -1,7 +1,7 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.attention.attention import Attention, using
-from attnrx.attention.backends import Backend, Eager, Fused, Observed
+from attnrx.attention.backends import Backend, Eager, Fused, Observed, Tap, Tapped, sized_softmax
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.unit_rows import unit_rows
 
@@ -13,6 +13,9 @@ __all__ = [
     "Fused",
     "Observed",
     "ScoreFactors",
+    "Tap",
+    "Tapped",
+    "sized_softmax",
     "unit_rows",
     "using",
 ]

@@ -14,6 +14,7 @@ from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.observing import evaluating, observing, observing_mlp
+from attnrx.models.reducing import TokenReduction, attach_tokens_, reduction_of
 from attnrx.models.showing import Showing
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
@@ -30,8 +31,10 @@ __all__ = [
     "Family",
     "LowRankLinear",
     "Showing",
+    "TokenReduction",
     "ViTConfig",
     "VisionTransformer",
+    "attach_tokens_",
     "block_names",
     "build_model",
     "config_costs",
@@ -47,6 +50,7 @@ __all__ = [
     "parameter_places",
     "rank_of",
     "recording_blocks",
+    "reduction_of",
     "save_model",
 ]
 

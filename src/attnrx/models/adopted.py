@@ -51,6 +51,7 @@ class Adopted(nn.Module):
         super().__init__()
         self.source = source
         self.origin = origin
+        self.tokens: nn.Module | None = None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Gives the logits, or the pooled features where the model has no classifier."""

@@ -19,6 +19,7 @@ from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.plain_attention import model_name
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenLayout
 
 MLP_MAPS = ("fc1", "fc2")
 Ranks = tuple[tuple[int | None, int | None], ...]
@@ -68,6 +69,18 @@ class AdoptedFamily(Family):
     @abstractmethod
     def prefix_tokens(self, source: nn.Module) -> int:
         """Tokens beside the patches: class, distillation and register tokens."""
+
+    @abstractmethod
+    def has_class_token(self, source: nn.Module) -> bool:
+        """Whether the first token is a class token."""
+
+    @abstractmethod
+    def pooling(self, source: nn.Module) -> str:
+        """How the answer is read off the tokens: "class", "mean", or another word for what is neither."""
+
+    @abstractmethod
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """The norm after the last layer, or what stands in its place."""
 
     def adopt(
         self,
@@ -181,6 +194,25 @@ class AdoptedFamily(Family):
         origin = self._adopted(model).origin
         return origin.mean, origin.std
 
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """The tokens before the first layer, and how the answer is read off those after the last."""
+        adopted = self._adopted(model)
+        source, pooled = adopted.source, self.pooling(adopted.source)
+        if pooled not in ("class", "mean"):
+            raise NotSupported(
+                f"{adopted.origin.architecture} reads its answer off the tokens by {pooled!r}; tokens can leave only "
+                "where it is a token before the patches, or the mean of the patches."
+            )
+        return TokenLayout(self.prefix_tokens(source), self._positions(adopted), self.has_class_token(source), pooled)
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        """The norm after the last layer."""
+        return self.last_norm(self._adopted(model).source)
+
+    def _positions(self, adopted: Adopted) -> int:
+        (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride
+        return (height // down) * (width // right)
+
     def set_normalization_(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         """States that the model was trained with images normalized in another way; it is saved with the model."""
         adopted = self._adopted(model)
@@ -206,8 +238,7 @@ class AdoptedFamily(Family):
                 f"{len(maps)} MLPs of two maps: give one for each."
             )
         patches = self.patches(adopted.source)
-        (height, width), (down, right) = adopted.origin.input_shape[1:], patches.stride
-        positions = (height // down) * (width // right)
+        positions = self._positions(adopted)
         tokens = positions + self.prefix_tokens(adopted.source)
         heads = [module for name, module in adopted.source.named_modules() if name in self.head_names]
         classifier = sum(params(module) for module in heads)

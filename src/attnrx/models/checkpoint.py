@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models.family import Family
+from attnrx.models.reducing import attach_described_, described_tokens
 from attnrx.storage import (
     check_schema,
     check_seal,
@@ -34,6 +35,7 @@ def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: di
         "schema": SCHEMA,
         "family": family.name,
         "model": family.describe(model),
+        "tokens": described_tokens(model),
         "weights_sha256": file_sha256(weights),
         "notes": notes or {},
     }
@@ -57,7 +59,10 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     require_finite(tensors, str(folder / "model.safetensors"))
     try:
         with torch.device("meta"):
-            model = known[record["family"]].build(record["model"])
+            family = known[record["family"]]
+            model = family.build(record["model"])
+            if record.get("tokens") is not None:
+                attach_described_(model, family, record["tokens"])
         model.load_state_dict(tensors, strict=True, assign=True)
     except (InvalidInput, UnknownName, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(

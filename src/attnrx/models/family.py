@@ -10,6 +10,7 @@ from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.spec import AttentionSpec
 from attnrx.storage import fingerprint
+from attnrx.tokens import TokenLayout
 
 
 class Family(ABC):
@@ -52,6 +53,14 @@ class Family(ABC):
     @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation that the model's images are normalized with, one per channel."""
+
+    @abstractmethod
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """The tokens before the first layer, and how the answer is read off those after the last."""
+
+    @abstractmethod
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        """What gives the tokens whose mean is taken, where a mean is taken."""
 
     @abstractmethod
     def costs(

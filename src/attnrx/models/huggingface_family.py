@@ -182,6 +182,18 @@ class HuggingFaceFamily(AdoptedFamily):
         embeddings = self._embeddings(source)
         return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
 
+    def has_class_token(self, source: nn.Module) -> bool:
+        """Whether the first token is a class token; all of them have one."""
+        return True
+
+    def pooling(self, source: nn.Module) -> str:
+        """How the answer is read off the tokens: DINOv2 classifies the class token beside the mean of the patches."""
+        return "mean" if type(source).__name__.startswith("Dinov2") else "class"
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """The norm after the encoder."""
+        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.layernorm")
+
     def _embeddings(self, source: nn.Module) -> nn.Module:
         return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.embeddings")
 

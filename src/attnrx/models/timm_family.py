@@ -156,6 +156,20 @@ class TimmFamily(AdoptedFamily):
         """Class, distillation and register tokens."""
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
+    def has_class_token(self, source: nn.Module) -> bool:
+        """Whether the first token is a class token."""
+        return source.cls_token is not None
+
+    def pooling(self, source: nn.Module) -> str:
+        """How the answer is read off the tokens."""
+        if source.pool_include_prefix:
+            return f"{source.global_pool} with the tokens before the patches"
+        return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """The norm after the blocks; an identity where the norm comes after the mean."""
+        return source.get_submodule("norm")
+
 
 def _timm(module: str) -> ModuleType:
     try:

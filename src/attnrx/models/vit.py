@@ -133,6 +133,7 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(
             Layer(spec, config.hidden, config.mlp_rank(index)) for index, spec in enumerate(config.attention)
         )
+        self.tokens: nn.Module | None = None
         self.norm = nn.LayerNorm(config.width)
         self.classifier = nn.Linear(config.width, config.classes)
 

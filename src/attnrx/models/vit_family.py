@@ -14,6 +14,7 @@ from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenLayout
 
 # The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,14 @@ class ViTFamily(Family):
         """Mean and standard deviation of the training data."""
         config = _own(model).config
         return config.mean, config.std
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """Patches alone, whose mean is classified."""
+        return TokenLayout(0, _own(model).config.tokens, class_token=False, pooled="mean")
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        """The norm before the mean."""
+        return _own(model).norm
 
     def costs(
         self,

@@ -1,0 +1,82 @@
+"""A backend that counts tokens by their size, and passes on what a token reducer needs to see."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.eager import scores
+from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Tap:
+    """What one layer showed: its attention, or only that of the first token, and the mean of its heads' keys."""
+
+    attention: Float[Tensor, "batch heads tokens tokens"] | None = None
+    class_attention: Float[Tensor, "batch heads tokens"] | None = None
+    keys: Float[Tensor, "batch tokens directions"] | None = None
+
+
+class Tapped(Backend):
+    """Attention over tokens of different sizes, all heads in one padded bucket.
+
+    `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
+    "class_attention", "keys". Without sizes and without a wish for the whole map the fused kernel is used.
+    """
+
+    def __init__(
+        self,
+        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        show: Callable[[Tap], None],
+        wanted: tuple[str, ...],
+    ):
+        self.sizes, self.show, self.wanted = sizes, show, wanted
+
+    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+        """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
+        most = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
+
+    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+        """Pads all heads to one width."""
+        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+        """Computes the read-out and shows what was asked for."""
+        sizes, found = self.sizes(), {}
+        if sizes is None and "attention" not in self.wanted:
+            query, key = factors.folded()
+            output = F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+            if "class_attention" in self.wanted:
+                first = (query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale
+                found["class_attention"] = torch.softmax(first, dim=-1)[:, :, 0]
+        else:
+            attention = sized_softmax(scores(factors), sizes)
+            output = attention @ value
+            found = {"attention": attention, "class_attention": attention[:, :, 0]}
+        if "keys" in self.wanted:
+            found["keys"] = factors.key.mean(2)
+        if self.wanted:
+            self.show(Tap(**{name: tensor for name, tensor in found.items() if name in self.wanted}))
+        return output
+
+
+def sized_softmax(
+    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Gives the attention in which every key counts as often as its size says; a key of size 0 does not count.
+
+    The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
+    finite everywhere: a key that does not count is weighed as if its score were the largest at most.
+    """
+    if sizes is None:
+        return torch.softmax(logits, dim=-1)
+    each = sizes[:, None, None, :]
+    largest = logits.detach().masked_fill(each == 0, float("-inf")).amax(-1, keepdim=True)
+    weighed = (logits - largest).clamp(max=0).exp() * each
+    return weighed / weighed.sum(-1, keepdim=True)

@@ -1,0 +1,57 @@
+"""Tokens, the second axis: reducers decide before some layers which tokens go on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnrx.config import from_dict
+from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
+from attnrx.tokens.class_attention import ClassAttention
+from attnrx.tokens.dynamicvit import DynamicViT
+from attnrx.tokens.evit import EViT
+from attnrx.tokens.layout import TokenLayout
+from attnrx.tokens.policy import TokenPolicy, parse_stages
+from attnrx.tokens.random import Random
+from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.seen import MapMoments, Seen
+from attnrx.tokens.spot import Spot, attention_features
+from attnrx.tokens.tome import ToMe
+
+# Every reducer by its name in text.
+REDUCERS: Mapping[str, type[Reducer]] = {
+    "random": Random,
+    "class_attention": ClassAttention,
+    "attention_average": AttentionAverage,
+    "attention_received": AttentionReceived,
+    "evit": EViT,
+    "tome": ToMe,
+    "dynamicvit": DynamicViT,
+    "spot": Spot,
+}
+
+__all__ = [
+    "REDUCERS",
+    "AttentionAverage",
+    "AttentionReceived",
+    "ClassAttention",
+    "DynamicViT",
+    "EViT",
+    "MapMoments",
+    "Random",
+    "Reducer",
+    "Reduction",
+    "Seen",
+    "Selecting",
+    "Shape",
+    "Spot",
+    "ToMe",
+    "TokenLayout",
+    "TokenPolicy",
+    "attention_features",
+    "parse_stages",
+    "policy_from_dict",
+]
+
+
+def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
+    """Builds the policy that a model or a prescription recorded."""
+    return from_dict(record, (TokenPolicy, *REDUCERS.values()))

@@ -1,0 +1,43 @@
+"""DynamicViT: a predictor on the tokens alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
+from attnrx.tokens.reducer import Selecting, Shape
+from attnrx.tokens.seen import Seen
+
+
+class DynamicViTPredictor(nn.Module):
+    """Token features, local and global, and the scores of keep and drop."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.features = TokenFeatures(width, width)
+        self.scores = KeepScores(width)
+
+    def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop for every patch."""
+        return self.scores(self.features(seen.patches, seen.there))
+
+
+@dataclass(frozen=True)
+class DynamicViT(Selecting):
+    """Keeps what a learned predictor says, from the tokens and their mean (Rao et al., 2021)."""
+
+    learned: ClassVar[bool] = True
+
+    def predictor(self, shape: Shape) -> nn.Module:
+        """Makes the predictor of one stage."""
+        return DynamicViTPredictor(shape.width)
+
+    def predictor_macs(self, shape: Shape, patches: int) -> int:
+        """MACs of the predictor."""
+        return feature_macs(shape.width, shape.width, patches) + KeepScores.macs(shape.width, patches)
+
+    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+        """Gives the logarithm of keep."""
+        return predictor(seen)[..., 0]

@@ -1,0 +1,85 @@
+"""The policy: which reducer, before which layers, and how many tokens are left after each."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.tokens.layout import TokenLayout
+from attnrx.tokens.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class TokenPolicy:
+    """A reducer that decides before each of `layers` (counted from 1) which patches go on.
+
+    `keep` is the share of the image's patches that is left after each stage: with the keep ratio rho of the papers
+    (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+    """
+
+    reducer: Reducer
+    layers: tuple[int, ...]
+    keep: tuple[float, ...]
+
+    def __post_init__(self):
+        if not self.layers or len(self.layers) != len(self.keep):
+            raise InvalidInput(
+                f"{len(self.layers)} stages and {len(self.keep)} keep ratios: give one for each stage, at least one."
+            )
+        if self.layers[0] < 2 or any(
+            after <= before for before, after in zip(self.layers, self.layers[1:], strict=False)
+        ):
+            raise InvalidInput(
+                f"stages before the layers {self.layers}: layers count from 1 and must rise, and there is nothing to "
+                "decide by before layer 2; give e.g. 4, 7, 10."
+            )
+        if any(not 0 < ratio <= 1 for ratio in self.keep) or list(self.keep) != sorted(self.keep, reverse=True):
+            raise InvalidInput(
+                f"keep={self.keep}: the share of patches left after each stage lies in (0, 1] and cannot rise."
+            )
+
+    @classmethod
+    def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
+        """Keeps the same share of what is left at every stage: rho^s after stage s."""
+        if not 0 < ratio <= 1:
+            raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
+        return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
+
+    def counts(self, patches: int) -> tuple[int, ...]:
+        """The patches that are left after each stage, of so many."""
+        found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
+        if found[-1] < 1:
+            raise InvalidInput(f"keep={self.keep} leaves no patch of {patches}; keep more.")
+        return found
+
+    def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
+        """The tokens of every layer, those before the patches and those that a stage adds among them."""
+        left, found, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
+        for layer in range(1, depth + 1):
+            if layer in counts:
+                left = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
+            found.append(left)
+        return tuple(found)
+
+    def require(self, layout: TokenLayout, depth: int) -> None:
+        """Refuses a model that the policy does not fit."""
+        if self.layers[-1] > depth:
+            raise InvalidInput(
+                f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
+            )
+        if "class_attention" in self.reducer.needs and not layout.class_token:
+            raise NotSupported(
+                f"{type(self.reducer).__name__} goes by the attention of the class token, and this model has none; use "
+                "a reducer that does without, e.g. random, attention_received or tome."
+            )
+        self.counts(layout.patches)
+
+
+def parse_stages(text: str) -> tuple[float, tuple[int, ...]]:
+    """Reads RATIO@LAYER,LAYER,..., e.g. 0.7@4,7,10."""
+    found = re.fullmatch(r"(0?\.\d+|1(?:\.0+)?|\d+\.\d+)@(\d+(?:,\d+)*)", text)
+    if not found:
+        raise InvalidInput(
+            f"{text!r} is not RATIO@LAYER,LAYER,..., e.g. 0.7@4,7,10: the share kept before these layers."
+        )
+    return float(found[1]), tuple(int(layer) for layer in found[2].split(","))

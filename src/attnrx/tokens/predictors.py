@@ -1,0 +1,50 @@
+"""The predictors of learned reducers."""
+
+import torch
+from torch import nn
+
+from attnrx.shapes import Float, Tensor
+
+
+class TokenFeatures(nn.Module):
+    """Half of a projected token as it is, the other half averaged over the tokens that are still there (DynamicViT)."""
+
+    def __init__(self, width: int, projected: int):
+        super().__init__()
+        self.projected = projected
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, projected)
+
+    def forward(
+        self, patches: Float[Tensor, "batch patches width"], there: Float[Tensor, "batch patches"]
+    ) -> Float[Tensor, "batch patches projected"]:
+        """Gives local and global features."""
+        found = nn.functional.gelu(self.project(self.norm(patches)))
+        local, seen = found.split([self.projected - self.projected // 2, self.projected // 2], dim=-1)
+        mean = (seen * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
+        return torch.cat([local, mean.expand_as(seen)], dim=-1)
+
+
+class KeepScores(nn.Sequential):
+    """Three linear maps from features to the logarithms of keep and drop."""
+
+    def __init__(self, features: int):
+        super().__init__(
+            nn.Linear(features, features // 2),
+            nn.GELU(),
+            nn.Linear(features // 2, features // 4),
+            nn.GELU(),
+            nn.Linear(features // 4, 2),
+            nn.LogSoftmax(dim=-1),
+        )
+
+    @staticmethod
+    def macs(features: int, patches: int) -> int:
+        """MACs for so many patches."""
+        half, quarter = features // 2, features // 4
+        return patches * (features * half + half * quarter + quarter * 2)
+
+
+def feature_macs(width: int, projected: int, patches: int) -> int:
+    """MACs of the token features: the projection, and a LayerNorm at five for every feature."""
+    return patches * (width * projected + 5 * width) if projected else 0

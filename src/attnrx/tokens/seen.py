@@ -1,0 +1,90 @@
+"""What a reducer sees where it decides: the tokens, and what the attention before them said."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.shapes import Float, Int, Tensor
+
+
+@dataclass
+class MapMoments:
+    """The mean and the variance over layers of the attention maps so far, element by element (Welford).
+
+    Two maps are held, however many layers there were.
+    """
+
+    mean: Float[Tensor, "batch heads queries keys"]
+    spread: Float[Tensor, "batch heads queries keys"]
+    count: int = 1
+
+    @classmethod
+    def of(cls, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+        """Begins with the first layer."""
+        return cls(attention, torch.zeros_like(attention))
+
+    def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+        """Gives the moments with one more layer."""
+        count = self.count + 1
+        apart = attention - self.mean
+        mean = self.mean + apart / count
+        return MapMoments(mean, self.spread + apart * (attention - mean), count)
+
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
+        """Gives the moments between the tokens that are left."""
+        return MapMoments(between(self.mean, kept), between(self.spread, kept), self.count)
+
+    def with_new(self, count: int) -> "MapMoments":
+        """Gives the moments with so many tokens more, which no layer has seen yet."""
+        wider = (0, count, 0, count)
+        return MapMoments(F.pad(self.mean, wider), F.pad(self.spread, wider), self.count)
+
+    def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
+        """Gives the moments as if no layer had seen these tokens: others stand in their places now."""
+        known = torch.ones_like(self.mean[:, 0, :, 0]).scatter(1, forgotten, 0.0)
+        both = (known[:, :, None] * known[:, None, :])[:, None]
+        return MapMoments(self.mean * both, self.spread * both, self.count)
+
+    @property
+    def variance(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The variance over the layers (the mean of the squared deviations)."""
+        return self.spread / self.count
+
+
+def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+    """Gives the rows and the columns of some tokens."""
+    heads, count = maps.shape[1], kept.shape[1]
+    rows = maps.gather(2, kept[:, None, :, None].expand(-1, heads, -1, maps.shape[3]))
+    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, count, -1))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that is known at a stage. The first `prefix` tokens are not patches; they never leave.
+
+    `sizes` says for how many patches of the image every token stands: 0 for one that has left but is still in its
+    place (mask), 1 for an ordinary one, more for one that others were merged into. `class_attention` is what the class
+    token pays to every token in the layer before, by head; `attention` the whole map of that layer, `moments` those
+    of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
+    says which patch of the image every patch token is, -1 for one that an earlier stage added.
+    """
+
+    tokens: Float[Tensor, "batch tokens width"]
+    prefix: int
+    sizes: Float[Tensor, "batch tokens"]
+    places: Int[Tensor, "batch patches"]
+    class_attention: Float[Tensor, "batch heads tokens"] | None = None
+    attention: Float[Tensor, "batch heads tokens tokens"] | None = None
+    moments: MapMoments | None = None
+    keys: Float[Tensor, "batch tokens directions"] | None = None
+
+    @property
+    def patches(self) -> Float[Tensor, "batch patches width"]:
+        """The tokens that may leave."""
+        return self.tokens[:, self.prefix :]
+
+    @property
+    def there(self) -> Float[Tensor, "batch patches"]:
+        """1 for every patch that is still there, 0 for one that has left."""
+        return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)

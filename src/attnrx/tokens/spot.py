@@ -1,0 +1,111 @@
+"""SPOT: a predictor on the tokens, their attention, and how it moved from layer to layer."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
+from attnrx.tokens.reducer import Selecting, Shape
+from attnrx.tokens.seen import Seen
+
+SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
+
+
+@dataclass(frozen=True)
+class Spot(Selecting):
+    """Keeps what a learned predictor says, from tokens, attention and attention dynamics (SPOT, Section 3.2).
+
+    For every head, six scalars a patch (Eqs. 3 to 9) of the attention of the layer before, of its `mean` over all
+    layers before, and of its `variance` over them; beside them `projected` token features (None: as many as the width,
+    0: none), half local, half global. `head_averaged` takes the scalars of the mean over the heads. All switches off
+    but one another are the ablations of Table 2, Figure 5 and Table 8.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("attention", "class_attention", "moments")
+    learned: ClassVar[bool] = True
+    mean: bool = True
+    variance: bool = True
+    projected: int | None = None
+    head_averaged: bool = False
+
+    def __post_init__(self):
+        if self.projected is not None and self.projected < 0:
+            raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
+
+    def features(self, shape: Shape) -> tuple[int, int]:
+        """Token features and attention features of a patch."""
+        maps = 1 + self.mean + self.variance
+        heads = 1 if self.head_averaged else shape.heads
+        return shape.width if self.projected is None else self.projected, SCALARS * maps * heads
+
+    def predictor(self, shape: Shape) -> nn.Module:
+        """Makes the predictor of one stage."""
+        return SpotPredictor(self, shape)
+
+    def predictor_macs(self, shape: Shape, patches: int) -> int:
+        """MACs of the predictor."""
+        projected, attention = self.features(shape)
+        return feature_macs(shape.width, projected, patches) + KeepScores.macs(projected + attention, patches)
+
+    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+        """Gives the logarithm of keep."""
+        return predictor(seen)[..., 0]
+
+
+class SpotPredictor(nn.Module):
+    """The scores of keep and drop from token and attention features (Eq. 10)."""
+
+    def __init__(self, spot: Spot, shape: Shape):
+        super().__init__()
+        self.spot = spot
+        projected, attention = spot.features(shape)
+        self.tokens = TokenFeatures(shape.width, projected) if projected else None
+        self.scores = KeepScores(projected + attention)
+
+    def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop for every patch."""
+        parts = [] if self.tokens is None else [self.tokens(seen.patches, seen.there)]
+        for attention in self._maps(seen):
+            found = attention.mean(1, keepdim=True) if self.spot.head_averaged else attention
+            parts.append(attention_features(found, seen.prefix, seen.there))
+        return self.scores(torch.cat(parts, dim=-1))
+
+    def _maps(self, seen: Seen) -> list[Tensor]:
+        assert seen.attention is not None
+        assert seen.moments is not None
+        maps = [seen.attention]
+        if self.spot.mean:
+            maps.append(seen.moments.mean)
+        if self.spot.variance:
+            maps.append(seen.moments.variance)
+        return maps
+
+
+def attention_features(
+    attention: Float[Tensor, "batch heads tokens tokens"], prefix: int, there: Float[Tensor, "batch patches"]
+) -> Float[Tensor, "batch patches features"]:
+    """Gives the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, among the patches still there.
+
+    What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
+    what it receives from them. Heads follow one another.
+    """
+    inner = attention[:, :, prefix:, prefix:]
+    count = there.sum(1)[:, None, None]
+    rows, columns = there[:, None, None, :], there[:, None, :, None]
+    row_mean = (inner * rows).sum(3) / count
+    row_spread = ((inner - row_mean[..., None]).square() * rows).sum(3) / count
+    column_mean = (inner * columns).sum(2) / count
+    column_spread = ((inner - column_mean[:, :, None]).square() * columns).sum(2) / count
+    scalars = (
+        attention[:, :, 0, prefix:],
+        attention[:, :, prefix:, 0],
+        row_mean,
+        row_spread,
+        column_mean,
+        column_spread,
+    )
+    return torch.stack(scalars, dim=-1).permute(0, 2, 1, 3).flatten(2)

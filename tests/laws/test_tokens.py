@@ -1,0 +1,195 @@
+"""Tokens that leave: all stay == the original, mask == compress, and the laws that every reducer must keep."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+from attnrx.config import to_dict
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
+from attnrx.tokens import REDUCERS, MapMoments, Reducer, Spot, TokenPolicy, policy_from_dict
+from cases import REDUCTIONS
+from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
+
+# One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
+FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
+
+
+@cache
+def deep() -> nn.Module:
+    """Four layers on sixteen patches."""
+    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
+
+
+def original(name: str) -> nn.Module:
+    if name == "deep":
+        return copy.deepcopy(deep())
+    return copy.deepcopy(cases.model(cases.CONFIGS[name]) if name in cases.CONFIGS else adopted_once(name)[2])
+
+
+def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def reduced(name: str, policy: TokenPolicy, by: str) -> nn.Module:
+    model = original(name)
+    reduction = attach_tokens_(model, family_of(model), policy, by)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in reduction.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(inputs(model))
+
+
+def fits(name: str, reducer: Reducer) -> bool:
+    model = original(name)
+    return "class_attention" not in reducer.needs or family_of(model).token_layout(model).class_token
+
+
+PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda") for kind in REDUCTIONS]
+
+
+def test_every_reducer_is_a_case() -> None:
+    assert {type(reducer) for reducer in REDUCTIONS.values()} == set(REDUCERS.values())
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_mask_equals_compress(name: str, kind: str) -> None:
+    reducer = REDUCTIONS[kind]
+    if not fits(name, reducer):
+        with pytest.raises(NotSupported, match="class token"):
+            reduced(name, TokenPolicy(reducer, (2,), (0.5,)), "mask")
+        return
+    policy = TokenPolicy(reducer, (2,), (0.5,))
+    masked, small = (logits(reduced(name, policy, by)) for by in ("mask", "compress"))
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(small, logits(original(name)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_several_stages_mask_equals_compress(kind: str) -> None:
+    policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 3, 4))
+    models = [reduced("deep", policy, by) for by in ("mask", "compress")]
+    masked, small = map(logits, models)
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    trails = [reduction_of(model).run.trail for model in models]  # type: ignore[union-attr]
+    assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(*trails, strict=True))
+    added = REDUCTIONS[kind].extra
+    assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
+
+
+@pytest.mark.parametrize("name", [*CASES, "dense", "svda"])
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
+    model = original(name)
+    reducer = REDUCTIONS["evit" if fits(name, REDUCTIONS["evit"]) else "random"]
+    kept = reduced(name, TokenPolicy(reducer, (2,), (1.0,)), by)
+    assert torch.equal(logits(kept), logits(model))
+
+
+# Random goes by the place of a token alone, and ToMe by whether it is even or odd.
+@pytest.mark.parametrize("kind", [kind for kind in REDUCTIONS if kind not in ("random", "tome")])
+def test_the_order_of_the_patches_does_not_matter(kind: str) -> None:
+    """Shuffled patches with their positions give the same answer: a reducer goes by what a token is."""
+    model = reduced("vit", TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")
+    before = logits(model)
+    prefix, order = 1, torch.tensor([2, 0, 3, 1])
+
+    def shuffled(module: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        tokens = given[0]
+        return (torch.cat([tokens[:, :prefix], tokens[:, prefix:][:, order]], dim=1),)
+
+    model.source.blocks[0].register_forward_pre_hook(shuffled)  # type: ignore[union-attr]
+    torch.testing.assert_close(logits(model), before, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_saved_equals_loaded(kind: str, tmp_path: Path) -> None:
+    model = reduced("vit", TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")
+    again = load_model(save_model(tmp_path, model))
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+    assert to_dict(reduction_of(again).policy) == to_dict(reduction_of(model).policy)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_policy_survives_a_dictionary(kind: str) -> None:
+    policy = TokenPolicy.staged(REDUCTIONS[kind], 0.7, (4, 7, 10))
+    assert policy_from_dict(to_dict(policy)) == policy
+
+
+def test_streaming_moments_are_those_of_stored_maps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.rand(5, 2, 3, 7, 7, generator=generator, dtype=torch.float64)
+    moments = MapMoments.of(maps[0])
+    for attention in maps[1:3]:
+        moments = moments.then(attention)
+    kept = torch.tensor([[0, 2, 3, 6], [0, 1, 4, 5]])
+    moments = moments.at(kept)
+    left = torch.stack([maps[:, image][..., kept[image], :][..., kept[image]] for image in range(2)], dim=1)
+    for attention in left[3:]:
+        moments = moments.then(attention)
+    torch.testing.assert_close(moments.mean, left.mean(0), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(moments.variance, left.var(0, correction=0), rtol=1e-12, atol=1e-14)
+
+
+def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
+    """The moments at the last stage are those of the maps of all layers, between the tokens that are left."""
+    model = reduced("deep", TokenPolicy.staged(Spot(projected=0), 0.6, (2, 4)), "compress")
+    reduction = reduction_of(model)
+    assert reduction is not None
+    seen = []
+    decide = reduction.policy.reducer.relevance  # type: ignore[attr-defined]
+
+    def spy(self, given, predictor):
+        seen.append(given)
+        return decide(given, predictor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Spot, "relevance", spy)
+        logits(model)
+    plain, maps = original("deep"), []
+    with observing(plain, family_of(plain), lambda _, shown: maps.append(shown.attention)):
+        logits(plain)
+    torch.testing.assert_close(seen[0].moments.mean, maps[0])
+    assert seen[1].moments.count == 3
+    assert seen[1].attention.shape[-1] == 1 + 9
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda reducer: TokenPolicy.staged(reducer, 0.0, (2,)), "keep ratio of 0"),
+        (lambda reducer: TokenPolicy.staged(reducer, 1.2, (2,)), "keep ratio of 1.2"),
+        (lambda reducer: TokenPolicy(reducer, (3, 2), (0.7, 0.5)), "must rise"),
+        (lambda reducer: TokenPolicy(reducer, (1,), (0.7,)), "nothing to decide by"),
+        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5, 0.7)), "cannot rise"),
+        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5,)), "one for each stage"),
+        (lambda reducer: TokenPolicy(reducer, (), ()), "at least one"),
+    ],
+)
+def test_an_impossible_policy_is_refused(make, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        make(REDUCTIONS["random"])
+
+
+def test_a_policy_that_does_not_fit_the_model_is_refused() -> None:
+    model = original("vit")
+    with pytest.raises(InvalidInput, match="a model that has 2"):
+        attach_tokens_(model, family_of(model), TokenPolicy.staged(REDUCTIONS["random"], 0.7, (2, 3)))
+    with pytest.raises(InvalidInput, match="leaves no patch"):
+        attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.1,)))
+    attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)))
+    with pytest.raises(InvalidInput, match="already"):
+        attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)))
