@@ -12,6 +12,7 @@ from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.policy import TokenPolicy, parse_stages
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.tome import ToMe
@@ -49,6 +50,7 @@ __all__ = [
     "attention_features",
     "parse_stages",
     "policy_from_dict",
+    "sampled_keep",
 ]
 
 

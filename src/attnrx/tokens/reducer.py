@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.seen import Seen
@@ -58,6 +59,10 @@ class Reducer(ABC):
     def predictor_macs(self, shape: Shape, patches: int) -> int:
         """MACs of deciding at a stage with so many patches left."""
         return 0
+
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
+        raise NotSupported(f"{self} has no scores to be trained by.")
 
     @abstractmethod
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:

@@ -53,7 +53,11 @@ class Spot(Selecting):
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the logarithm of keep."""
-        return predictor(seen)[..., 0]
+        return self.keep_scores(seen, predictor)[..., 0]
+
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop."""
+        return predictor(seen)
 
 
 class SpotPredictor(nn.Module):
