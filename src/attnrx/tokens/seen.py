@@ -10,46 +10,55 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass
 class MapMoments:
-    """The mean and the variance over layers of the attention maps so far, element by element (Welford).
+    """The mean and the variance over layers of the attention maps so far, element by element.
 
-    Two maps are held, however many layers there were.
+    Two sums are held, however many layers there were: of the maps and of their squares. Attention lies in [0, 1], so
+    the squares lose nothing that a predictor could see: in float32 a deviation of a hundredth of a map's values
+    comes out to three digits.
     """
 
-    mean: Float[Tensor, "batch heads queries keys"]
-    spread: Float[Tensor, "batch heads queries keys"]
+    total: Float[Tensor, "batch heads queries keys"]
+    squares: Float[Tensor, "batch heads queries keys"]
     count: int = 1
 
     @classmethod
     def of(cls, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
         """Begins with the first layer."""
-        return cls(attention, torch.zeros_like(attention))
+        return cls(attention, attention * attention)
 
     def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Gives the moments with one more layer."""
-        count = self.count + 1
-        apart = attention - self.mean
-        mean = self.mean + apart / count
-        return MapMoments(mean, self.spread + apart * (attention - mean), count)
+        """Gives the moments with one more layer; where no gradient is wanted the sums are written over."""
+        if torch.is_grad_enabled() or self.count == 1:  # the first sum is the map of the first layer itself
+            total, squares = self.total + attention, torch.addcmul(self.squares, attention, attention)
+        else:
+            total, squares = self.total.add_(attention), self.squares.addcmul_(attention, attention)
+        return MapMoments(total, squares, self.count + 1)
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Gives the moments between the tokens that are left."""
-        return MapMoments(between(self.mean, kept), between(self.spread, kept), self.count)
+        return MapMoments(between(self.total, kept), between(self.squares, kept), self.count)
 
     def with_new(self, count: int) -> "MapMoments":
         """Gives the moments with so many tokens more, which no layer has seen yet."""
         wider = (0, count, 0, count)
-        return MapMoments(F.pad(self.mean, wider), F.pad(self.spread, wider), self.count)
+        return MapMoments(F.pad(self.total, wider), F.pad(self.squares, wider), self.count)
 
     def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
         """Gives the moments as if no layer had seen these tokens: others stand in their places now."""
-        known = torch.ones_like(self.mean[:, 0, :, 0]).scatter(1, forgotten, 0.0)
+        known = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, forgotten, 0.0)
         both = (known[:, :, None] * known[:, None, :])[:, None]
-        return MapMoments(self.mean * both, self.spread * both, self.count)
+        return MapMoments(self.total * both, self.squares * both, self.count)
+
+    @property
+    def mean(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The mean over the layers."""
+        return self.total / self.count
 
     @property
     def variance(self) -> Float[Tensor, "batch heads queries keys"]:
         """The variance over the layers (the mean of the squared deviations)."""
-        return self.spread / self.count
+        mean_square = self.squares / self.count
+        return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
 
 def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:

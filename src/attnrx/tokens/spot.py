@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import InvalidInput
@@ -97,13 +98,14 @@ def attention_features(
     What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
     what it receives from them. Heads follow one another.
     """
-    inner = attention[:, :, prefix:, prefix:]
-    count = there.sum(1)[:, None, None]
-    rows, columns = there[:, None, None, :], there[:, None, :, None]
-    row_mean = (inner * rows).sum(3) / count
-    row_spread = ((inner - row_mean[..., None]).square() * rows).sum(3) / count
-    column_mean = (inner * columns).sum(2) / count
-    column_spread = ((inner - column_mean[:, :, None]).square() * columns).sum(2) / count
+    # Sums over the patches that are there, as products of the map and of its square with a vector: one pass each.
+    weights = (F.pad(there, (prefix, 0)) / there.sum(1, keepdim=True))[:, None]
+    square = attention * attention
+    rows, columns = weights[..., None].expand(-1, attention.shape[1], -1, -1), weights[:, :, None]
+    row_mean, row_square = ((each @ rows)[:, :, prefix:, 0] for each in (attention, square))
+    column_mean, column_square = ((columns @ each)[:, :, 0, prefix:] for each in (attention, square))
+    row_spread = (row_square - row_mean.square()).clamp(min=0)
+    column_spread = (column_square - column_mean.square()).clamp(min=0)
     scalars = (
         attention[:, :, 0, prefix:],
         attention[:, :, prefix:, 0],

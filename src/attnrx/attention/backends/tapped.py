@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.eager import scores
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -49,11 +48,11 @@ class Tapped(Backend):
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes the read-out and shows what was asked for."""
         sizes = self.sizes()
+        query, key = factors.folded()
         if sizes is not None or "attention" in self.wanted:
-            attention = sized_softmax(scores(factors), sizes)
+            attention = sized_softmax((query * factors.scale) @ key.transpose(-1, -2), sizes)
             self.pass_on(attention, factors)
             return attention @ value
-        query, key = factors.folded()
         if self.wanted:
             first = torch.softmax((query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale, dim=-1)
             self.pass_on(first, factors)

@@ -31,6 +31,7 @@ KNOBS = (
     ("strength_init", float, "set every strength to this first; larger lets attention sharpen sooner (1.0)"),
     ("strength_decay", float, "weight decay of the strengths; pulls the weak ones to zero (0)"),
     ("strength_learning_rate", float, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
+    ("predictor_learning_rate", float, "factor on the learning rate of the predictors of tokens that leave (10)"),
     ("ema", float, "decay of a running mean of the weights, which is then saved (off)"),
     ("seed", int, "weights, order, augmentation and noise (42)"),
     ("checkpoint_every", int, "steps between checkpoints (500)"),
