@@ -11,6 +11,7 @@ from torch import nn
 
 import cases
 from attnrx.budget import prescribed_costs
+from attnrx.checks import Bounds, Comparison
 from attnrx.costs import count_params, count_product_macs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported
@@ -199,6 +200,8 @@ def test_a_model_whose_tokens_leave_is_not_diagnosed_again(found: Diagnosis) -> 
         lambda: diagnose(small, pixels(CLASSLESS.config, 8)),
         lambda: realize(small, prescription),
         lambda: prescribed_costs(small, prescription),
+        lambda: family_of(small).costs(small, tokens=parse_policy("random:0.5@2")),
+        lambda: Bounds()(Comparison(small, small, pixels(CLASSLESS.config, 8))),
     ):
         with pytest.raises(NotSupported, match="the original, and let tokens leave last"):
             ask()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from attnrx.errors import AttnrxError
-from attnrx.tokens import REDUCERS, Random, Reducer, Spot, ToMe, TokenLayout, TokenPolicy, parse_policy
+from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.tokens.text import parse_policy_text
 from cases import REDUCTIONS
 
@@ -15,7 +15,7 @@ class Nested(ToMe):
     """A reducer with another for a knob."""
 
     name = "nested"
-    scores: Reducer = field(default=Random())  # noqa: RUF009 - a frozen dataclass
+    scores: Reducer = field(default=Random())
     scale: float = 1.0
     how: str = "sum"
 

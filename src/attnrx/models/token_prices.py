@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.attention import Eager, Tap, Tapped, using
 from attnrx.costs import TokenCosts, token_costs
 from attnrx.models.family import Family
-from attnrx.models.reducing import reduction_of, shape_of
+from attnrx.models.reducing import reduction_of, require_all_tokens, shape_of
 from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
@@ -24,6 +24,7 @@ def priced_tokens(
     """
     at_work = reduction_of(model)
     if policy is not None:
+        require_all_tokens(model, "price a policy on")
         return token_costs(policy, shape_of(model, family), specs)
     if at_work is not None:
         return token_costs(at_work.policy, at_work.shape, specs, at_work.by)
