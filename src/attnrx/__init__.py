@@ -59,6 +59,7 @@ _ROOMS = (
     "reports",
     "rules",
     "storage",
+    "tokens",
     "training",
 )
 
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
         reports,
         rules,
         storage,
+        tokens,
         training,
     )
     from attnrx.data import load_data

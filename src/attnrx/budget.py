@@ -1,7 +1,7 @@
 """Budgets: the largest share that may be kept at a cost, found in closed form before anything is built."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
@@ -10,10 +10,11 @@ from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
-from attnrx.models import family_of, rank_of
-from attnrx.prescription import Prescription
+from attnrx.models import family_of, rank_of, require_all_tokens
+from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import Rule, Template, by_layer, parse_rule, prescribe
+from attnrx.tokens import parse_policy
 
 # Shares are multiples of 1 / GRID: finer than a direction of any layer, and exact in binary.
 GRID = 4096
@@ -47,22 +48,43 @@ class Budget:
             raise UnknownName("part of a model", self.of, SCOPES)
 
 
-def largest_share(fits: Callable[[float], bool]) -> float | None:
-    """Gives the largest share in (0, 1] that fits, by bisection; None where not even the smallest does.
+def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
+    """Gives the largest share from `least` to 1 that fits, by bisection; None where not even the least does.
 
     What is asked must not begin to fit again as the share grows: costs rise with what is kept.
     """
     if fits(1.0):
         return 1.0
-    low, high = 0, GRID
+    below = round(least * GRID) - 1
+    low, high = below, GRID
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle / GRID) else (low, middle)
-    return low / GRID if low else None
+    return low / GRID if low > below else None
+
+
+def least_share(model: nn.Module, template: Template) -> float:
+    """Gives the smallest share that can be prescribed: where it is that of the tokens, some patch must be left."""
+    if not template.drops_by_share:
+        return 1 / GRID
+    family = family_of(model)
+    layout, depth = family.token_layout(model), len(family.attention(model))
+    _policy(template, 1.0, model)  # what is wrong whatever the share is said
+
+    def is_too_small(share: float) -> bool:
+        try:
+            parse_policy(template.at(share)["tokens"]).require(layout, depth)
+        except InvalidInput:
+            return True
+        return False
+
+    largest = largest_share(is_too_small)
+    return 1 / GRID if largest is None else largest + 1 / GRID
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = "renormalized") -> ModelCosts:
-    """Prices what a prescription leaves of the model, scores, values and MLP, without making it."""
+    """Prices what a prescription leaves of the model, scores, values, MLP and tokens, without making it."""
+    require_all_tokens(model, "price a prescription on")
     family = family_of(model)
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
@@ -73,7 +95,8 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
         )
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
-    return family.costs(model, specs, tuple((first, second) for first, second in ranks))
+    policy = None if prescription.tokens is None else prescription.tokens.policy
+    return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy)
 
 
 def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget) -> Prescription:
@@ -84,18 +107,26 @@ def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template,
     shares of the MACs that they come to.
 
     Raises:
-        InvalidInput: the template has no {share} to choose.
+        InvalidInput: the template has no {share} to choose, or one of tokens for a part of every layer.
         NotSupported: not even the smallest share is cheap enough.
         NothingChanged: everything may stay.
     """
     template.require_varying()
+    if template.drops_by_share and budget.of != "model":
+        raise InvalidInput(
+            f"tokens={template.tokens}: a layer cannot choose a share of the tokens of its own; give a keep ratio "
+            f"instead of {{share}}, or a budget of the whole model."
+        )
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
     rules = {
         kind: None if text is None else by_layer([_rule(template, kind, share) for share in shares])
         for kind, text in template.texts.items()
     }
-    found = prescribe(diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"])
+    tokens = _policy(template, shares[0], model)
+    found = prescribe(
+        diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"], tokens=tokens
+    )
     spent = _amounts(prescribed_costs(model, found), budget.of)
     told = {
         "macs": budget.macs,
@@ -103,7 +134,7 @@ def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template,
         "shares": shares[: len(spent)],
         "spent": [own / whole for own, whole in zip(spent, search.whole, strict=True)],
     }
-    return Prescription(found.layers, found.rule, found.fingerprint, {**found.about, "budget": told})
+    return replace(found, about={**found.about, "budget": told})
 
 
 class _Search:
@@ -112,6 +143,7 @@ class _Search:
     def __init__(self, model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget):
         self.layers, self.budget = len(diagnosis.layers), budget
         before = family_of(model).costs(model)
+        self.least = least_share(model, template)
         self.whole = _amounts(before, budget.of)
 
         @cache
@@ -127,9 +159,9 @@ class _Search:
 
     def _share(self, unit: int) -> float:
         allowed = self.budget.macs * self.whole[unit]
-        share = largest_share(lambda share: self.amounts(share)[unit] <= allowed)
+        share = largest_share(lambda share: self.amounts(share)[unit] <= allowed, self.least)
         if share is None:
-            least = self.amounts(1 / GRID)[unit] / self.whole[unit]
+            least = self.amounts(self.least)[unit] / self.whole[unit]
             where = "the model" if self.budget.of == "model" else f"{self.budget.of} of layer {unit}"
             raise NotSupported(
                 f"{where} cannot cost {100 * self.budget.macs:g} % of its MACs: with the smallest share it still costs "
@@ -142,7 +174,14 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
     """Prices what the template leaves at one share: the whole model where nothing would change."""
     rules = {kind: None if text is None else _rule(template, kind, share) for kind, text in template.texts.items()}
     try:
-        found = prescribe(diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"])
+        found = prescribe(
+            diagnosis,
+            rules["rule"],
+            template.metric,
+            values=rules["values"],
+            mlp=rules["mlp"],
+            tokens=_policy(template, share, model),
+        )
     except NothingChanged:
         return family_of(model).costs(model)
     return prescribed_costs(model, found)
@@ -150,6 +189,15 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
 
 def _rule(template: Template, kind: str, share: float) -> Rule:
     return parse_rule(template.at(share)[kind])
+
+
+def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
+    text = template.at(share)["tokens"]
+    if text is None:
+        return None
+    policy, family = parse_policy(text), family_of(model)
+    policy.require(family.token_layout(model), len(family.attention(model)))
+    return TokenPrescription.of(policy)
 
 
 def _amounts(costs: ModelCosts, of: str) -> tuple[int, ...]:

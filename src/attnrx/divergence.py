@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import DataError, FingerprintMismatch
-from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing
+from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.observation import Observation
 from attnrx.prescription import Basis
 from attnrx.rules import rewritten
@@ -27,6 +27,7 @@ def measure_divergence(
         FingerprintMismatch: for a diagnosis of another model.
         DataError: without images, or for images that the model cannot read.
     """
+    require_all_tokens(model, "measure the divergence of")
     if model_fingerprint(model) != diagnosis.fingerprint:
         raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
     told, bases = rewritten(diagnosis, metric)

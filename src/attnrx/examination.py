@@ -16,7 +16,15 @@ from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, suited
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
-from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing, observing_mlp
+from attnrx.models import (
+    Showing,
+    evaluating,
+    family_of,
+    model_fingerprint,
+    observing,
+    observing_mlp,
+    require_all_tokens,
+)
 from attnrx.rules.metrics import directions_in
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import require_finite
@@ -48,6 +56,7 @@ def diagnose(
         raise InvalidInput(
             f"diagnose(data={type(data).__name__}): give one split of a dataset, e.g. load_data('cifar10').validation."
         )
+    require_all_tokens(model, "diagnose")
     require_finite(model.state_dict(), "the model to diagnose")
     spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
     chosen = suited(spectra) if diagnostics is None else diagnostics

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose
 from attnrx.models import family_of, load_model, model_fingerprint, save_model
-from attnrx.prescription import Prescription
-from attnrx.realization import realize
+from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
 from attnrx.reports import model_card
 from attnrx.rules import LargestMatched, RandomMatched, Rule, UniformMatched, parse_rule, rule_from_dict
 from attnrx.rules import prescribe as prescribe_with
 from attnrx.storage import write_text
+from attnrx.tokens import Random, TokenPolicy, parse_policy
 from attnrx.training import train
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "measure_divergence",
     "prescribe",
     "prescribe_within",
+    "prescribed_tokens",
     "realize",
     "refine",
     "save",
@@ -70,19 +72,24 @@ def matching(splits: Splits, model: nn.Module) -> Splits:
 
 def prescribe(
     diagnosis: Diagnosis,
-    rule: Rule | str | None,
+    rule: Rule | str | None = None,
     metric: str | None = None,
     *,
     values: Rule | str | None = None,
     mlp: Rule | str | None = None,
+    tokens: TokenPrescription | TokenPolicy | str | None = None,
 ) -> Prescription:
     """Decides what every layer can do without; a rule may be its text, e.g. `energy_retention:0.90`.
 
     `rule` is about the scores: the model's own directions, or those that are the best in a `metric` (for models without
     norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP.
+    `tokens` lets tokens leave between the layers: a policy or its text, e.g. `evit:0.7@4,7,10`, or what was prescribed
+    before, with trained predictors (`prescribed_tokens`).
     """
     read = [parse_rule(asked) if isinstance(asked, str) else asked for asked in (rule, values, mlp)]
-    return prescribe_with(diagnosis, read[0], metric, values=read[1], mlp=read[2])
+    policy = parse_policy(tokens) if isinstance(tokens, str) else tokens
+    leaving = TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
+    return prescribe_with(diagnosis, read[0], metric, values=read[1], mlp=read[2], tokens=leaving)
 
 
 def control_prescriptions(
@@ -94,10 +101,18 @@ def control_prescriptions(
 ) -> dict[str, tuple[Prescription, ...]]:
     """Gives prescriptions that keep as many directions as this one but not its choice: `draws` random ones, and the
     others.
+
+    What it says of the tokens is theirs too. Where it says nothing of the scores, the tokens are controlled: random
+    ones are as many at every stage.
     """
     unknown = sorted(set(kinds) - set(CONTROLS))
     if unknown or draws < 1:
         raise InvalidInput(f"kinds={tuple(kinds)}, draws={draws}: choose kinds from {CONTROLS}, and at least one draw.")
+    tokens = prescription.tokens
+    if not prescription.rule and tokens is not None:
+        policies = [replace(tokens.policy, reducer=Random(seed + draw)) for draw in range(draws)]
+        made = (replace(prescription, tokens=TokenPrescription.of(policy)) for policy in policies)
+        return {"random": tuple(made)}
     rule = rule_from_dict(prescription.rule)
     rules: dict[str, tuple[Rule, ...]] = {
         "random": tuple(RandomMatched(rule, seed + draw) for draw in range(draws)),
@@ -105,7 +120,10 @@ def control_prescriptions(
         "uniform": (UniformMatched(rule),),
     }
     metric = prescription.about.get("metric")
-    return {kind: tuple(prescribe_with(diagnosis, control, metric) for control in rules[kind]) for kind in kinds}
+    return {
+        kind: tuple(prescribe_with(diagnosis, control, metric, tokens=tokens) for control in rules[kind])
+        for kind in kinds
+    }
 
 
 def verify(

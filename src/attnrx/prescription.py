@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput, UnknownName
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
+from attnrx.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 1
 
@@ -117,14 +118,57 @@ class LayerPrescription:
         return int(staying.any(0).sum() if self.is_shared else staying.sum())
 
 
+@dataclass(frozen=True, eq=False)
+class TokenPrescription:
+    """Which tokens leave on their way through the model: the policy, one reason per stage, and what was learned.
+
+    `predictors` are the weights of the stages by name, as `TokenReduction.stages` holds them; without any, a learned
+    reducer begins with fresh ones, drawn from `seed`, which must be trained.
+    """
+
+    policy: TokenPolicy
+    reasons: tuple[str, ...]
+    predictors: Mapping[str, Tensor] | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if len(self.reasons) != len(self.policy.layers):
+            raise InvalidInput(f"{len(self.reasons)} reasons for {len(self.policy.layers)} stages: give one each.")
+        if self.predictors is not None and not self.policy.reducer.learned:
+            raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
+
+    @classmethod
+    def of(
+        cls, policy: TokenPolicy, predictors: Mapping[str, Tensor] | None = None, seed: int = 0
+    ) -> "TokenPrescription":
+        """Says why for every stage."""
+        learned = policy.reducer.learned
+        state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
+        told = f"; its predictor is {state}" if learned else ""
+        reasons = (
+            f"before layer {layer} {policy.reducer} leaves {share:.4g} of the image's patches{told}"
+            for layer, share in zip(policy.layers, policy.keep, strict=True)
+        )
+        return cls(policy, tuple(reasons), predictors, seed)
+
+    @property
+    def must_be_trained(self) -> bool:
+        """Whether it decides with predictors that have learned nothing yet."""
+        return self.policy.reducer.learned and self.predictors is None
+
+
 @dataclass(frozen=True)
 class Prescription:
-    """Every layer of the model with this fingerprint, the rule that decided, and the data it decided on."""
+    """Every layer of the model with this fingerprint, the rule that decided, and the data it decided on.
+
+    `tokens` says which tokens leave between the layers; None where all stay.
+    """
 
     layers: tuple[LayerPrescription, ...]
     rule: Mapping[str, Any]
     fingerprint: str
     about: Mapping[str, Any]
+    tokens: TokenPrescription | None = None
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -150,7 +194,8 @@ class Prescription:
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file; floats are written so that they read back bit for bit.
 
-        Where there are bases, they go into a safetensors file of the same name beside it, which the JSON names by hash.
+        Where there are bases, or weights of predictors, they go into a safetensors file of the same name beside it,
+        which the JSON names by hash.
         """
         path = Path(path)
         record = {
@@ -162,12 +207,17 @@ class Prescription:
             "removed_share": self.removed_share,
             "layers": [_to_record(layer) for layer in self.layers],
         }
-        if self.is_rewritten:
-            tensors = {
-                f"layers.{index}.{name}": tensor
-                for index, layer in enumerate(self.layers)
-                for name, tensor in _tensors(layer).items()
-            }
+        if self.tokens is not None:
+            record["tokens"] = _tokens_record(self.tokens)
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in _tensors(layer).items()
+        }
+        if self.tokens is not None:
+            learned = self.tokens.predictors or {}
+            tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
+        if tensors:
             record["tensors_sha256"] = file_sha256(write_tensors(path.with_suffix(".safetensors"), tensors))
         return write_json(path, record)
 
@@ -185,8 +235,9 @@ class Prescription:
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
                 for index, layer in enumerate(record["layers"])
             )
-            return cls(layers, record["rule"], record["fingerprint"], record["about"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            tokens = _tokens_from_record(record["tokens"], tensors) if "tokens" in record else None
+            return cls(layers, record["rule"], record["fingerprint"], record["about"], tokens)
+        except (KeyError, TypeError, ValueError, IndexError, UnknownName) as error:
             raise CheckpointError(
                 f"{path} is not a whole prescription ({error}); it was edited or truncated."
             ) from error
@@ -198,6 +249,20 @@ class Prescription:
                 f"the prescription was made for the model {self.fingerprint}, this model is {fingerprint}; "
                 "diagnose and prescribe this model, or realize the prescription on its own."
             )
+
+
+def _tokens_record(tokens: TokenPrescription) -> dict[str, Any]:
+    return {
+        "policy": str(tokens.policy),
+        "reasons": list(tokens.reasons),
+        "seed": tokens.seed,
+        "trained": tokens.predictors is not None,
+    }
+
+
+def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription:
+    learned = _beginning_with("tokens.", tensors) if record["trained"] else None
+    return TokenPrescription(parse_policy(record["policy"]), tuple(record["reasons"]), learned, record["seed"])
 
 
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:

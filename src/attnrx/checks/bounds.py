@@ -23,7 +23,7 @@ from attnrx.checks.theorems import (
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
-from attnrx.models import evaluating, family_of, observing
+from attnrx.models import evaluating, family_of, observing, require_all_tokens
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 
@@ -74,6 +74,7 @@ class Bounds(Check):
         tally = Tally(spectral_changes(comparison))
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
+        require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), tally.observe):
             for batch in comparison.data.batches(AT_ONCE, device=comparison.device):

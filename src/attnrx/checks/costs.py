@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.attention import Eager, using
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding
-from attnrx.models import evaluating, family_of
+from attnrx.models import evaluating, family_of, written_out
 from attnrx.shapes import Float, Tensor
 
 
@@ -56,6 +55,5 @@ class Costs(Check):
 
 
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
-    layers = family_of(model).attention(model)
-    with evaluating([model]), using(layers, [Eager()] * len(layers)):
+    with evaluating([model]), written_out(model, family_of(model)):
         return count_product_macs(model, images.to(next(model.parameters()).dtype))

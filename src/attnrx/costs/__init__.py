@@ -17,6 +17,7 @@ from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
 from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
 from attnrx.costs.profiling import Profile, profiled
 from attnrx.costs.timing import Ratio, Timing, interleave
+from attnrx.costs.tokens import TokenCosts, token_costs
 
 __all__ = [
     "CONVENTIONS",
@@ -37,6 +38,7 @@ __all__ = [
     "Ratio",
     "Saving",
     "Timing",
+    "TokenCosts",
     "compare_latency",
     "compare_memory",
     "count_params",
@@ -50,5 +52,6 @@ __all__ = [
     "norm_costs",
     "paper_convention",
     "profiled",
+    "token_costs",
     "with_fusion",
 ]

@@ -72,6 +72,7 @@ class Convention:
         for name in layers[0] if layers else ():
             parts[name] = sum((layer[name] for layer in layers), start=PartCosts())
         head = costs.classifier_macs if self.classifier else 0
+        parts["predictors"] += PartCosts(0, self.norms * costs.predictor_norm_features)
         parts["classifier"] += PartCosts(0, head + self.norms * costs.final_norm_features)
         return Price(parts, tuple(sum(layer[name].macs for name in ATTENTION) for layer in layers))
 

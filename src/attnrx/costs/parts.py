@@ -81,7 +81,8 @@ class Saving:
 class ModelCosts:
     """A whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `embeddings` are the tokens and positions that are learned, which take no MACs. `classifier_macs` and the norms are
+    `embeddings` are the tokens and positions that are learned, which take no MACs; `predictors` decide between the
+    layers which tokens go on, which then are not the same in all `layers`. `classifier_macs` and the norms are
     known but not part of `macs`, as in the paper.
     """
 
@@ -90,6 +91,9 @@ class ModelCosts:
     classifier: PartCosts
     classifier_macs: int
     embeddings: PartCosts = PartCosts()
+    predictors: PartCosts = PartCosts()
+    predictor_norm_features: int = 0
+    """Features that the norms of the predictors divide for one image."""
     outer_norm_features: int | None = None
     """Features that the norms outside the layers divide for one image; None stands for one norm on all tokens."""
 
@@ -101,6 +105,7 @@ class ModelCosts:
             "patches": self.patches,
             "embeddings": self.embeddings,
             **{name: _sum(layer.parts[name] for layer in self.layers) for name in names},
+            "predictors": self.predictors,
             "classifier": self.classifier,
         }
 
@@ -132,6 +137,11 @@ class ModelCosts:
         return self.layers[-1].tokens * self.layers[-1].spec.width if self.layers else 0
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens of every layer."""
+        return tuple(layer.tokens for layer in self.layers)
+
+    @property
     def directions(self) -> int:
         """Score directions of all layers and heads."""
         return sum(layer.directions for layer in self.layers)
@@ -157,6 +167,8 @@ class ModelCosts:
             "params": self.params,
             "macs": self.macs,
             "classifier_macs": self.classifier_macs,
+            "predictor_macs": self.predictors.macs,
+            "tokens": list(self.tokens),
             "directions": self.directions,
             "parts": {name: {"params": part.params, "macs": part.macs} for name, part in self.parts.items()},
         }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.budget import GRID, largest_share
+from attnrx.budget import largest_share
 from attnrx.checks.comparison import answer
 from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
 from attnrx.costs import ModelCosts
@@ -167,9 +167,10 @@ def _points(
     for share in shares:
         yield share, None
     for target in targets:
-        share = largest_share(lambda share, most=target * before.macs: maker.costs(share).macs <= most)
+        least = maker.least
+        share = largest_share(lambda share, most=target * before.macs: maker.costs(share).macs <= most, least)
         if share is None:
-            yield Unreached(contender.name, target, maker.costs(1 / GRID).macs / before.macs)
+            yield Unreached(contender.name, target, maker.costs(least).macs / before.macs)
         else:
             yield share, target
 

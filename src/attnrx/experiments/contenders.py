@@ -1,27 +1,30 @@
 """Contenders: ways of compressing a model as text, and as something that prices and makes the model at any share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
 
-from attnrx.budget import costs_at
+from attnrx.budget import costs_at, least_share
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.experiments.peers import Maker, MapStatistics, make_peer, places, require_peer
 from attnrx.flow import prescribe, realize
+from attnrx.models import family_of, shape_of
+from attnrx.realization import realize_tokens_
 from attnrx.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
 
-KINDS = ("values", "mlp", "refine", "maps")
+KINDS = ("values", "mlp", "tokens", "refine", "maps")
 
 
 @dataclass(frozen=True)
 class Contender:
     """One way of compressing: the texts of its rules, in which {share} stands for the share that is kept, or a peer.
 
+    `tokens` is the text of a policy, whose ratio may be {share} too.
     `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `peer` is
     one of PEERS, and `maps` the linear maps that it writes as two (all, if none is named).
     """
@@ -34,6 +37,7 @@ class Contender:
     refined: int = 0
     peer: str | None = None
     maps: tuple[str, ...] = ()
+    tokens: str | None = None
 
     def __post_init__(self):
         if self.peer is None:
@@ -48,7 +52,9 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> "Contender":
-        """Reads NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], or NAME=peer:PEER[+maps=MAP,MAP]."""
+        """Reads NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], or
+        NAME=peer:PEER[+maps=MAP,MAP].
+        """
         name, equals, rest = text.partition("=")
         if not equals or not name or not rest:
             raise InvalidInput(f"the contender {text!r} is not NAME=RULE, e.g. mix=total_rank:{SHARE}.")
@@ -58,7 +64,9 @@ class Contender:
             if not given or kind not in KINDS:
                 kind, value = "rule", part
             if kind in parts or not value:
-                raise InvalidInput(f"{part!r} in {text!r}: give one RULE, and after + values=, mlp= or refine= once.")
+                raise InvalidInput(
+                    f"{part!r} in {text!r}: give one RULE, and after + values=, mlp=, tokens= or refine= once."
+                )
             parts[kind] = value
         steps = parts.get("refine", "0")
         if not steps.isdigit():
@@ -75,17 +83,18 @@ class Contender:
             int(steps),
             peer if is_peer else None,
             maps,
+            parts.get("tokens"),
         )
 
     @property
     def has_rules(self) -> bool:
         """Whether it has any rule."""
-        return any(text is not None for text in (self.rule, self.metric, self.values, self.mlp))
+        return any(text is not None for text in (self.rule, self.metric, self.values, self.mlp, self.tokens))
 
     @property
     def template(self) -> Template:
         """Its rules, the share still open."""
-        return Template(self.rule, self.metric, self.values, self.mlp)
+        return Template(self.rule, self.metric, self.values, self.mlp, self.tokens)
 
     @property
     def varies(self) -> bool:
@@ -113,6 +122,11 @@ class RuleMaker(Maker):
     contender: Contender
     _known: dict[float, ModelCosts] = field(default_factory=dict)
 
+    @property
+    def least(self) -> float:
+        """The smallest share that can be prescribed."""
+        return least_share(self.bench.model, self.contender.template)
+
     def costs(self, share: float) -> ModelCosts:
         """Prices what is prescribed; each share once."""
         if share not in self._known:
@@ -122,10 +136,15 @@ class RuleMaker(Maker):
     def make(self, share: float) -> nn.Module:
         """Realizes what is prescribed, and refines it where that is asked for."""
         bench, contender = self.bench, self.contender
-        candidate = realize(bench.model, prescribe(bench.diagnosis, **contender.template.at(share)))
-        if contender.refined:
-            knobs = Refinement(steps=contender.refined, seed=bench.seed)
-            candidate = refine(candidate, bench.model, bench.calibration, knobs).model
+        found = prescribe(bench.diagnosis, **contender.template.at(share))
+        if not contender.refined:
+            return realize(bench.model, found)
+        candidate = realize(bench.model, replace(found, tokens=None))
+        knobs = Refinement(steps=contender.refined, seed=bench.seed)
+        candidate = refine(candidate, bench.model, bench.calibration, knobs).model
+        if found.tokens is not None:  # last, as refinement watches all tokens
+            family = family_of(candidate)
+            realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
         return candidate
 
 

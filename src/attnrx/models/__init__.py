@@ -14,9 +14,17 @@ from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.observing import evaluating, observing, observing_mlp
-from attnrx.models.reducing import TokenReduction, attach_tokens_, described_tokens, reduction_of
+from attnrx.models.reducing import (
+    TokenReduction,
+    attach_tokens_,
+    described_tokens,
+    reduction_of,
+    require_all_tokens,
+    shape_of,
+)
 from attnrx.models.showing import Showing
 from attnrx.models.timm_family import TimmFamily
+from attnrx.models.token_prices import written_out
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
@@ -52,7 +60,10 @@ __all__ = [
     "rank_of",
     "recording_blocks",
     "reduction_of",
+    "require_all_tokens",
     "save_model",
+    "shape_of",
+    "written_out",
 ]
 
 

@@ -18,8 +18,9 @@ from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.plain_attention import model_name
+from attnrx.models.token_prices import priced_tokens
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import TokenLayout
+from attnrx.tokens import TokenLayout, TokenPolicy
 
 MLP_MAPS = ("fc1", "fc2")
 Ranks = tuple[tuple[int | None, int | None], ...]
@@ -219,9 +220,13 @@ class AdoptedFamily(Family):
         adopted.origin = replace(adopted.origin, mean=tuple(mean), std=tuple(std))
 
     def costs(
-        self, model: nn.Module, attention: tuple[AttentionSpec, ...] | None = None, mlp_ranks: Ranks | None = None
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: Ranks | None = None,
+        tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Prices the model, with other specs and ranks in its layers on request.
+        """Prices the model, with other specs, ranks and tokens in its layers on request.
 
         Everything learned before the first layer (tokens and positions too) counts as patches, everything learned in a
         layer beside attention and MLP (LayerScale too) as its norms, so the parameters add up to all of the model.
@@ -239,34 +244,38 @@ class AdoptedFamily(Family):
             )
         patches = self.patches(adopted.source)
         positions = self._positions(adopted)
-        tokens = positions + self.prefix_tokens(adopted.source)
+        priced = priced_tokens(model, self, tokens, specs, positions + self.prefix_tokens(adopted.source))
         heads = [module for name, module in adopted.source.named_modules() if name in self.head_names]
         classifier = sum(params(module) for module in heads)
-        before = params(adopted) - classifier - sum(params(layer) for layer in layers)
+        before = params(adopted.source) - classifier - sum(params(layer) for layer in layers)
         changes = [tuple(zip(*pair, strict=True)) for pair in zip(maps, wanted, strict=True)] or [()] * len(layers)
         return ModelCosts(
             patches=PartCosts(before, positions * patches.weight.numel()),
             layers=tuple(
                 replace(
-                    layer_costs(spec, tokens, 0),
-                    mlp=mlp_costs(layer.get_submodule("mlp"), tokens, change),
+                    layer_costs(spec, own, 0),
+                    mlp=mlp_costs(layer.get_submodule("mlp"), own, change),
                     layer_norms=PartCosts(params(layer, without=(self.attention_name, "mlp"))),
                 )
-                for layer, spec, change in zip(layers, specs, changes, strict=True)
+                for layer, spec, change, own in zip(layers, specs, changes, priced.tokens, strict=True)
             ),
             classifier=PartCosts(classifier),
             classifier_macs=sum(matrices(head) for head in heads),
-            outer_norm_features=self._outer_norm_features(adopted.source, positions, tokens),
+            predictors=priced.predictors,
+            predictor_norm_features=priced.norm_features,
+            outer_norm_features=self._outer_norm_features(adopted.source, positions, priced.tokens),
         )
 
-    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: int) -> int:
+    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
         """Features of the norms outside the layers: of the patches, of all tokens, or of one pooled token."""
+        last = self.last_norm(source)
         inside = {module for layer in self.layers(source) for module in layer.modules()}
         total = 0
         for name, module in source.named_modules():
             features = norm_features(module)
             if features and module not in inside:
-                seen = positions if name.startswith("patch_embed.") else tokens
+                left = tokens[-1] if module is last else tokens[0]
+                seen = positions if name.startswith("patch_embed.") else left
                 total += features * (1 if name in self.pooled_names else seen)
         return total
 

@@ -10,7 +10,7 @@ from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.spec import AttentionSpec
 from attnrx.storage import fingerprint
-from attnrx.tokens import TokenLayout
+from attnrx.tokens import TokenLayout, TokenPolicy
 
 
 class Family(ABC):
@@ -68,8 +68,13 @@ class Family(ABC):
         model: nn.Module,
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+        tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Parameters and MACs in closed form: of the model as it is, or with these specs and ranks in its layers."""
+        """Parameters and MACs in closed form: of the model as it is, or with these specs and ranks in its layers.
+
+        Every layer is priced at its own number of tokens: those that the policy leaves, the given one or else the one
+        that the model carries.
+        """
 
 
 def model_fingerprint(model: nn.Module) -> str:

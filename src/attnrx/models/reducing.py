@@ -1,6 +1,8 @@
 """Tokens that leave a model on their way: stages between its layers, which a reducer decides at."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from attnrx.attention import Tap, Tapped
 from attnrx.config import to_dict
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
 from attnrx.shapes import Float, Int, Tensor
@@ -68,8 +70,18 @@ class TokenReduction(nn.Module):
         """The sizes that attention counts tokens by."""
         return self.run.sizes if self.counts_sizes else None
 
-    def show(self, tap: Tap) -> None:
-        """Takes in what a layer showed."""
+    def show(self, heads: tuple[int, ...], tap: Tap) -> None:
+        """Takes in what a layer with these heads of the original model showed.
+
+        A compressed layer stores its heads in another order, and not those that were removed. The reducer sees every
+        head in its place, and a removed one as the mask has it: it attends to all tokens alike.
+        """
+        if heads != tuple(range(self.shape.heads)):
+            tap = replace(
+                tap,
+                attention=_in_place(tap.attention, heads, self.shape.heads, self.sizes()),
+                class_attention=_in_place(tap.class_attention, heads, self.shape.heads, self.sizes()),
+            )
         self.run.tap = tap
         if "moments" in self.policy.reducer.needs and tap.attention is not None:
             before = self.run.moments
@@ -117,14 +129,26 @@ class TokenReduction(nn.Module):
         return torch.cat([tokens[:, :prefix], tokens[:, prefix:] * weights[..., None]], dim=1)
 
 
-def attach_tokens_(model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress") -> TokenReduction:
-    """Puts a policy into the model, in place, and gives what was put there; its predictors, if any, are fresh."""
+def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
+    """Gives what reducers may have to know of a model that has, or once had, so many heads in every layer."""
+    specs = [layer.spec for layer in family.attention(model)]
+    stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
+    return Shape(specs[0].width, heads or stored, family.token_layout(model))
+
+
+def attach_tokens_(
+    model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
+) -> TokenReduction:
+    """Puts a policy into the model, in place, and gives what was put there; its predictors, if any, are fresh.
+
+    `heads` is how many the original had, where some may have been removed from every layer.
+    """
     layers = family.attention(model)
     if reduction_of(model) is not None:
         raise InvalidInput("this model lets tokens leave already; attach a policy to the original.")
-    layout = family.token_layout(model)
+    shape = shape_of(model, family, heads)
+    layout = shape.layout
     policy.require(layout, len(layers))
-    shape = Shape(layers[0].spec.width, len(layers[0].spec.heads), layout)
     weight = next(model.parameters())
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     model.tokens = reduction
@@ -138,7 +162,9 @@ def attach_tokens_(model: nn.Module, family: Family, policy: TokenPolicy, by: st
         wanted = _wanted(policy, index)
         sized = reduction.counts_sizes or policy.reducer.learned
         if wanted or (sized and index >= policy.layers[0]):
-            layer.backend = Tapped(reduction.sizes, reduction.show, wanted)
+            layer.backend = Tapped(reduction.sizes, partial(reduction.show, layer.spec.heads), wanted)
+            if wanted and not layer.spec.heads:
+                layer.register_forward_hook(partial(_show_no_heads, layer.backend))
     if layout.pooled == "mean":
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
@@ -147,18 +173,47 @@ def attach_tokens_(model: nn.Module, family: Family, policy: TokenPolicy, by: st
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
     """Describes the policy of a model as JSON-ready values; None where all tokens stay."""
     reduction = reduction_of(model)
-    return None if reduction is None else {"policy": to_dict(reduction.policy), "by": reduction.by}
+    return (
+        None
+        if reduction is None
+        else {
+            "policy": to_dict(reduction.policy),
+            "by": reduction.by,
+            "heads": reduction.shape.heads,
+        }
+    )
 
 
 def attach_described_(model: nn.Module, family: Family, record: Mapping[str, Any]) -> None:
     """Puts the described policy into the model."""
-    attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"])
+    attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"], record["heads"])
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
     """Gives the policy at work in a model; None where all tokens stay."""
     found = getattr(model, "tokens", None)
     return found if isinstance(found, TokenReduction) else None
+
+
+def require_all_tokens(model: nn.Module, verb: str) -> None:
+    """Refuses a model whose tokens leave on their way, for what needs them all in every layer."""
+    reduction = reduction_of(model)
+    if reduction is not None:
+        raise NotSupported(
+            f"tokens leave this model on their way ({reduction.policy}), so its layers do not see the same tokens: "
+            f"{verb} the original, and let tokens leave last."
+        )
+
+
+def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None) -> Tensor | None:
+    """Puts the maps of some heads into their places among all; those of the others are the same for every key."""
+    if maps is None:
+        return None
+    counted = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
+    even = (counted / counted.sum(-1, keepdim=True)).view(len(maps), *(1,) * (maps.ndim - 2), -1)
+    found = even.expand(len(maps), count, *maps.shape[2:]).clone()
+    found[:, list(heads)] = maps
+    return found
 
 
 def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
@@ -168,6 +223,13 @@ def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
     if "moments" in needs and layer < policy.layers[-1]:
         wanted.add("attention")
     return tuple(sorted(wanted))
+
+
+def _show_no_heads(tapped: Tapped, layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+    """Shows a layer that has lost all its heads, whose backend does not run."""
+    batch, count = output.shape[:2]
+    maps = output.new_zeros(batch, 0, count, count)
+    tapped.show(Tap(maps, maps[:, :, 0], output.new_zeros(batch, count, 1)))
 
 
 class _Begin:

@@ -8,13 +8,14 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.config import from_dict, to_dict
-from attnrx.costs import ModelCosts, PartCosts, layer_costs, linear_costs, norm_costs
+from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs, norm_costs
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
+from attnrx.models.token_prices import priced_tokens
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import TokenLayout
+from attnrx.tokens import TokenLayout, TokenPolicy
 
 # The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -97,10 +98,12 @@ class ViTFamily(Family):
         model: nn.Module,
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+        tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Prices the configuration, with other specs and ranks in its layers on request."""
+        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
         config = _own(model).config
-        return config_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention)
+        priced = priced_tokens(model, self, tokens, attention or config.attention, config.tokens)
+        return config_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
@@ -110,11 +113,14 @@ def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
 
 
-def config_costs(config: ViTConfig, attention: tuple[AttentionSpec, ...] | None = None) -> ModelCosts:
-    """Prices a configuration without building it, with other specs in its layers on request.
+def config_costs(
+    config: ViTConfig, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None
+) -> ModelCosts:
+    """Prices a configuration without building it, with other specs and tokens in its layers on request.
 
     That prices a prescription before it is realized.
     """
+    priced = tokens or TokenCosts((config.tokens,) * config.depth)
     if attention is not None:
         if len(attention) != config.depth:
             raise InvalidInput(f"{len(attention)} attention specs for {config.depth} layers: give one for each layer.")
@@ -122,11 +128,13 @@ def config_costs(config: ViTConfig, attention: tuple[AttentionSpec, ...] | None 
     return ModelCosts(
         patches=linear_costs(config.channels * config.patch_size**2, config.width, config.tokens),
         layers=tuple(
-            layer_costs(spec, config.tokens, config.hidden, config.mlp_rank(index))
-            for index, spec in enumerate(config.attention)
+            layer_costs(spec, own, config.hidden, config.mlp_rank(index))
+            for index, (spec, own) in enumerate(zip(config.attention, priced.tokens, strict=True))
         ),
         classifier=norm_costs(config.width) + PartCosts((config.width + 1) * config.classes),
         classifier_macs=config.width * config.classes,
+        predictors=priced.predictors,
+        predictor_norm_features=priced.norm_features,
     )
 
 

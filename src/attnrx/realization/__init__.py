@@ -3,5 +3,6 @@
 from attnrx.realization.fitting import refitted
 from attnrx.realization.realizing import BY, NORMS, realize
 from attnrx.realization.shapes import compressed_spec
+from attnrx.realization.tokens import prescribed_tokens, realize_tokens_
 
-__all__ = ["BY", "NORMS", "compressed_spec", "realize", "refitted"]
+__all__ = ["BY", "NORMS", "compressed_spec", "prescribed_tokens", "realize", "realize_tokens_", "refitted"]

@@ -8,13 +8,14 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import Family, family_of, model_fingerprint
+from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.realization.fitting import refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
 from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
 from attnrx.realization.rewritten_directions import copy_rewritten_, mask_rewritten_
 from attnrx.realization.shapes import compressed_spec, head_order
+from attnrx.realization.tokens import realize_tokens_
 
 BY = ("mask", "compress")
 NORMS = ("renormalized", "exact", "refit")
@@ -40,9 +41,12 @@ def realize(
       keys, come nearest to the original's on `calibration` images.
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. Keeping everything gives
-    identical logits. What is prescribed for values and MLP is realized as well.
+    identical logits. What is prescribed for values and MLP is realized as well. Then tokens leave, in the same way:
+    masked in their places, or gone. What a reducer sees of the attention is the same in both; of keys (ToMe) it is not,
+    as the mask still has those that the compressed model has lost.
     """
     prescription.require(model_fingerprint(model))
+    require_all_tokens(model, "realize a prescription on")
     if by not in BY or norms not in NORMS:
         raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
     layers = list(prescription.layers)
@@ -57,6 +61,8 @@ def realize(
             else:
                 family.set_attention_(changed, index, _compressed(attention, layer, norms))
             _realize_mlp_(family, changed, index, layer, by)
+        if prescription.tokens is not None:
+            realize_tokens_(changed, family, prescription.tokens, by, shape_of(model, family).heads)
     return changed
 
 

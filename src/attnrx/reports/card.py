@@ -57,8 +57,10 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
         return []
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
     of = max((layer.keep.shape[1] for layer in prescription.layers), default=0)
-    rule = f"Rule: `{rule_text(prescription)}`, for the model with the fingerprint `{prescription.fingerprint}`."
-    return ["## Prescription", rule, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
+    rule = f"Rule: `{rule_text(prescription)}`. " if prescription.rule else ""
+    tokens = "" if prescription.tokens is None else f"Tokens: `{prescription.tokens.policy}`. "
+    made = f"{rule}{tokens}For the model with the fingerprint `{prescription.fingerprint}`."
+    return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
 
 
 def _evidence(evidence: Evidence | None) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from attnrx.config import to_dict
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NothingChanged
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.prescription import LayerPrescription, Prescription, TokenPrescription
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.metrics import OWN
@@ -21,28 +21,24 @@ from attnrx.spectrum import Spectrum
 
 def prescribe(
     diagnosis: Diagnosis,
-    rule: Rule | None,
+    rule: Rule | None = None,
     metric: str | None = None,
     *,
     values: Rule | None = None,
     mlp: Rule | None = None,
+    tokens: TokenPrescription | None = None,
 ) -> Prescription:
     """Lets the rule decide about every layer; rules that would leave the model as it is raise NothingChanged.
 
     With a `metric`, given here or by the rule, the rule decides about the directions that are the best ones in that
     metric instead of the model's own, by their strengths there (see METRICS). `values` decides in the same way about
     what the heads read out, and `mlp` about the two maps of every MLP, both in the metric of the data; `rule` may then
-    be None, and the scores stay as they are. The prescription records the rules, everything the diagnosis says about
-    its model and data, and under `score_bounds` how far the mask can move the scores of each head on the same tokens
-    (Theorem 1), or null where there is no such law.
+    be None, and the scores stay as they are. `tokens` says which tokens leave between the layers, which needs no
+    reading, as it is decided anew for every image. The prescription records the rules, everything the diagnosis says
+    about its model and data, and under `score_bounds` how far the mask can move the scores of each head on the
+    same tokens (Theorem 1), or null where there is no such law.
     """
-    for asked in (rule, values, mlp):
-        if asked is not None and not isinstance(asked, Rule):
-            raise InvalidInput(
-                f"prescribe was given {asked!r} for a rule; use e.g. EnergyRetention(0.9) or parse_rule(text)."
-            )
-    if not diagnosis.layers:
-        raise InvalidInput(f"prescribe({rule}) found a diagnosis without layers; diagnose a model that has attention.")
+    _require_askable(diagnosis, (rule, values, mlp), tokens)
     layers, spectra = _decide_scores(diagnosis, rule, metric)
     if values is not None:
         layers = [
@@ -50,14 +46,15 @@ def prescribe(
         ]
     if mlp is not None:
         layers = [replace(layer, mlp=own) for layer, own in zip(layers, decide_mlp(diagnosis, mlp), strict=True)]
-    if not any(_changes(spectrum, layer) for spectrum, layer in zip(spectra, layers, strict=True)):
-        raise NothingChanged(_nothing(spectra, layers, rule or values or mlp))
+    if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
+        raise NothingChanged(_nothing(spectra, layers, rule or values or mlp, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, layers, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     rules = {"rule": rule, "values_rule": values, "mlp_rule": mlp}
     about: dict[str, Any] = {**diagnosis.about, **{name: str(own) for name, own in rules.items() if own is not None}}
     about |= {"score_bounds": known, "metric": _metric(rule, metric)}
-    return Prescription(tuple(layers), {} if rule is None else to_dict(rule), diagnosis.fingerprint, about)
+    about |= {} if tokens is None else {"tokens": str(tokens.policy)}
+    return Prescription(tuple(layers), {} if rule is None else to_dict(rule), diagnosis.fingerprint, about, tokens)
 
 
 def _metric(rule: Rule | None, metric: str | None) -> str:
@@ -109,7 +106,24 @@ def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
     return loses or bool((layer.strength.double() != spectrum.strength.double())[spectrum.used].any())
 
 
-def _nothing(spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None) -> str:
+def _require_askable(diagnosis: Diagnosis, rules: tuple[Rule | None, ...], tokens: TokenPrescription | None) -> None:
+    for asked in rules:
+        if asked is not None and not isinstance(asked, Rule):
+            raise InvalidInput(
+                f"prescribe was given {asked!r} for a rule; use e.g. EnergyRetention(0.9) or parse_rule(text)."
+            )
+    if not diagnosis.layers:
+        raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
+    if tokens is not None:
+        tokens.policy.require_depth(len(diagnosis.layers))
+
+
+def _nothing(
+    spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None, tokens: TokenPrescription | None
+) -> str:
+    if rule is None:
+        told = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} lets no token leave"
+        return f"{told}, so nothing would change: give a rule, or tokens='evit:0.7@4,7,10'."
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     span = (
         f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"

@@ -13,15 +13,16 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """The texts of the rules about scores, values and MLP, in which {share} stands for a share that is kept.
+    """The texts of the rules about scores, values and MLP, and of a token policy, in which {share} stands for a share.
 
-    All three have the same share, e.g. rule="total_rank:{share}", mlp="uniform_rank:{share}".
+    All have the same share, e.g. rule="total_rank:{share}", mlp="uniform_rank:{share}".
     """
 
     rule: str | None = None
     metric: str | None = None
     values: str | None = None
     mlp: str | None = None
+    tokens: str | None = None
 
     @property
     def texts(self) -> dict[str, str | None]:
@@ -29,22 +30,33 @@ class Template:
         return {"rule": self.rule, "values": self.values, "mlp": self.mlp}
 
     @property
+    def everything(self) -> dict[str, str | None]:
+        """The rules and the policy."""
+        return {**self.texts, "tokens": self.tokens}
+
+    @property
+    def drops_by_share(self) -> bool:
+        """Whether the share is also that of the tokens."""
+        return self.tokens is not None and SHARE in self.tokens
+
+    @property
     def varies(self) -> bool:
         """Whether it depends on the share at all."""
-        return any(text is not None and SHARE in text for text in self.texts.values())
+        return any(text is not None and SHARE in text for text in self.everything.values())
 
     def require_varying(self) -> None:
         """Refuses a template of which no cost can be chosen."""
         if not self.varies:
-            given = ", ".join(f"{name}={text}" for name, text in self.texts.items() if text is not None) or "no rule"
+            given = ", ".join(f"{name}={text}" for name, text in self.everything.items() if text) or "no rule"
             raise InvalidInput(
                 f"{given} leaves nothing to choose: write {SHARE} for the share, e.g. total_rank:{SHARE}."
             )
 
     def at(self, share: float) -> dict[str, Any]:
         """Gives what `prescribe` is asked, for one share, rules as text."""
-        told = {kind: None if text is None else text.replace(SHARE, repr(share)) for kind, text in self.texts.items()}
-        return {**told, "metric": self.metric}
+        told = self.everything.items()
+        texts = {kind: None if text is None else text.replace(SHARE, repr(share)) for kind, text in told}
+        return {**texts, "metric": self.metric}
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:

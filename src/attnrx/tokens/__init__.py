@@ -9,12 +9,13 @@ from attnrx.tokens.class_attention import ClassAttention
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.policy import TokenPolicy, parse_stages
+from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.spot import Spot, attention_features
+from attnrx.tokens.text import parse_policy_text
 from attnrx.tokens.tome import ToMe
 
 # Every reducer by its name in text.
@@ -28,6 +29,8 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "dynamicvit": DynamicViT,
     "spot": Spot,
 }
+for _name, _kind in REDUCERS.items():
+    _kind.name = _name
 
 __all__ = [
     "REDUCERS",
@@ -48,10 +51,19 @@ __all__ = [
     "TokenLayout",
     "TokenPolicy",
     "attention_features",
-    "parse_stages",
+    "parse_policy",
     "policy_from_dict",
     "sampled_keep",
 ]
+
+
+def parse_policy(text: str) -> TokenPolicy:
+    """Reads a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`.
+
+    One ratio is kept at every stage of what is left; ratios with / between them, one for each stage, are shares of the
+    image's patches.
+    """
+    return parse_policy_text(text, REDUCERS)
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.shapes import Tensor
 from attnrx.tokens.class_attention import class_attention
-from attnrx.tokens.reducer import Reducer, Reduction, best, taken
+from attnrx.tokens.reducer import Reducer, Reduction, Shape, best, taken
 from attnrx.tokens.seen import Seen
 
 
@@ -21,6 +21,10 @@ class EViT(Reducer):
 
     needs: ClassVar[tuple[str, ...]] = ("class_attention",)
     extra: ClassVar[int] = 1
+
+    def predictor_macs(self, shape: Shape, patches: int) -> int:
+        """MACs of the fused token."""
+        return patches * shape.width
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and fuses the rest."""

@@ -1,7 +1,6 @@
 """The policy: which reducer, before which layers, and how many tokens are left after each."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from attnrx.errors import InvalidInput, NotSupported
@@ -45,6 +44,17 @@ class TokenPolicy:
             raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
         return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
 
+    def __str__(self) -> str:
+        ratio = self.keep[0]
+        staged = self.keep == tuple(ratio**stage for stage in range(1, len(self.keep) + 1))
+        ratios = repr(ratio) if staged else "/".join(map(repr, self.keep))
+        return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
+
+    @property
+    def drops(self) -> bool:
+        """Whether any token leaves at all."""
+        return self.keep[-1] < 1
+
     def counts(self, patches: int) -> tuple[int, ...]:
         """The patches that are left after each stage, of so many."""
         found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
@@ -61,25 +71,29 @@ class TokenPolicy:
             found.append(left)
         return tuple(found)
 
-    def require(self, layout: TokenLayout, depth: int) -> None:
-        """Refuses a model that the policy does not fit."""
+    def require_depth(self, depth: int) -> None:
+        """Refuses a model that has too few layers."""
         if self.layers[-1] > depth:
             raise InvalidInput(
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
             )
+
+    def seen(self, layout: TokenLayout) -> tuple[int, ...]:
+        """The patches that the reducer sees at each stage, those that a stage before added among them."""
+        before = (layout.patches, *self.counts(layout.patches)[:-1])
+        return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in before)
+
+    def require(self, layout: TokenLayout, depth: int) -> None:
+        """Refuses a model that the policy does not fit."""
+        self.require_depth(depth)
         if "class_attention" in self.reducer.needs and not layout.class_token:
             raise NotSupported(
                 f"{type(self.reducer).__name__} goes by the attention of the class token, and this model has none; use "
                 "a reducer that does without, e.g. random, attention_received or tome."
             )
-        self.counts(layout.patches)
-
-
-def parse_stages(text: str) -> tuple[float, tuple[int, ...]]:
-    """Reads RATIO@LAYER,LAYER,..., e.g. 0.7@4,7,10."""
-    found = re.fullmatch(r"(0?\.\d+|1(?:\.0+)?|\d+\.\d+)@(\d+(?:,\d+)*)", text)
-    if not found:
-        raise InvalidInput(
-            f"{text!r} is not RATIO@LAYER,LAYER,..., e.g. 0.7@4,7,10: the share kept before these layers."
-        )
-    return float(found[1]), tuple(int(layer) for layer in found[2].split(","))
+        for seen, count in zip(self.seen(layout), self.counts(layout.patches), strict=True):
+            if count < self.reducer.least(seen):
+                raise InvalidInput(
+                    f"{self}: of {seen} patches {self.reducer} leaves {self.reducer.least(seen)} at least, and {count} "
+                    "are asked for; keep more, or let them leave at more stages."
+                )

@@ -46,5 +46,5 @@ class KeepScores(nn.Sequential):
 
 
 def feature_macs(width: int, projected: int, patches: int) -> int:
-    """MACs of the token features: the projection, and a LayerNorm at five for every feature."""
-    return patches * (width * projected + 5 * width) if projected else 0
+    """MACs of the token features: the projection."""
+    return patches * width * projected

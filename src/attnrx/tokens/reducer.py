@@ -1,5 +1,6 @@
 """The contract of a token reducer."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,11 +31,16 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a reducer may have to know of the model before it has seen a token."""
+    """What a reducer may have to know of the model before it has seen a token.
+
+    `heads` are those of the original model: it sees them all, in their order, though some were removed. `directions`
+    is the size of the keys that it is shown, where costs are asked for.
+    """
 
     width: int
     heads: int
     layout: TokenLayout
+    directions: int = 0
 
 
 class Reducer(ABC):
@@ -46,6 +52,8 @@ class Reducer(ABC):
     A `learned` reducer has a predictor at every stage.
     """
 
+    name: ClassVar[str] = ""
+    """The name in text, which REDUCERS gives."""
     needs: ClassVar[tuple[str, ...]] = ()
     learned: ClassVar[bool] = False
     proportional: ClassVar[bool] = False
@@ -57,16 +65,37 @@ class Reducer(ABC):
         return nn.Module()
 
     def predictor_macs(self, shape: Shape, patches: int) -> int:
-        """MACs of deciding at a stage with so many patches left."""
+        """MACs of deciding at a stage with so many patches left: of every matrix product.
+
+        Norms are not counted here, as nowhere in `attnrx.costs`; those of the predictor are found in its modules, and
+        taken to see every patch once.
+        """
         return 0
 
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
         raise NotSupported(f"{self} has no scores to be trained by.")
 
+    def least(self, patches: int) -> int:
+        """The fewest patches that a stage can leave of so many."""
+        return 1
+
+    def __str__(self) -> str:
+        told = [
+            f"{field.name}={_spelled(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        ]
+        name = self.name or type(self).__name__
+        return f"{name}({','.join(told)})" if told else name
+
     @abstractmethod
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Leaves `count` patches of every image."""
+
+
+def _spelled(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 class Selecting(Reducer):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction
+from attnrx.tokens.reducer import Reducer, Reduction, Shape
 from attnrx.tokens.seen import Seen
 
 
@@ -23,6 +23,14 @@ class ToMe(Reducer):
 
     needs: ClassVar[tuple[str, ...]] = ("keys",)
     proportional: ClassVar[bool] = True
+
+    def predictor_macs(self, shape: Shape, patches: int) -> int:
+        """MACs of comparing the two sets by their keys."""
+        return (patches // 2) * (patches - patches // 2) * shape.directions
+
+    def least(self, patches: int) -> int:
+        """Half of them."""
+        return patches // 2
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` are left."""

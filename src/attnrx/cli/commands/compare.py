@@ -28,9 +28,10 @@ def add(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="NAME=RULE",
-        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+refine=STEPS], where {share} stands for the share kept "
-        "(once for all rules), or NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all "
-        "linear maps or on some of query, key, value, output, fc1 and fc2, or torch_pruning",
+        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], where {share} stands "
+        "for the share kept (once for all rules, and as the keep ratio in a POLICY such as evit:{share}@4,7,10), or "
+        "NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
+        "query, key, value, output, fc1 and fc2, or torch_pruning",
     )
     points = parser.add_mutually_exclusive_group()
     points.add_argument("--shares", metavar="S,S", help="shares kept (0.75,0.5,0.25)")

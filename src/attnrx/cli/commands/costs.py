@@ -1,6 +1,7 @@
 """attnrx costs: a model, and perhaps what is to become of it, in; parameters and MACs, exactly, out."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,12 @@ def add(parser: Parser) -> None:
     )
     forms.add_argument("--vo", type=int, metavar="R", help="value and output: R features for each head")
     forms.add_argument("--mlp", type=int, metavar="R", help="MLP: each of its two maps written as two of rank R")
+    forms.add_argument(
+        "--tokens",
+        metavar="POLICY",
+        help="tokens that leave: NAME[(knob=value,...)]:RATIO@LAYERS, e.g. spot:0.7@4,7,10 (0.7 of what is left goes "
+        "on before the layers 4, 7 and 10, counted from 1), or class_attention:0.8/0.5@4,7 (shares of the patches)",
+    )
     parser.add_argument(
         "--convention",
         choices=("svda", "irratt", "paper"),
@@ -54,17 +61,17 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Prices in closed form: nothing is run, and a model that is named is built without weights."""
-    forms = (arguments.qk, arguments.vo, arguments.mlp)
+    policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
+    forms = (arguments.qk, arguments.vo, arguments.mlp, policy)
     compressed = any(form is not None for form in forms)
-    if compressed and (arguments.prescription is not None or arguments.removed_share is not None):
-        raise InvalidInput("--qk, --vo and --mlp say what is compressed; price a prescription or a share by itself.")
+    _require_one_plan(arguments, compressed)
     # Refused before the model is built, which may take a while.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
     model = outline(arguments.model)
     convention = _convention(model, arguments.convention)
     costs = rx.models.family_of(model).costs(model)
-    if compressed:
-        return _priced_forms(model, arguments, compression, convention)
+    if compressed and arguments.prescription is None:
+        return _priced_forms(model, arguments, compression, policy, convention)
     price = convention.price(costs)
     record: dict[str, Any] = {"model": arguments.model, "convention": convention.name, **_record(costs, price)}
     if arguments.prescription is not None:
@@ -72,10 +79,27 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         prices = priced(costs, after, convention)
         smaller = _record(after, convention.price(after))
         record |= {**prices, "compressed": smaller, "norms": arguments.norms}
-        return Outcome(record, (parts_table(price), prices_table(costs, after, convention)))
+        tables = (parts_table(price), prices_table(costs, after, convention))
+        return Outcome(record, (*tables, *_tokens_told(after)))
     if arguments.removed_share is not None:
         return _priced_share(costs, price, record, arguments.removed_share)
-    return Outcome(record, (parts_table(price),))
+    return Outcome(record, (parts_table(price), *_tokens_told(costs)))
+
+
+def _require_one_plan(arguments: Namespace, compressed: bool) -> None:
+    if not compressed:
+        return
+    if arguments.removed_share is not None:
+        raise InvalidInput(
+            "--removed-share is the same in every layer; price it by itself, without --qk, --vo, --mlp, --tokens."
+        )
+    if arguments.prescription is not None and any(
+        each is not None for each in (arguments.qk, arguments.vo, arguments.mlp)
+    ):
+        raise InvalidInput(
+            "--qk, --vo and --mlp say what is compressed, and so does the prescription; price one of them. "
+            "(--tokens goes with either.)"
+        )
 
 
 def _convention(model: "nn.Module", name: str) -> "rx.costs.Convention":
@@ -88,13 +112,14 @@ def _priced_forms(
     model: "nn.Module",
     arguments: Namespace,
     compression: "rx.costs.Compression",
+    policy: "rx.tokens.TokenPolicy | None",
     convention: "rx.costs.Convention",
 ) -> Outcome:
     """Prices a compressed form: by the paper's convention as the paper writes it, otherwise as it is realized."""
     family = rx.models.family_of(model)
     specs = [layer.spec for layer in family.attention(model)]
     wanted = tuple(compression.spec(spec) for spec in specs)
-    realized = family.costs(model, wanted, compression.mlp_ranks(specs))
+    realized = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
     after = compression.as_written(realized) if convention.fusion else realized
     original, price = convention.price(family.costs(model)), convention.price(after)
     record = {
@@ -103,6 +128,7 @@ def _priced_forms(
         "qk": compression.qk,
         "vo": compression.vo,
         "mlp": compression.mlp,
+        "policy": None if policy is None else str(policy),
         **_record(after, price),
         **price.percent_of(original),
         "original": price_record(original),
@@ -110,7 +136,7 @@ def _priced_forms(
     if after != realized:
         plain = convention.price(realized)
         record["realized"] = {**price_record(plain), **plain.percent_of(original)}
-    return Outcome(record, (parts_table(price), percent_table(original, price)))
+    return Outcome(record, (parts_table(price), percent_table(original, price), *_tokens_told(after)))
 
 
 def _priced_share(
@@ -139,9 +165,30 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
             f"{shapes}; price it on the model it was made for."
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
+    if arguments.tokens is not None:
+        prescription = _with_tokens(prescription, arguments.tokens)
     return rx.budget.prescribed_costs(model, prescription, norms)
+
+
+def _with_tokens(prescription: "rx.Prescription", text: str) -> "rx.Prescription":
+    if prescription.tokens is not None:
+        raise InvalidInput(
+            f"the prescription lets tokens leave already ({prescription.tokens.policy}), and --tokens {text} says "
+            "otherwise; drop one of them."
+        )
+    from attnrx.prescription import TokenPrescription
+
+    return replace(prescription, tokens=TokenPrescription.of(rx.tokens.parse_policy(text)))
+
+
+def _tokens_told(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
+    """Says how many tokens every layer has, where they are not the same."""
+    if len(set(costs.tokens)) < 2:
+        return ()
+    return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)
 
 
 def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:
     parts = {name: {"params": part.params, "macs": part.macs} for name, part in price.parts.items()}
-    return {**costs.to_record(), **price_record(price), "parts": parts}
+    deciding = {"predictor_macs": price.parts["predictors"].macs}
+    return {**costs.to_record(), **price_record(price), **deciding, "parts": parts}

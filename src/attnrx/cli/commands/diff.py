@@ -3,13 +3,16 @@
 from argparse import Namespace
 from collections import defaultdict
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.findings import HOLDS, measured
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
+
+if TYPE_CHECKING:
+    from attnrx.prescription import TokenPrescription
 
 EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_rank"
 
@@ -93,11 +96,13 @@ def _prescriptions(arguments: Namespace) -> Outcome:
         for head in range(old.keep.shape[0])
     ]
     different = [head for head in heads if _differs(head)]
+    tokens = [None if each.tokens is None else str(each.tokens.policy) for each in (before, after)]
     record = {
-        "same": not different,
+        "same": not different and _same_tokens(before.tokens, after.tokens),
         "same_model": before.fingerprint == after.fingerprint,
         "rules": [dict(before.rule), dict(after.rule)],
         "removed_share": [before.removed_share, after.removed_share],
+        "tokens": tokens,
         "heads": heads,
     }
     rows = tuple(
@@ -105,8 +110,19 @@ def _prescriptions(arguments: Namespace) -> Outcome:
         for head in different
     )
     removed = f"removed: {percent(before.removed_share)} in A, {percent(after.removed_share)} in B"
-    told = f"{len(different)} of {len(heads)} heads differ; {removed}"
-    return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), told) if rows else (told,))
+    told = [f"{len(different)} of {len(heads)} heads differ; {removed}"]
+    if not _same_tokens(before.tokens, after.tokens):
+        sides = ", ".join(f"{policy or 'all stay'} in {side}" for policy, side in zip(tokens, "AB", strict=True))
+        told.append(f"tokens: {sides}{'; other predictors' if tokens[0] == tokens[1] else ''}")
+    return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), *told) if rows else tuple(told))
+
+
+def _same_tokens(before: "TokenPrescription | None", after: "TokenPrescription | None") -> bool:
+    if before is None or after is None:
+        return before is after
+    mine, theirs = before.predictors or {}, after.predictors or {}
+    same_weights = mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    return before.policy == after.policy and before.seed == after.seed and same_weights
 
 
 def _differs(head: dict[str, Any]) -> bool:

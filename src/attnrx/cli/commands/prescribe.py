@@ -11,6 +11,7 @@ from attnrx.cli.parser import Parser, add_out
 from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from attnrx.prescription import TokenPrescription
     from attnrx.rules import Template
 
 EXAMPLE = "attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out prescription.json"
@@ -32,6 +33,17 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--values", metavar="RULE", help="the rule for what the heads read out, e.g. total_rank:0.75")
     parser.add_argument("--mlp", metavar="RULE", help="the rule for the maps of the MLP, e.g. uniform_rank:0.5")
+    parser.add_argument(
+        "--tokens",
+        metavar="POLICY",
+        help="tokens that leave: NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (0.7 of what is left goes "
+        "on before the layers 4, 7 and 10, counted from 1), or class_attention:0.8/0.5@4,7 (shares of the patches)",
+    )
+    parser.add_argument(
+        "--predictors",
+        metavar="FOLDER",
+        help="a saved model whose tokens leave: its policy with its trained predictors, instead of --tokens",
+    )
     budget = parser.add_argument_group(
         "a target instead of a share: {share} in the rules becomes the largest that fits"
     )
@@ -53,9 +65,11 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     """Decides."""
     from attnrx.rules import Template
 
-    template = Template(arguments.rule, arguments.metric, arguments.values, arguments.mlp)
-    if not any(template.texts.values()):
-        raise InvalidInput("prescribe needs at least one of --rule, --values and --mlp.")
+    template = Template(arguments.rule, arguments.metric, arguments.values, arguments.mlp, arguments.tokens)
+    if not any(template.everything.values()) and arguments.predictors is None:
+        raise InvalidInput("prescribe needs at least one of --rule, --values, --mlp, --tokens and --predictors.")
+    if arguments.predictors is not None and (arguments.tokens is not None or arguments.macs is not None):
+        raise InvalidInput("--predictors brings its own policy and goes neither with --tokens nor with --macs.")
     prescription = _prescription(arguments, template)
     path = prescription.save(arguments.out)
     notes = list(prescription.about.get("notes", ()))
@@ -66,6 +80,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
         "reasons": [list(layer.reasons) for layer in prescription.layers],
+        "tokens": _told_tokens(prescription.tokens),
     }
     rows = tuple(
         (f"layer {index}", " ".join(map(str, layer.ranks)), _full(layer), str(int((~layer.heads).sum())))
@@ -78,7 +93,18 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     removed = f"{percent(prescription.removed_share)} of the directions are removed; the file says why, head by head"
     spent = () if budget is None else (_spent(budget),)
     warnings = (f"warning: {note}" for note in notes)
-    return Outcome(record, (table, removed, *spent, *warnings, f"prescription: {path}"))
+    leaving = () if prescription.tokens is None else prescription.tokens.reasons
+    return Outcome(record, (table, removed, *leaving, *spent, *warnings, f"prescription: {path}"))
+
+
+def _told_tokens(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {
+        "policy": str(tokens.policy),
+        "reasons": list(tokens.reasons),
+        "must_be_trained": tokens.must_be_trained,
+    }
 
 
 def _full(layer: "rx.LayerPrescription") -> str:
@@ -93,7 +119,11 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
             raise InvalidInput(
                 "--of, --model and {share} in a rule go with --macs, the target; give it, e.g. --macs 0.7."
             )
-        return rx.prescribe(diagnosis, template.rule, template.metric, values=template.values, mlp=template.mlp)
+        tokens = template.tokens
+        if arguments.predictors is not None:
+            tokens = rx.realization.prescribed_tokens(rx.load(arguments.predictors))
+        rules = {"values": template.values, "mlp": template.mlp, "tokens": tokens}
+        return rx.prescribe(diagnosis, template.rule, template.metric, **rules)
     budget = rx.Budget(arguments.macs, arguments.of)
     if arguments.model is None:
         raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")

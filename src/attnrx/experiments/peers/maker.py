@@ -4,11 +4,17 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
+from attnrx.budget import GRID
 from attnrx.costs import ModelCosts
 
 
 class Maker(ABC):
     """A way of compressing one model, at any share of it in (0, 1]; larger shares never cost less."""
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be asked for."""
+        return 1 / GRID
 
     @abstractmethod
     def costs(self, share: float) -> ModelCosts:

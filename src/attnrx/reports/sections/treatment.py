@@ -8,7 +8,7 @@ from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import number, percent, plain
 from attnrx.reports.sections.section import Section
 
-OTHERS = (("values_rule", "the values"), ("mlp_rule", "the MLP"))
+OTHERS = (("values_rule", "the values"), ("mlp_rule", "the MLP"), ("tokens", "the tokens"))
 
 
 def treatment(content: ReportContent) -> Section | None:

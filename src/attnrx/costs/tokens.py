@@ -1,0 +1,58 @@
+"""What a policy makes of the costs: the tokens of every layer, and the predictors that decide."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from attnrx.costs.parts import PartCosts
+from attnrx.spec import AttentionSpec
+from attnrx.tokens import Shape, TokenPolicy
+
+NOTHING = PartCosts()
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """The tokens of every layer, and what deciding costs: the predictors, and the features that their norms divide."""
+
+    tokens: tuple[int, ...]
+    predictors: PartCosts = NOTHING
+    norm_features: int = 0
+
+
+def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
+    """Prices a policy at work in a model with these layers, before anything is built.
+
+    Masked, all tokens stay in their places, and every predictor sees them all. A stage at which no token has left yet
+    decides nothing, but its predictor is there. Parameters are counted on the predictor itself.
+
+    Raises:
+        InvalidInput, NotSupported: The policy does not fit the model.
+    """
+    layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
+    policy.require(layout, depth)
+    masked = by == "mask"
+    seen = (patches,) * len(policy.layers) if masked else policy.seen(layout)
+    stages = zip(policy.layers, seen, policy.counts(patches), strict=True)
+    at_work = [(layer, own) for layer, own, count in stages if count < patches]
+    shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
+    deciding = sum(
+        policy.reducer.predictor_macs(replace(shape, directions=shown[layer]), own) for layer, own in at_work
+    )
+    with torch.device("meta"):
+        predictor = policy.reducer.predictor(shape)
+    numbers = sum(parameter.numel() for parameter in predictor.parameters())
+    return TokenCosts(
+        tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
+        predictors=PartCosts(len(policy.layers) * numbers, deciding),
+        norm_features=sum(own for _, own in at_work) * _norm_features(predictor),
+    )
+
+
+def _norm_features(predictor: nn.Module) -> int:
+    """Features that the norms of a predictor divide for one patch."""
+    norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
+    return sum(math.prod(norm.normalized_shape) for norm in norms)

@@ -1,0 +1,207 @@
+"""Both axes in one prescription: mask == compress, priced == realized == counted, saved == loaded."""
+
+import copy
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+from attnrx.budget import prescribed_costs
+from attnrx.checks import Bounds, Comparison
+from attnrx.costs import count_params, count_product_macs
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported
+from attnrx.examination import diagnose
+from attnrx.flow import control_prescriptions, prescribe
+from attnrx.models import attach_tokens_, evaluating, family_of, load_model, model_fingerprint, save_model, written_out
+from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.realization import prescribed_tokens, realize
+from attnrx.tokens import TokenPolicy, parse_policy
+from cases import PATTERNS, REDUCTIONS
+from comparisons import pixels
+from pretrained import TIMM, VIT, of_timm
+
+DEEP = TIMM.adopt(of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
+CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))
+# What is seen of keys is not the same in a mask; tested apart.
+SAME = [kind for kind, reducer in REDUCTIONS.items() if "keys" not in reducer.needs]
+
+
+def images(model: nn.Module, count: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with evaluating([model]):
+        return model(images(model))
+
+
+def predictors(policy: TokenPolicy, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """Random ones that decide by what they see."""
+    if not policy.reducer.learned:
+        return None
+    twin = copy.deepcopy(model)
+    stages = attach_tokens_(twin, family_of(twin), policy).stages.state_dict()
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(each.shape, generator=generator, dtype=torch.float64) for name, each in stages.items()}
+
+
+def both(model: nn.Module, pattern: str, policy: TokenPolicy) -> Prescription:
+    ranks = cases.prescription(model, PATTERNS[pattern])  # type: ignore[arg-type]
+    return replace(ranks, tokens=TokenPrescription.of(policy, predictors(policy, model)))
+
+
+# Where no head has any direction all attention is the same, and a reducer that sees nothing else decides by rounding.
+PAIRS = [pair for pair in product(PATTERNS, SAME) if pair != ("zero", "spot-no-tokens")]
+
+
+@pytest.mark.parametrize(("pattern", "kind"), PAIRS)
+def test_mask_equals_compress_on_both_axes(pattern: str, kind: str) -> None:
+    prescription = both(DEEP, pattern, TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))
+    masked, small = (realize(DEEP, prescription, by=by) for by in ("mask", "compress"))
+    torch.testing.assert_close(logits(masked), logits(small), rtol=1e-9, atol=1e-9)
+    alone = realize(DEEP, replace(prescription, tokens=None))
+    assert not torch.allclose(logits(small), logits(alone), rtol=1e-6)
+
+
+def test_a_layer_without_heads_is_seen_as_its_mask_is() -> None:
+    prescription = both(DEEP, "half", TokenPolicy.staged(REDUCTIONS["spot"], 0.6, (2, 4)))
+    gone = replace(prescription.layers[2], heads=torch.zeros(3, dtype=torch.bool))
+    layers = (*prescription.layers[:2], gone, prescription.layers[3])
+    masked, small = (realize(DEEP, replace(prescription, layers=layers), by=by) for by in ("mask", "compress"))
+    torch.testing.assert_close(logits(masked), logits(small), rtol=1e-9, atol=1e-9)
+
+
+def test_rewritten_directions_values_and_mlp_leave_with_tokens() -> None:
+    found = diagnose(CLASSLESS, pixels(CLASSLESS.config, 16), batch_size=8)
+    prescription = prescribe(
+        found, "total_rank:0.5", values="total_rank:0.5", mlp="uniform_rank:0.5", tokens="attention_received:0.6@2"
+    )
+    masked, small = (realize(CLASSLESS, prescription, by=by) for by in ("mask", "compress"))
+    torch.testing.assert_close(logits(masked), logits(small), rtol=1e-9, atol=1e-9)
+    assert prescribed_costs(CLASSLESS, prescription) == family_of(small).costs(small)
+
+
+@pytest.mark.parametrize(("pattern", "kind"), list(product(("full", "ragged", "head-removed"), REDUCTIONS)))
+def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
+    prescription = both(DEEP, pattern, TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))
+    small, family = realize(DEEP, prescription), family_of(DEEP)
+    costs = family.costs(small)
+    assert costs == prescribed_costs(DEEP, prescription)
+    assert costs.params == count_params(small)
+    with evaluating([small]), written_out(small, family):
+        assert costs.product_macs == count_product_macs(small, images(small))
+    assert costs.tokens[0] == 17 and costs.tokens[-1] == 1 + 5 + REDUCTIONS[kind].extra
+    assert (costs.predictors.macs > 0) == (REDUCTIONS[kind].learned or kind in ("evit", "tome"))
+    assert sum(part.macs for part in costs.parts.values()) == costs.macs
+
+
+@pytest.mark.parametrize("kind", ["spot", "evit"])
+def test_a_mask_costs_what_the_original_costs_and_its_predictors(kind: str) -> None:
+    policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4))
+    masked, family = realize(DEEP, both(DEEP, "full", policy), by="mask"), family_of(DEEP)
+    costs, before = family.costs(masked), family.costs(DEEP)
+    assert (costs.tokens, costs.macs - costs.predictors.macs) == (before.tokens, before.macs)
+    with evaluating([masked]), written_out(masked, family):
+        assert costs.product_macs == count_product_macs(masked, images(masked))
+
+
+def test_what_keeps_all_tokens_decides_nothing() -> None:
+    costs = family_of(DEEP).costs(DEEP, tokens=parse_policy("spot:1@2,4"))
+    assert costs.macs == family_of(DEEP).costs(DEEP).macs and costs.predictors.params > 0
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_saved_equals_loaded(kind: str, tmp_path: Path) -> None:
+    prescription = both(DEEP, "ragged", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))
+    again = Prescription.load(prescription.save(tmp_path / "rx.json"))
+    assert again.tokens is not None and prescription.tokens is not None
+    assert again.tokens.policy == prescription.tokens.policy and again.tokens.reasons == prescription.tokens.reasons
+    small = realize(DEEP, again)
+    assert torch.equal(logits(small), logits(realize(DEEP, prescription)))
+    assert torch.equal(logits(load_model(save_model(tmp_path / "slim", small))), logits(small))
+
+
+def test_predictors_travel_from_one_model_to_another() -> None:
+    policy = TokenPolicy.staged(REDUCTIONS["spot"], 0.6, (2, 4))
+    taught = realize(DEEP, both(DEEP, "full", policy))
+    taken = prescribed_tokens(taught)
+    assert not taken.must_be_trained and "trained" in taken.reasons[0]
+    again = realize(DEEP, replace(cases.prescription(DEEP, PATTERNS["full"]), tokens=taken))  # type: ignore[arg-type]
+    assert torch.equal(logits(again), logits(taught))
+    with pytest.raises(InvalidInput, match="no token leaves"):
+        prescribed_tokens(DEEP)
+
+
+def test_fresh_predictors_are_those_of_their_seed_and_say_so() -> None:
+    ranks = cases.prescription(DEEP, PATTERNS["full"])  # type: ignore[arg-type]
+    policy = parse_policy("spot:0.6@2,4")
+    tokens = [TokenPrescription.of(policy, seed=seed) for seed in (0, 0, 1)]
+    assert tokens[0].must_be_trained and all("must be trained" in reason for reason in tokens[0].reasons)
+    first, second, third = (model_fingerprint(realize(DEEP, replace(ranks, tokens=own))) for own in tokens)
+    assert first == second != third
+
+
+def test_predictors_of_another_model_are_refused() -> None:
+    ranks = cases.prescription(DEEP, PATTERNS["full"])  # type: ignore[arg-type]
+    policy = parse_policy("spot:0.6@2,4")
+    foreign = predictors(policy, TIMM.adopt(of_timm(VIT, depth=4, img_size=32, num_heads=6)))
+    with pytest.raises(InvalidInput, match="width 12 and 3 heads"):
+        realize(DEEP, replace(ranks, tokens=TokenPrescription.of(policy, foreign)))
+    with pytest.raises(InvalidInput, match="learns nothing"):
+        TokenPrescription.of(parse_policy("evit:0.6@2"), foreign)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    return diagnose(CLASSLESS, pixels(CLASSLESS.config, 8), batch_size=8)
+
+
+def test_tokens_alone_are_a_prescription(found: Diagnosis) -> None:
+    prescription = prescribe(found, tokens="attention_received:0.6@2")
+    assert prescription.removed_share == 0 and prescription.about["tokens"] == "attention_received:0.6@2"
+    small = realize(CLASSLESS, prescription)
+    assert family_of(small).costs(small).tokens == (16, 9)
+    controls = control_prescriptions(found, prescription, draws=2)
+    assert [str(each.tokens.policy) for each in controls["random"]] == [  # type: ignore[union-attr]
+        "random:0.6@2",
+        "random(seed=1):0.6@2",
+    ]
+
+
+def test_controls_of_the_scores_keep_the_tokens(found: Diagnosis) -> None:
+    prescription = prescribe(found, "top_rank:2", "mix", tokens="attention_received:0.6@2")
+    made = control_prescriptions(found, prescription, draws=1)
+    assert all(each.tokens is prescription.tokens for each in (*made["random"], *made["largest"], *made["uniform"]))
+
+
+def test_what_cannot_be_prescribed_or_realized_is_refused(found: Diagnosis) -> None:
+    with pytest.raises(NothingChanged, match="neither a rule nor a policy"):
+        prescribe(found)
+    with pytest.raises(NothingChanged, match="lets no token leave"):
+        prescribe(found, tokens="attention_received:1@2")
+    with pytest.raises(InvalidInput, match="a model that has 2"):
+        prescribe(found, tokens="attention_received:0.6@2,3")
+    with pytest.raises(NotSupported, match="class token"):
+        realize(CLASSLESS, prescribe(found, tokens="evit:0.6@2"))
+    with pytest.raises(InvalidInput, match="leaves 8 at least"):
+        realize(CLASSLESS, prescribe(found, tokens="tome:0.3@2"))
+
+
+def test_a_model_whose_tokens_leave_is_not_diagnosed_again(found: Diagnosis) -> None:
+    prescription = prescribe(found, tokens="attention_received:0.6@2")
+    small = realize(CLASSLESS, prescription)
+    for ask in (
+        lambda: diagnose(small, pixels(CLASSLESS.config, 8)),
+        lambda: realize(small, prescription),
+        lambda: prescribed_costs(small, prescription),
+        lambda: family_of(small).costs(small, tokens=parse_policy("random:0.5@2")),
+        lambda: Bounds()(Comparison(small, small, pixels(CLASSLESS.config, 8))),
+    ):
+        with pytest.raises(NotSupported, match="the original, and let tokens leave last"):
+            ask()

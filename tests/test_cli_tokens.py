@@ -1,0 +1,142 @@
+"""Tokens on the command line: priced, prescribed, realized, compared and verified over files."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.models import build_model, save_model
+from pictures import write_folder
+from test_cli import call, record
+
+POLICY = "attention_received:0.5@2,3"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model whose scores matter, data, and the chain that lets tokens leave it."""
+    root = tmp_path_factory.mktemp("tokens")
+    data = write_folder(root / "images", {"train": 8, "validation": 2, "test": 4})
+    model = build_model("dense:digits", channels=3, classes=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    with torch.no_grad():
+        for layer in rx.models.family_of(model).attention(model):
+            for parameter in layer.parameters():
+                parameter.mul_(8)
+    run, slim = save_model(root / "run", model.eval()), root / "slim"
+    files = {name: root / f"{name}.json" for name in ("diagnosis", "rx", "drop")}
+    steps = {
+        "diagnose": record("diagnose", run, "--data", data, "--out", files["diagnosis"]),
+        "prescribe": record(
+            "prescribe", files["diagnosis"], "--rule", "total_rank:0.4", "--tokens", POLICY, "--out", files["rx"]
+        ),
+        "drop": record("prescribe", files["diagnosis"], "--tokens", "dynamicvit:0.5@2,3", "--out", files["drop"]),
+        "realize": record("realize", run, "--prescription", files["rx"], "--out", slim),
+    }
+    return SimpleNamespace(root=root, data=data, run=run, slim=slim, **files, steps=steps)
+
+
+def test_the_policy_is_in_the_prescription_and_in_its_price(made: SimpleNamespace) -> None:
+    told = json.loads(made.rx.read_text())["tokens"]
+    assert told["policy"] == POLICY and len(told["reasons"]) == 2
+    assert made.steps["prescribe"]["tokens"]["must_be_trained"] is False
+    priced = record("costs", made.run, "--prescription", made.rx)
+    assert priced["tokens"] == [64, 64, 64] and priced["compressed"]["tokens"] == [64, 32, 16]
+    assert priced["macs_down_percent"] == made.steps["realize"]["macs_down_percent"] > 40
+    assert record("costs", made.slim)["tokens"] == [64, 32, 16]
+    assert "tokens, layer by layer: 64 32 16" in call("costs", made.run, "--prescription", made.rx).out
+
+
+def test_fresh_predictors_must_be_trained_and_trained_ones_are_taken_along(made: SimpleNamespace) -> None:
+    assert made.steps["drop"]["tokens"]["must_be_trained"] and made.steps["drop"]["removed_share"] == 0
+    out, again = made.root / "fresh", made.root / "again.json"
+    record("realize", made.run, "--prescription", made.drop, "--out", out)
+    taken = record("prescribe", made.diagnosis, "--rule", "total_rank:0.4", "--predictors", out, "--out", again)
+    assert taken["tokens"]["must_be_trained"] is False
+    small = rx.realize(rx.load(made.run), rx.Prescription.load(again))
+    mine, theirs = (rx.realization.prescribed_tokens(each).predictors or {} for each in (small, rx.load(out)))
+    assert mine and mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    differs = record("diff", made.drop, again)
+    assert differs["same"] is False and differs["tokens"] == ["dynamicvit:0.5@2,3"] * 2
+
+
+def test_diff_shows_the_policies(made: SimpleNamespace) -> None:
+    assert record("diff", made.rx, made.rx)["same"] is True
+    other = made.root / "other.json"
+    record("prescribe", made.diagnosis, "--rule", "total_rank:0.4", "--out", other)
+    differs = record("diff", made.rx, other)
+    assert differs["tokens"] == [POLICY, None] and differs["same"] is False
+    assert f"{POLICY} in A, all stay in B" in call("diff", made.rx, other).out
+
+
+def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None:
+    words = ("--reference", made.run, "--data", made.data, "--diagnosis", made.diagnosis, "--controls", "--draws", 1)
+    names = "accuracy,fidelity,calibration,costs,bounds,controls"
+    done = call("verify", made.slim, *words, "--checks", names, "--most-drop", 100, "--json")
+    found = json.loads(done.out)["findings"]
+    counted = {each["claim"]: each for each in found if each["details"].get("quantity") == "counted costs"}
+    assert len(counted) == 2 and all(each["holds"] for each in counted.values())
+    masked = [each for each in found if each["check"] == "fidelity" and "candidate against masked" in each["claim"]]
+    assert masked and all(each["value"] < 1e-4 or each["unit"] == "%" for each in masked)
+
+
+def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
+    out = made.root / "comparison.json"
+    texts = (
+        "both=total_rank:{share}+tokens=attention_received:0.8@2",
+        "drop=tokens=attention_received:{share}@2,3",
+        "control=tokens=random:{share}@2,3",
+        "fine=total_rank:0.5+refine=2+tokens=attention_received:0.5@2",
+    )
+    words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--contenders", *texts)
+    trials = record(*words, "--macs", "0.6,0.01", "--out", out)
+    spent = {(each["contender"], each["target"]): each["macs_share"] for each in trials["trials"]}
+    assert 0.5 < spent["drop", 0.6] <= 0.6 and spent["control", 0.6] == spent["drop", 0.6]
+    assert set(spent) == {("drop", 0.6), ("control", 0.6), ("fine", None)}
+    least = {(each["contender"], each["target"]): each["least"] for each in trials["unreached"]}
+    assert least["both", 0.6] > 0.6 and 0.3 < least["drop", 0.01] == least["control", 0.01] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("costs {run} --tokens spot:0.7@2", "class token"),
+        ("costs {run} --tokens random:1.7@2", "(0, 1]"),
+        ("costs {run} --tokens random:0.7@3,2", "must rise"),
+        ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
+        ("costs {run} --tokens random:0.001@2", "leaves no patch"),
+        ("costs {run} --tokens tome:0.2@2", "leaves 32 at least"),
+        ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),
+        ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "by itself"),
+        ("costs {run} --tokens random:0.7@2 --prescription {rx}", "drop one of them"),
+        ("costs {slim} --tokens random:0.7@2", "the original"),
+        ("prescribe {diagnosis} --tokens random:0.7@9 --out x.json", "a model that has 3"),
+        ("prescribe {diagnosis} --tokens random:1@2 --out x.json", "lets no token leave"),
+        ("prescribe {diagnosis} --tokens random:0.7@2 --predictors {slim} --out x.json", "its own policy"),
+        ("prescribe {diagnosis} --tokens random:{share}@2 --macs 0.7 --of qk --model {run} --out x.json", "of its own"),
+        ("diagnose {slim} --data {data} --out x.json", "diagnose the original"),
+    ],
+)
+def test_bad_input_is_told_and_leaves_nothing(
+    made: SimpleNamespace, command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {**vars(made), "share": "{share}"}
+    done = call(*(word.format(**names) for word in command.split()))
+    assert done.code == 2 and said in done.err, done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: SimpleNamespace) -> None:
+    plain = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8)
+    both = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8, "--tokens", "dynamicvit:0.5@2,3")
+    assert both["policy"] == "dynamicvit:0.5@2,3" and both["tokens"] == [64, 32, 16]
+    assert 0 < both["predictor_macs"] < both["macs"] < plain["macs"] and plain["policy"] is None
+    out = made.root / "within.json"
+    asked = ("--tokens", "random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
+    found = record("prescribe", made.diagnosis, *asked)
+    priced = record("costs", made.run, "--prescription", out)
+    (spent,) = found["budget"]["spent"]
+    assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.6 < spent <= 0.7

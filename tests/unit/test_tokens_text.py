@@ -1,0 +1,96 @@
+"""Policies as text: what is written is read back, and what cannot be read is said."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from attnrx.errors import AttnrxError
+from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
+from attnrx.tokens.text import parse_policy_text
+from cases import REDUCTIONS
+
+
+@dataclass(frozen=True)
+class Nested(ToMe):
+    """A reducer with another for a knob."""
+
+    name = "nested"
+    scores: Reducer = field(default=Random())
+    scale: float = 1.0
+    how: str = "sum"
+
+
+POLICIES = [
+    *(TokenPolicy.staged(reducer, 0.7, (4, 7, 10)) for reducer in REDUCTIONS.values()),
+    TokenPolicy(Spot(), (4, 7), (0.8, 0.5)),
+    TokenPolicy(Spot(), (4, 7), (0.8, 0.8)),
+    TokenPolicy.staged(Spot(), 1 / 3, (2,)),
+    TokenPolicy.staged(Spot(), 1.0, (2, 3)),
+    TokenPolicy.staged(Nested(Spot(projected=0, variance=False), 0.1, "mean"), 0.9, (2, 12)),
+    TokenPolicy.staged(Nested(Nested(Random(3))), 1e-3, (2, 12)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_policy_survives_its_text(policy: TokenPolicy) -> None:
+    assert parse_policy_text(str(policy), {**REDUCERS, "nested": Nested}) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("evit:0.7@4,7,10", "evit:0.7@4,7,10"),
+        (" spot( variance = false , projected=0 ) : .7 @ 4, 7 ", "spot(variance=false,projected=0):0.7@4,7"),
+        ("class_attention:0.8/0.5@4,7", "class_attention:0.8/0.5@4,7"),
+        ("spot(projected=none,mean=true):1@2", "spot:1.0@2"),
+        ("random(seed=3):0.5/0.25@2,3", "random(seed=3):0.5@2,3"),
+    ],
+)
+def test_a_text_is_read(text: str, spelled: str) -> None:
+    assert str(parse_policy(text)) == spelled
+
+
+def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
+    layout = TokenLayout(1, 196, class_token=True, pooled="class")
+    assert parse_policy("evit:0.7@4,7,10").tokens(layout, 12) == (197,) * 3 + (139,) * 3 + (98,) * 3 + (69,) * 3
+    assert parse_policy("class_attention:0.8/0.5@4,7").counts(196) == (156, 98)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the name of a reducer"),
+        ("spot", "':' and the keep ratio"),
+        ("spot:0.7", "'@' and the layers"),
+        ("spots:0.7@4", "did you mean 'spot'"),
+        ("spot:1.2@4", "keep ratio of 1.2"),
+        ("spot:0@4", "keep ratio of 0"),
+        ("spot:-0.7@4", "keep ratio of -0.7"),
+        ("spot:nan@4", "a keep ratio"),
+        ("spot:0.7@7,4", "must rise"),
+        ("spot:0.7@4,4", "must rise"),
+        ("spot:0.7@1", "nothing to decide by"),
+        ("spot:0.7@4.5", "not the number of a layer"),
+        ("spot:0.7@4,", "a layer, e.g. 4"),
+        ("spot:0.5/0.7@4,7", "cannot rise"),
+        ("spot:0.5/0.3@4", "one for each stage"),
+        ("spot:0.7@4 7", "the end"),
+        ("spot(:0.7@4", "a knob of spot"),
+        ("spot(variance=3):0.7@4", "variance of spot is bool, not 3"),
+        ("spot(projected=true):0.7@4", "projected of spot is int or none"),
+        ("spot(projected=0.5):0.7@4", "projected of spot is int or none"),
+        ("spot(projected=-1):0.7@4", "0 or more"),
+        ("spot(mean=true,mean=true):0.7@4", "given twice"),
+        ("spot(means=true):0.7@4", "did you mean 'mean'"),
+        ("evit(seed=1):0.7@4", "evit has no knobs"),
+        ("spot:0.7@4;7", "cannot be read"),
+        ("spot" + 30 * "(" + ":0.7@4", "brackets"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
+    with pytest.raises(AttnrxError, match=said.replace("(", r"\(")):
+        parse_policy(text)
+
+
+def test_every_reducer_bears_the_name_of_the_registry() -> None:
+    assert {kind.name: kind for kind in REDUCERS.values()} == dict(REDUCERS)
