@@ -83,10 +83,13 @@ def _prescription(arguments: Namespace) -> "rx.Prescription | None":
 
 
 def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks off the candidate itself where no prescription tells them."""
+    """Reads the ranks off the candidate itself where no prescription tells them; not where only tokens leave."""
     if arguments.candidate is None or prescription is not None:
         return ()
-    return rx.reports.model_ranks(load_model(arguments.candidate, "cpu"))
+    candidate = load_model(arguments.candidate, "cpu")
+    found = rx.reports.model_ranks(candidate)
+    full = all(pathway.kept == pathway.full for pathway in found)
+    return () if full and rx.models.reduction_of(candidate) is not None else found
 
 
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
@@ -171,4 +174,5 @@ def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tup
     splits = splits_for(model, arguments)
     shown = splits.test.take(min(arguments.samples, len(splits.test)))
     batch = next(iter(shown.batches(arguments.samples)))
-    return batch.images, tuple(splits.class_names[label] for label in batch.labels.tolist())
+    names = (splits.class_names[label] for label in batch.labels.tolist())
+    return batch.images, tuple(f"class {name}" if name.isdigit() else name for name in names)

@@ -70,7 +70,12 @@ def _image(samples: TokenSamples, index: int) -> dict[str, Any]:
     whole = torch.ones(grid, dtype=torch.bool)
     address = as_uri(samples.images[index].double().cpu())
     stages = [
-        {"title": "image", "picture": PatchPicture(label, shown, whole, address).draw(), "note": label, "given": ""}
+        {
+            "title": "image",
+            "picture": PatchPicture(label, shown, whole, address).draw(),
+            "note": f"{number(whole.numel())} patches",
+            "given": "",
+        }
     ]
     for place, layer in enumerate(samples.policy.layers):
         left = samples.left[index, place]
@@ -112,7 +117,8 @@ def _given(samples: TokenSamples, index: int, place: int) -> str:
         return ""
     order = torch.full_like(given, torch.nan)
     order[known] = given[known].argsort().argsort().double()
-    return as_uri(colour(order.view(samples.grid), 0.0, float(max(int(known.sum()) - 1, 1))))
+    coloured = colour(order.view(samples.grid), 0.0, float(max(int(known.sum()) - 1, 1)))
+    return as_uri(torch.cat([coloured, known.view(1, *samples.grid).to(coloured.dtype)]))
 
 
 def _sources(samples: TokenSamples, index: int) -> list[dict[str, Any]]:
