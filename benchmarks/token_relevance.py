@@ -85,7 +85,9 @@ def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: Token
             at = layer - 2
             pairs = correlation[:, : at + 1, : at + 1]
             steady = {
-                name: overlap(kept(before[:, at], count), kept(after[:, :, at], count)).mean(0)
+                name: overlap(kept(before[:, at], count).expand(len(after), -1, -1), kept(after[:, :, at], count)).mean(
+                    0
+                )
                 for name, before, after in (
                     ("one layer", clean[source], draws),
                     ("mean over layers", running_mean(clean[source]), averaged),
