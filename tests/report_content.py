@@ -1,5 +1,6 @@
 """Content for reports: a small real model, diagnosed, prescribed and realized, with evidence of every kind."""
 
+import copy
 import math
 from functools import cache
 
@@ -10,12 +11,20 @@ from attnrx.costs import Conditions, LatencyComparison, Ratio, Timing
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.diagnostics import spectral_shape
 from attnrx.evidence import Evidence, Finding
-from attnrx.models import build_model, family_of, model_fingerprint
+from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.reports import AttentionSamples, ReportContent, TradeOffPoint, sample_attention
+from attnrx.reports import (
+    AttentionSamples,
+    ReportContent,
+    TokenSamples,
+    TradeOffPoint,
+    sample_attention,
+    sample_tokens,
+)
 from attnrx.rules import EnergyRetention, prescribe
 from attnrx.spectrum import Spectrum
+from attnrx.tokens import AttentionReceived, TokenPolicy
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 
@@ -44,6 +53,7 @@ def _example(depth: int, heads: int) -> ReportContent:
         diagnosis=diagnosis,
         evidence=evidence(),
         trade_off=trade_off(),
+        tokens=tokens(model),
         attention=sampled(model, realize(model, prescription, by="mask"), slim),
         history=history(depth, heads),
         costs=(costs(model), costs(slim)),
@@ -118,6 +128,15 @@ def sampled(model: nn.Module, masked: nn.Module, slim: nn.Module) -> AttentionSa
     coarse = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))
     images = nn.functional.interpolate(coarse, size=16, mode="bicubic").clamp(-1, 1)
     return sample_attention({"original": model, "masked": masked, "compressed": slim}, images, ("three", "eight"))
+
+
+def tokens(model: nn.Module) -> TokenSamples:
+    """Lets patches leave a copy of the model in two of its layers."""
+    reduced = copy.deepcopy(model)
+    layers = (2, 3) if len(family_of(model).attention(model)) > 2 else (2,)
+    attach_tokens_(reduced, family_of(reduced), TokenPolicy.staged(AttentionReceived(), 0.7, layers))
+    images = nn.functional.interpolate(torch.randn(2, 1, 5, 5), size=16, mode="bicubic").clamp(-1, 1)
+    return sample_tokens(reduced, images, (HOSTILE, "eight"), model)
 
 
 def history(depth: int, heads: int, epochs: int = 20) -> tuple[dict, ...]:

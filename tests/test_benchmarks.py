@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.models import attach_tokens_, build_model, family_of, save_model
 from attnrx.storage import read_json
+from attnrx.tokens import DynamicViT, TokenPolicy
+from pictures import write_folder
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -26,6 +29,35 @@ def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert full["memory"]["candidate"] == full["memory"]["reference"]
     assert half["latency"]["ratio"]["value"] > 0
     assert "8 ragged" in capsys.readouterr().out
+
+
+def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_dtype(torch.float32)
+    model = build_model("dense:digits", channels=3, classes=3)
+    whole = save_model(tmp_path / "whole", model)
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(DynamicViT(), 0.5, (2, 3)))
+    learned = save_model(tmp_path / "learned", model)
+    data, out = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2}), tmp_path / "out.json"
+    main = runpy.run_path(str(BENCHMARKS / "token_relevance.py"))["main"]
+    asked = (str(whole), "--data", str(data), "--images", "6", "--batch-size", "4", "--draws", "2", "--noise", "0.1")
+    asked = (*asked, "--reducers", "random", "class_attention", "attention_received", "--device", "cpu")
+    assert main([*asked, "--stages", "0.5@2,3", "--also", f"dynamicvit={learned}", "--out", str(out)]) == 0
+    found = read_json(out)
+    pairs = {tuple(row["methods"]) for row in found["methods"]}
+    assert pairs == {  # no class token, so the reducer that needs one is left out
+        ("random", "attention_received"),
+        ("random", "dynamicvit"),
+        ("attention_received", "dynamicvit"),
+    }
+    assert all(row["chance"] == 0.5 ** (row["before layer"] - 1) and row["n"] == 6 for row in found["methods"])
+    told = {row["what"]: row for row in found["noise"] if row["before layer"] == 3}
+    assert told["noise left, claimed"]["value"] == 0.5 and 0 < told["noise left, measured"]["value"] < 10
+    assert told["kept again, one layer"]["value"] <= 1
+    assert "rank correlation" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="its stages are not"):
+        main([*asked, "--stages", "0.5@2", "--also", f"dynamicvit={learned}"])
+    with pytest.raises(SystemExit, match="must be trained"):
+        main([*asked, "--stages", "0.5@2", "--reducers", "spot"])
 
 
 def test_training_step_compares_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

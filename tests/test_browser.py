@@ -22,7 +22,7 @@ FLAGS = [
     "--disable-sync",
 ]
 SECTIONS = ["verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off"]
-SECTIONS += ["costs", "attention", "training", "provenance"]
+SECTIONS += ["costs", "tokens", "attention", "training", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.
 OVERFLOWING = """() => [...document.querySelectorAll('main *, nav *')].filter(element => {

@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.config import to_dict
 from attnrx.data import Batch, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
-from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, suited
+from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, RelevanceWatch, suited
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import (
@@ -23,10 +23,11 @@ from attnrx.models import (
     model_fingerprint,
     observing,
     observing_mlp,
+    reduction_of,
     require_all_tokens,
 )
 from attnrx.rules.metrics import directions_in
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.storage import require_finite
 
 SHOWN_METRICS = ("weights", "mix")
@@ -87,6 +88,45 @@ def diagnose(
         **({"notes": notes} if notes else {}),
     }
     return Diagnosis(layers, model_fingerprint(model), about)
+
+
+def token_relevance(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> dict[str, Float[Tensor, "images layers patches"]]:
+    """Gives how much every patch matters by the attention of each layer, by each source (see `RelevanceWatch`).
+
+    The images are normalized, and run as one batch.
+    """
+    if reduction_of(model) is not None:
+        raise InvalidInput("tokens leave this model, so its layers see different patches; give the original.")
+    family, weight = family_of(model), next(model.parameters())
+    watch = RelevanceWatch(family.token_layout(model), len(family.attention(model)))
+    with evaluating([model]), observing(model, family, watch.observe):
+        model(images.to(weight.device, weight.dtype))
+    return watch.relevance()
+
+
+def patches_left(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> Bool[Tensor, "images stages patches"]:
+    """Gives the patches that are left after each stage of a model whose tokens leave; the images run as one batch.
+
+    A patch that others were merged into is left; one that was merged into another, or fused into a new token, is not.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("no token ever leaves this model; attach a policy to it first.")
+    weight, patches = next(model.parameters()), reduction.shape.layout.patches
+    with evaluating([model]):
+        model(images.to(weight.device, weight.dtype))
+    if not reduction.run.trail:  # a policy by which every patch stays runs no stage
+        return torch.ones(len(images), len(reduction.policy.layers), patches, dtype=torch.bool)
+    return torch.stack([_among(places, patches) for places in reduction.run.trail], dim=1).cpu()
+
+
+def _among(places: Int[Tensor, "images left"], patches: int) -> Bool[Tensor, "images patches"]:
+    there = torch.zeros(len(places), patches + 1, dtype=torch.bool, device=places.device)
+    return there.scatter(1, places.where(places >= 0, patches), True)[:, :patches]
 
 
 def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:

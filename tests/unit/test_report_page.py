@@ -22,7 +22,7 @@ from attnrx.reports.sections import SECTIONS
 
 EVERYTHING = [
     "verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",
-    "attention", "training", "provenance",
+    "tokens", "attention", "training", "provenance",
 ]  # fmt: skip
 VOID = {"meta", "img", "br"}
 
@@ -85,6 +85,7 @@ def test_every_section_is_left_out_without_its_data():
         ("prescription", ["prescription", "ranks"]),
         ("diagnosis", ["maps", "spectra"]),
         ("trade_off", ["trade-off"]),
+        ("tokens", ["tokens"]),
         ("attention", ["attention"]),
         ("history", ["training"]),
         ("costs", ["costs"]),

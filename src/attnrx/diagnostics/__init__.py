@@ -10,6 +10,7 @@ from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
 from attnrx.diagnostics.redundancy import Redundancy
 from attnrx.diagnostics.spectral_shape import SpectralShape
+from attnrx.diagnostics.token_relevance import RelevanceWatch
 from attnrx.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -32,6 +33,7 @@ __all__ = [
     "Panel",
     "PerturbationResponse",
     "Redundancy",
+    "RelevanceWatch",
     "SpectralShape",
     "compare",
     "standard",

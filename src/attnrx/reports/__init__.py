@@ -2,19 +2,22 @@
 
 from attnrx.reports.card import model_card
 from attnrx.reports.comparison import ComparisonRecord
-from attnrx.reports.content import AttentionSamples, ReportContent, TradeOffPoint
+from attnrx.reports.content import AttentionSamples, ReportContent, TokenSamples, TradeOffPoint
 from attnrx.reports.page import write_report
 from attnrx.reports.ranks import PathwayRanks, model_ranks
 from attnrx.reports.sampling import sample_attention
+from attnrx.reports.token_samples import sample_tokens
 
 __all__ = [
     "AttentionSamples",
     "ComparisonRecord",
     "PathwayRanks",
     "ReportContent",
+    "TokenSamples",
     "TradeOffPoint",
     "model_card",
     "model_ranks",
     "sample_attention",
+    "sample_tokens",
     "write_report",
 ]

@@ -12,7 +12,8 @@ from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.ranks import PathwayRanks
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx.tokens import TokenPolicy
 
 Interval = tuple[float, float]
 
@@ -38,9 +39,10 @@ class TradeOffPoint:
 class AttentionSamples:
     """Sample images in the unit range and, per model, the attention that each of their tokens receives.
 
-    Received attention is the mean over the queries, so that it adds up to 1 over the tokens. `maps` is ordered, the
-    original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The tokens are the
-    patches of a square grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
+    Received attention is the mean over the queries, so that it adds up to 1 over the tokens; where other
+    tokens stand before the patches, it is that among the patches. `maps` is ordered, the original first, e.g.
+    "original", "masked", "compressed", each [images, layers, heads, tokens]. The tokens are the patches of a square
+    grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -74,6 +76,39 @@ class AttentionSamples:
 
 
 @dataclass(frozen=True)
+class TokenSamples:
+    """Sample images in the unit range, and what became of their patches.
+
+    `left` says which patches are there after each stage of the `policy`; `tokens` how many tokens, all that are no
+    patches among them, every layer of the model sees. The patches lie in `grid`, rows and columns, row by row. `given`
+    is the relevance that the reducer gave to the patches that were there, not-a-number for all others; `by_layer` the
+    relevance of all patches by each layer of the model from which nothing leaves. `labels` say what the images show.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    left: Bool[Tensor, "images stages patches"]
+    policy: TokenPolicy
+    tokens: tuple[int, ...]
+    grid: tuple[int, int]
+    given: Float[Tensor, "images stages patches"] | None = None
+    by_layer: Mapping[str, Float[Tensor, "images layers patches"]] | None = None
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        count, stages, patches = self.left.shape
+        rows, columns = self.grid
+        if not count or len(self.images) != count or (self.labels and len(self.labels) != count):
+            raise InvalidInput(
+                f"{len(self.images)} images, patches of {count} and {len(self.labels)} labels: give one each."
+            )
+        if stages != len(self.policy.layers) or rows * columns != patches:
+            raise InvalidInput(
+                f"{stages} stages and {patches} patches for a policy of {len(self.policy.layers)} stages and a grid "
+                f"of {rows} x {columns}: they must agree."
+            )
+
+
+@dataclass(frozen=True)
 class ReportContent:
     """Everything one report may say about one candidate.
 
@@ -89,6 +124,7 @@ class ReportContent:
     evidence: Evidence | None = None
     trade_off: tuple[TradeOffPoint, ...] = ()
     attention: AttentionSamples | None = None
+    tokens: TokenSamples | None = None
     history: tuple[Mapping[str, Any], ...] = ()
     costs: tuple[ModelCosts, ModelCosts] | None = None
     latency: tuple[LatencyComparison, ...] = ()
@@ -96,7 +132,8 @@ class ReportContent:
     comparison: ComparisonRecord | None = None
 
     def __post_init__(self):
-        parts = (self.prescription, self.diagnosis, self.evidence, self.attention, self.costs, self.comparison)
+        samples = (self.attention, self.tokens)
+        parts = (self.prescription, self.diagnosis, self.evidence, *samples, self.costs, self.comparison)
         lists = (self.trade_off, self.history, self.latency, self.ranks)
         if all(part is None for part in parts) and not any(lists):
             raise InvalidInput(

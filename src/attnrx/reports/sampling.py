@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.models import Family, evaluating, family_of, observing
+from attnrx.models import Family, evaluating, family_of, observing, reduction_of
 from attnrx.observation import Observation
 from attnrx.reports.content import AttentionSamples
 from attnrx.shapes import Float, Tensor
@@ -23,11 +23,16 @@ def sample_attention(
     """
     if not models or not len(images):
         raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
+    reduced = [name for name, model in models.items() if reduction_of(model) is not None]
+    if reduced:
+        raise InvalidInput(
+            f"tokens leave {', '.join(reduced)}, so its layers have maps of different sizes; see `sample_tokens`."
+        )
     original = next(iter(models.values()))
     family = family_of(original)
     heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
     maps = {name: _received(model, images, heads) for name, model in models.items()}
-    return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
+    return AttentionSamples(in_unit_range(images, family, original), maps, labels)
 
 
 def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
@@ -35,8 +40,11 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
     layers = family.attention(model)
     found: dict[int, Tensor] = {}
 
+    prefix = family.token_layout(model).prefix
+
     def observe(layer: int, seen: Observation) -> None:
-        received = seen.attention.mean(-2).double().cpu()
+        received = seen.attention[..., prefix:, prefix:].sum(-2).double().cpu()
+        received = received / received.sum(-1, keepdim=True)
         placed = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
         placed[:, list(layers[layer].spec.heads)] = received
         found[layer] = placed
@@ -49,6 +57,7 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
     return torch.stack([found.get(layer, empty) for layer in range(len(layers))], dim=1)
 
 
-def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+def in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+    """Gives the pixels that normalized images were."""
     mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
     return (images.cpu().float() * std + mean).clamp(0, 1)

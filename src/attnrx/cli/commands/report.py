@@ -4,13 +4,17 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_data, add_device, add_out
 from attnrx.errors import CheckpointError, InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html"
 
@@ -28,8 +32,11 @@ def add(parser: Parser) -> None:
     parser.add_argument("--comparison", metavar="FILE", help="what `attnrx compare` wrote, shown as curves over MACs")
     parser.add_argument("--title", help="the title of the page")
     add_out(parser, "the page")
-    maps = parser.add_argument_group("attention maps, which need --candidate, --reference and --data")
+    maps = parser.add_argument_group(
+        "attention maps and tokens, which need --candidate and --data, and maps --reference"
+    )
     maps.add_argument("--reference", metavar="MODEL", help="the model the candidate was made from")
+    maps.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
     maps.add_argument("--samples", type=int, default=6, metavar="N", help="test images to show (6)")
     add_data(parser, "whose test images are shown", required=False)
     add_device(parser)
@@ -38,6 +45,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Collects what is there, and writes the page."""
     evidence, prescription = _evidence(arguments), _prescription(arguments)
+    attention, tokens = _samples(arguments, prescription)
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {arguments.candidate or arguments.comparison or arguments.out}",
         about=_about(arguments, evidence),
@@ -45,7 +53,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
         evidence=evidence,
         trade_off=tuple(_point(path) for path in arguments.trade_off),
-        attention=_attention(arguments, prescription),
+        attention=attention,
+        tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
         ranks=_ranks(arguments, prescription),
         comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
@@ -74,10 +83,13 @@ def _prescription(arguments: Namespace) -> "rx.Prescription | None":
 
 
 def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks off the candidate itself where no prescription tells them."""
+    """Reads the ranks off the candidate itself where no prescription tells them; not where only tokens leave."""
     if arguments.candidate is None or prescription is not None:
         return ()
-    return rx.reports.model_ranks(load_model(arguments.candidate, "cpu"))
+    candidate = load_model(arguments.candidate, "cpu")
+    found = rx.reports.model_ranks(candidate)
+    full = all(pathway.kept == pathway.full for pathway in found)
+    return () if full and rx.models.reduction_of(candidate) is not None else found
 
 
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
@@ -128,18 +140,39 @@ def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
     return None if finding.low is None or finding.high is None else (finding.low, finding.high)
 
 
-def _attention(arguments: Namespace, prescription: "rx.Prescription | None") -> "rx.reports.AttentionSamples | None":
-    if arguments.reference is None:
-        return None
+Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]
+
+
+def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Samples:
+    """Takes samples of attention where a reference is given, and of tokens where they leave the candidate."""
+    if arguments.reference is None and arguments.weights is not None:
+        raise InvalidInput("--weights are those of --reference; add it.")
     if arguments.candidate is None or arguments.data is None:
-        raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
-    reference = load_model(arguments.reference, arguments.device)
+        if arguments.reference is not None:
+            raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
+        return None, None
+    candidate = load_model(arguments.candidate, arguments.device)
+    reference = None
+    if arguments.reference is not None:
+        reference = load_model(arguments.reference, arguments.device, arguments.weights)
+    images, labels = _shown(candidate, arguments)
+    if rx.models.reduction_of(candidate) is not None:
+        return None, rx.reports.sample_tokens(candidate, images, labels, reference)
+    if reference is None:
+        raise InvalidInput(
+            f"--data is for attention maps, which need --reference too, or for tokens, but none leaves "
+            f"{arguments.candidate}; add --reference, or leave --data out."
+        )
     models = {"original": reference}
     if prescription is not None:
         models["masked"] = rx.realize(reference, prescription, by="mask")
-    models["compressed"] = load_model(arguments.candidate, arguments.device)
-    splits = splits_for(reference, arguments)
+    return rx.reports.sample_attention({**models, "compressed": candidate}, images, labels), None
+
+
+def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tuple[str, ...]]":
+    """Gives the first test images on the scale of the model, and what they show."""
+    splits = splits_for(model, arguments)
     shown = splits.test.take(min(arguments.samples, len(splits.test)))
     batch = next(iter(shown.batches(arguments.samples)))
-    labels = tuple(splits.class_names[label] for label in batch.labels.tolist())
-    return rx.reports.sample_attention(models, batch.images, labels)
+    names = (splits.class_names[label] for label in batch.labels.tolist())
+    return batch.images, tuple(f"class {name}" if name.isdigit() else name for name in names)

@@ -3,6 +3,7 @@
 from attnrx.reports.figures.curves import Chart, Curve, Point, marker_picture
 from attnrx.reports.figures.heatmap import LEVELS, HeatMap
 from attnrx.reports.figures.interval_row import IntervalRow, axis_picture
+from attnrx.reports.figures.patches import PatchPicture
 from attnrx.reports.figures.pixels import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
 from attnrx.reports.figures.scale import span
 from attnrx.reports.figures.spectrum_bars import SpectrumBars
@@ -14,6 +15,7 @@ __all__ = [
     "Curve",
     "HeatMap",
     "IntervalRow",
+    "PatchPicture",
     "Point",
     "SpectrumBars",
     "as_uri",

@@ -54,7 +54,7 @@ def overlay(
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Gives an image in the unit range, grey or colour, as a PNG inside a data URI."""
+    """Gives an image in the unit range, grey, colour or colour with opacity, as a PNG inside a data URI."""
     from PIL import Image
 
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()

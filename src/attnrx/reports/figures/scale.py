@@ -67,6 +67,7 @@ def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
 def _round_values(low: Number, high: Number, count: int, least: Number) -> list[Number]:
     rough = max((high - low) / max(count, 1), least)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)  # a step of 2.5 is no whole number
+    step = next(factor * power for factor in factors if factor * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]

@@ -14,6 +14,7 @@ from attnrx.reports.sections.ranks import ranks
 from attnrx.reports.sections.robustness import robustness
 from attnrx.reports.sections.section import Section
 from attnrx.reports.sections.spectra import spectra
+from attnrx.reports.sections.tokens import tokens
 from attnrx.reports.sections.trade_off import trade_off
 from attnrx.reports.sections.training import training
 from attnrx.reports.sections.treatment import treatment
@@ -31,6 +32,7 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     robustness,
     trade_off,
     costs,
+    tokens,
     attention,
     training,
     provenance,

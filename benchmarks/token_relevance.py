@@ -1,0 +1,257 @@
+"""How far the relevance of patches can be trusted: over layers, over methods, and under noise (SPOT, Section 8).
+
+    python benchmarks/token_relevance.py timm:vit_tiny_patch16_224 --data imagenette --images 200 --out relevance.json
+
+Runs a model from which no token leaves, and copies of it from which they leave by several reducers. Told are, as means
+over images with 95 % bootstrap intervals: how well the relevance by two layers agrees, how far the reducers keep the
+same patches, and what Gaussian noise on the image does to the relevance of one layer and to its mean over all layers
+so far. A predictor that was trained is compared with --also NAME=FOLDER, a saved model with the same stages.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.checks.statistics import Estimate, mean_estimate
+from attnrx.costs import device_name
+from attnrx.data import Columns, ImageSet
+from attnrx.diagnostics.perturbation import noise_like
+from attnrx.diagnostics.token_relevance import (
+    averaging_shares,
+    kept,
+    noise_correlation,
+    noise_to_spread,
+    overlap,
+    rank_correlation,
+    running_mean,
+)
+from attnrx.errors import AttnrxError, InvalidInput
+from attnrx.examination import patches_left, token_relevance
+from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
+from attnrx.storage import write_json
+from attnrx.tokens import REDUCERS, TokenPolicy, parse_stages
+
+Row = dict[str, object]
+Relevance = Mapping[str, torch.Tensor]
+
+
+def agreement_of_layers(relevance: Relevance, policy: TokenPolicy, seed: int) -> Iterator[Row]:
+    """Compares every two layers by their ranks, and what a stage keeps with what later layers would have kept."""
+    for source, maps in relevance.items():
+        depth = maps.shape[1]
+        every = {pair: rank_correlation(maps[:, pair[0]], maps[:, pair[1]]) for pair in combinations(range(depth), 2)}
+        for apart in range(1, depth):
+            found = torch.stack([value for (low, high), value in every.items() if high - low == apart]).mean(0)
+            yield {"source": source, "what": "rank correlation", "layers apart": apart, **told(found, seed)}
+        yield from foresight(source, maps, policy, seed)
+
+
+def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -> Iterator[Row]:
+    """Says how many of the patches that a stage keeps are those of the mean over all layers after it."""
+    counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
+    for layer, count in zip(policy.layers, counts, strict=True):
+        later = kept(maps[:, layer - 1 :].mean(1), count)
+        for name, seen in {"one layer": maps, "mean over layers": mean}.items():
+            found = overlap(kept(seen[:, layer - 2], count), later)
+            chance = count / maps.shape[2]
+            row = {"source": source, "what": "kept by later layers too", "before layer": layer, "by": name}
+            yield {**row, "chance": chance, **told(found, seed)}
+
+
+def agreement_of_methods(sets: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
+    """Compares the patches that every two reducers leave, stage by stage."""
+    for first, second in combinations(sets, 2):
+        for stage, layer in enumerate(policy.layers):
+            found = overlap(sets[first][:, stage], sets[second][:, stage])
+            chance = torch.maximum(*(sets[name][:, stage].double().mean() for name in (first, second)))
+            yield {"methods": [first, second], "before layer": layer, "chance": float(chance), **told(found, seed)}
+
+
+def stability(clean: Relevance, noisy: Mapping[str, torch.Tensor], policy: TokenPolicy, seed: int) -> Iterator[Row]:
+    """Says what noise does to one layer and to the mean over layers 1..l, at every layer that a stage decides by."""
+    for source, draws in noisy.items():
+        averaged, shares = running_mean(draws), averaging_shares(draws)
+        of_draws, of_layers = noise_to_spread(draws), noise_to_spread(averaged)
+        correlation = noise_correlation(draws)
+        for layer, count in zip(policy.layers, policy.counts(draws.shape[-1]), strict=True):
+            at = layer - 2
+            pairs = correlation[:, : at + 1, : at + 1]
+            steady = {
+                name: overlap(kept(before[:, at], count).expand(len(after), -1, -1), kept(after[:, :, at], count)).mean(
+                    0
+                )
+                for name, before, after in (
+                    ("one layer", clean[source], draws),
+                    ("mean over layers", running_mean(clean[source]), averaged),
+                )
+            }
+            found = {
+                "noise / spread, one layer": of_draws[:, at],
+                "noise / spread, mean over layers": of_layers[:, at],
+                "log ratio of the two": (of_layers[:, at] / of_draws[:, at]).log(),
+                **{f"noise left, {name}": share[:, at] for name, share in shares.items()},
+                "kept again, one layer": steady["one layer"],
+                "kept again, mean over layers": steady["mean over layers"],
+                "kept again, gain": steady["mean over layers"] - steady["one layer"],
+                **({"noise correlation": off_diagonal(pairs)} if at else {}),
+            }
+            for what, value in found.items():
+                yield {"source": source, "before layer": layer, "what": what, **told(value, seed)}
+
+
+def off_diagonal(correlation: torch.Tensor) -> torch.Tensor:
+    """Gives the mean over pairs of different layers."""
+    layers = correlation.shape[-1]
+    return (correlation.sum((-2, -1)) - layers) / (layers * (layers - 1))
+
+
+def told(values: torch.Tensor, seed: int) -> dict[str, float | int]:
+    """Gives the mean over images with its interval; images in which noise leaves nothing to tell are counted apart."""
+    known = values[values.isfinite()]
+    found = mean_estimate(known, seed) if len(known) else Estimate(*[float("nan")] * 3)
+    return {**asdict(found), "n": len(known)}
+
+
+def noisy_relevance(model: nn.Module, data: ImageSet, asked: argparse.Namespace, size: float) -> Relevance:
+    """Gives the relevance under every draw of noise, [draws, images, layers, patches] by source."""
+    found: dict[str, list[torch.Tensor]] = {}
+    first = 0
+    for batch in data.batches(asked.batch_size):
+        draws: dict[str, list[torch.Tensor]] = {}
+        for draw in range(asked.draws):
+            noise = noise_like(batch.images, first, asked.seed + draw)
+            for source, maps in token_relevance(model, batch.images + size * noise).items():
+                draws.setdefault(source, []).append(maps)
+        for source, each in draws.items():
+            found.setdefault(source, []).append(torch.stack(each))
+        first += len(batch)
+    return {source: torch.cat(parts, dim=1) for source, parts in found.items()}
+
+
+def clean_relevance(model: nn.Module, data: ImageSet, asked: argparse.Namespace) -> Relevance:
+    """Gives the relevance of the images as they are."""
+    batches = [token_relevance(model, batch.images) for batch in data.batches(asked.batch_size)]
+    return {source: torch.cat([found[source] for found in batches]) for source in batches[0]}
+
+
+def reducing(model: nn.Module, policy: TokenPolicy, asked: argparse.Namespace) -> dict[str, nn.Module]:
+    """Gives a copy of the model for every reducer, and the trained models beside them."""
+    layout = family_of(model).token_layout(model)
+    found: dict[str, nn.Module] = {}
+    for name in asked.reducers:
+        reducer = REDUCERS[name]()
+        if reducer.learned:
+            raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
+        if "class_attention" not in reducer.needs or layout.class_token:
+            found[name] = copy.deepcopy(model)
+            attach_tokens_(found[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
+    for text in asked.also:
+        name, _, folder = text.partition("=")
+        found[name] = rx.load(folder).to(asked.device).eval()
+        reduction = reduction_of(found[name])
+        if reduction is None or (reduction.policy.layers, reduction.policy.keep) != (policy.layers, policy.keep):
+            raise InvalidInput(f"--also {text}: its stages are not {asked.stages}; give --stages that all share.")
+    return found
+
+
+def kept_sets(models: Mapping[str, nn.Module], data: ImageSet, asked: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Gives the patches that every model leaves."""
+    return {
+        name: torch.cat([patches_left(model, batch.images) for batch in data.batches(asked.batch_size)])
+        for name, model in models.items()
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a saved folder, timm:NAME or hf:ID, from which no token leaves")
+    parser.add_argument("--weights", help="the weights of timm:NAME, in a local file")
+    parser.add_argument("--data", required=True, help="a known name or a path; its test images are used")
+    parser.add_argument("--label-column")
+    parser.add_argument("--test-column")
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
+    parser.add_argument(
+        "--reducers", nargs="*", choices=REDUCERS, default=[n for n, r in REDUCERS.items() if not r.learned]
+    )
+    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="models with trained predictors")
+    parser.add_argument("--noise", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="in normalized images")
+    parser.add_argument("--draws", type=int, default=6, help="draws of noise, two at least")
+    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; all that torch takes if not given")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file for the results")
+    return parser.parse_args(arguments)
+
+
+def test_images(model: nn.Module, asked: argparse.Namespace) -> ImageSet:
+    """Loads the images on the scale of the model."""
+    size = family_of(model).input_shape(model)[1]
+    named = {"label": asked.label_column, "test": asked.test_column}
+    columns = Columns(**{part: column for part, column in named.items() if column is not None})
+    splits = rx.matching(rx.load_data(asked.data, image_size=size, columns=columns), model)
+    return splits.test.take(min(asked.images, len(splits.test)))
+
+
+def measure(model: nn.Module, data: ImageSet, asked: argparse.Namespace) -> dict[str, list[Row]]:
+    """Makes the three tables."""
+    policy = TokenPolicy.staged(REDUCERS["random"](), *parse_stages(asked.stages))
+    policy.require(family_of(model).token_layout(model), len(family_of(model).attention(model)))
+    models = reducing(model, policy, asked)
+    clean = clean_relevance(model, data, asked)
+    found = {"layers": list(agreement_of_layers(clean, policy, asked.seed))}
+    found["methods"] = list(agreement_of_methods(kept_sets(models, data, asked), policy, asked.seed))
+    found["noise"] = []
+    for size in asked.noise:
+        noisy = noisy_relevance(model, data, asked, size)
+        found["noise"] += [{"noise": size, **row} for row in stability(clean, noisy, policy, asked.seed)]
+    return found
+
+
+def line(row: Row) -> str:
+    """Writes one row in words."""
+    numbers = ("value", "low", "high", "n")
+    words = ", ".join(f"{name} {value}" for name, value in row.items() if name not in (*numbers, "what"))
+    return f"{row.get('what', 'kept by both')}: {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}] ({words})"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    asked = parse(arguments)
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    try:
+        model = rx.load(asked.model, weights=asked.weights).to(asked.device).eval()
+        data = test_images(model, asked)
+        found = measure(model, data, asked)
+    except AttnrxError as error:
+        sys.exit(str(error))
+    for rows in found.values():
+        print(*(line(row) for row in rows), sep="\n")
+    about = {
+        "model": model_fingerprint(model),
+        "data": data.fingerprint,
+        "images": len(data),
+        "stages": asked.stages,
+        "draws": asked.draws,
+        "seed": asked.seed,
+        "hardware": device_name(asked.device),
+        "torch": torch.__version__,
+    }
+    print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
+    if asked.out:
+        print(f"written to {write_json(asked.out, {'benchmark': 'token relevance', **about, **found})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The pictures of tokens show what left a model, for every family, and leave the model as it was."""
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import report_content
+from attnrx.errors import InvalidInput
+from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model
+from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
+from attnrx.reports.figures import PatchPicture
+from attnrx.reports.figures.scale import Scale
+from attnrx.reports.page import render
+from attnrx.tokens import AttentionReceived, ClassAttention, DynamicViT, EViT, Random, Reducer, TokenPolicy, ToMe
+from pictures import write_folder
+from pretrained import adopted_once
+from test_cli import call, record
+
+
+def reduced(model: nn.Module, reducer: Reducer, by: str = "compress", keep: float = 0.5) -> nn.Module:
+    attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2,), (keep,)), by)
+    return model.eval()
+
+
+def images(model: nn.Module, count: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def model_of(name: str) -> nn.Module:
+    return copy.deepcopy(cases.model(cases.CONFIGS[name]) if name in cases.CONFIGS else adopted_once(name)[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "prefix"),
+    [
+        ("svda", (2, 2), 0),
+        ("vit", (2, 2), 1),
+        ("deit, distilled", (2, 2), 2),
+        ("vit, wide images", (2, 3), 1),
+        ("hf vit", (2, 2), 1),
+    ],
+)
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_samples_of_every_family(name: str, grid: tuple[int, int], prefix: int, by: str) -> None:
+    reference = model_of(name)
+    model = reduced(model_of(name), AttentionReceived(), by)
+    samples = sample_tokens(model, images(model), ("a", "b"), reference)
+    patches = grid[0] * grid[1]
+    assert samples.grid == grid
+    assert samples.left.sum(-1).tolist() == [[patches // 2], [patches // 2]]
+    assert samples.by_layer is not None and all(maps.shape == (2, 2, patches) for maps in samples.by_layer.values())
+    assert samples.tokens == (prefix + patches, prefix + patches // 2)
+    assert 0 <= samples.images.min() and samples.images.max() <= 1
+    page = render(ReportContent("tokens", tokens=samples))
+    assert f"{patches // 2} of {patches} patches left" in page
+
+
+def test_sampling_leaves_the_model_as_it_was() -> None:
+    model = reduced(model_of("vit"), ClassAttention())
+    reduction = reduction_of(model)
+    assert reduction is not None
+    policy = reduction.policy
+    sample_tokens(model, images(model))
+    assert reduction.policy is policy and "relevance" not in vars(policy.reducer)
+
+
+def test_a_learned_reducer_shows_its_own_relevance() -> None:
+    model = reduced(model_of("vit"), DynamicViT())
+    given = sample_tokens(model, images(model)).given
+    assert given is not None and bool((given <= 0).all())  # logarithms of keep
+    reduction = reduction_of(model)
+    assert reduction is not None
+    best = given[:, 0].topk(2).indices.sort(-1).values
+    assert torch.equal(best, reduction.run.trail[0])
+
+
+@pytest.mark.parametrize("reducer", [ToMe(), EViT()], ids=["tome", "evit"])
+def test_a_reducer_without_relevance_is_shown_without(reducer: Reducer) -> None:
+    model = reduced(model_of("vit"), reducer)
+    samples = sample_tokens(model, images(model))
+    assert samples.given is None
+    assert samples.tokens == (5, 3 + reducer.extra)
+    assert "The small map under a stage" not in render(ReportContent("tokens", tokens=samples))
+
+
+def test_stages_at_which_nothing_leaves_have_no_relevance() -> None:
+    model = report_content.spread_model()
+    attach_tokens_(model, family_of(model), TokenPolicy(Random(), (2, 3), (1.0, 0.5)))
+    samples = sample_tokens(model, images(model))
+    assert samples.given is not None
+    assert bool(samples.given[:, 0].isnan().all()) and not bool(samples.given[:, 1].isnan().any())
+    assert samples.tokens == (64, 64, 32)
+
+
+def test_a_picture_covers_what_left() -> None:
+    left = torch.tensor([[True, False], [True, True]])
+    svg = PatchPicture("cat", "tokens-0", left).draw()
+    veil, outline = re.findall(r'<path class="(?:veil|outline)" d="([^"]*)"', svg)
+    assert veil == "M112.00 0.00h112.00v112.00h-112.00z"
+    assert outline.count("M") == 2  # its left side and its lower side
+    assert 'href="#tokens-0"' in svg
+    whole = PatchPicture("cat", "tokens-0", torch.ones(2, 2, dtype=torch.bool), "data:image/png;base64,AA").draw()
+    assert "veil" not in whole and 'id="tokens-0"' in whole
+
+
+def test_the_page_says_in_words_where_patches_are_left() -> None:
+    samples = report_content.example().tokens
+    assert samples is not None
+    left = torch.zeros_like(samples.left)
+    left[:, :, :32] = True
+    page = render(ReportContent("tokens", tokens=replace(samples, left=left)))
+    assert "32 of 64 patches left, upper half 100" in page and "lower half 0" in page
+    assert page.count("data:image/png") > 2 and page.count('id="tokens-0"') == 1
+
+
+@pytest.mark.parametrize("change", [{"labels": ("one",)}, {"grid": (3, 5)}])
+def test_parts_that_disagree_are_refused(change: dict) -> None:
+    samples = report_content.example().tokens
+    assert isinstance(samples, TokenSamples)
+    with pytest.raises(InvalidInput, match=r"give one each|must agree"):
+        replace(samples, **change)
+
+
+def test_models_that_cannot_be_sampled_are_refused() -> None:
+    model = model_of("vit")
+    with pytest.raises(InvalidInput, match="no token ever leaves"):
+        sample_tokens(model, images(model))
+    small = reduced(model_of("vit"), Random())
+    with pytest.raises(InvalidInput, match="sample_tokens"):
+        sample_attention({"original": model, "compressed": small}, images(model))
+    with pytest.raises(InvalidInput, match="no image"):
+        sample_tokens(small, images(model, 0))
+
+
+@pytest.mark.parametrize("name", ["vit", "deit, distilled"])
+def test_attention_maps_are_of_the_patches(name: str) -> None:
+    model = model_of(name)
+    samples = sample_attention({"original": model}, images(model))
+    assert samples.tokens == 4
+    assert torch.allclose(samples.maps["original"].sum(-1), torch.ones((), dtype=torch.float64))
+
+
+def test_whole_numbers_are_labelled_by_whole_numbers() -> None:
+    assert Scale(0.5, 12.5, 0, 100, whole=True).ticks() == [5, 10]
+
+
+def test_the_command_shows_tokens(tmp_path: Path) -> None:
+    model = build_model("dense:digits", channels=3, classes=3).float()
+    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})
+    save_model(tmp_path / "whole", model)
+    attach_tokens_(model, family_of(model), TokenPolicy(AttentionReceived(), (2,), (0.5,)))
+    save_model(tmp_path / "small", model)
+    page = tmp_path / "page.html"
+    words = ("report", "--candidate", tmp_path / "small", "--data", data, "--samples", 3, "--out", page)
+    record(*words)
+    assert "Tokens in every layer" in page.read_text() and "Relevance by each layer" not in page.read_text()
+    assert "Query and key" not in page.read_text()
+    record(*words, "--reference", tmp_path / "whole")
+    assert "Relevance by each layer" in page.read_text()
+    whole = ("report", "--candidate", tmp_path / "whole", "--data", data, "--out", page)
+    assert "add --reference" in call(*whole).err
+    assert "add it" in call("report", "--candidate", tmp_path / "whole", "--weights", "w", "--out", page).err
+    record(*whole, "--reference", tmp_path / "whole")
+    assert "Attention maps" in page.read_text()

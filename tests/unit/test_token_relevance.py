@@ -1,0 +1,175 @@
+"""Relevance of patches: what is read off attention is what reducers go by; its statistics are right on known noise."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.diagnostics.token_relevance import (
+    averaging_shares,
+    kept,
+    noise_correlation,
+    noise_to_spread,
+    noise_variance,
+    overlap,
+    rank_correlation,
+    running_mean,
+)
+from attnrx.errors import InvalidInput
+from attnrx.examination import patches_left, token_relevance
+from attnrx.models import attach_tokens_, family_of, reduction_of
+from attnrx.reports import sample_tokens
+from attnrx.tokens import (
+    AttentionAverage,
+    AttentionReceived,
+    ClassAttention,
+    EViT,
+    Random,
+    Reducer,
+    Spot,
+    TokenPolicy,
+    ToMe,
+)
+from pretrained import TIMM, VIT, adopted_once, of_timm
+
+DRAWS, IMAGES, LAYERS, PATCHES = 40, 3, 4, 60
+
+
+def deep() -> nn.Module:
+    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
+
+
+def inputs(model: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(3, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
+
+
+def leaving(
+    model: nn.Module, reducer: Reducer, by: str = "compress", keep: tuple[float, ...] = (0.6, 0.3)
+) -> nn.Module:
+    reduced = copy.deepcopy(model)
+    attach_tokens_(reduced, family_of(reduced), TokenPolicy(reducer, (3, 4), keep), by)
+    return reduced.eval()
+
+
+def noisy(shared: float, seed: int = 0) -> torch.Tensor:
+    """One relevance for all layers, and noise of variance 1 of which a share is common to the layers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    common, own = normal(DRAWS, IMAGES, 1, PATCHES), normal(DRAWS, IMAGES, LAYERS, PATCHES)
+    signal = torch.linspace(-6, 6, PATCHES, dtype=torch.float64)
+    return signal + shared**0.5 * common + (1 - shared) ** 0.5 * own
+
+
+def test_rank_correlation_sees_order_alone() -> None:
+    first = torch.tensor([[0.1, 0.5, 0.2, 9.0]])
+    assert rank_correlation(first, first.exp()).item() == pytest.approx(1)
+    assert rank_correlation(first, -first).item() == pytest.approx(-1)
+    assert rank_correlation(first, torch.ones_like(first)).item() == 0
+    ties = torch.tensor([[1.0, 1.0, 2.0]])  # ranks 0.5, 0.5, 2 against 0, 1, 2
+    assert rank_correlation(ties, torch.tensor([[1.0, 2.0, 3.0]])).item() == pytest.approx(0.75**0.5)
+
+
+def test_what_is_kept_and_shared() -> None:
+    relevance = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    assert kept(relevance, 2).tolist() == [[True, False, True, False], [True, True, False, False]]
+    assert overlap(kept(relevance, 2), kept(-relevance, 2)).tolist() == [0.0, 1.0]
+    assert overlap(kept(relevance, 1), kept(relevance, 4)).tolist() == [1.0, 1.0]
+    with pytest.raises(InvalidInput, match="5 patches of 4"):
+        kept(relevance, 5)
+
+
+def test_the_running_mean_leaves_unknown_layers_out() -> None:
+    relevance = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [3.0, 0.0]])
+    assert running_mean(relevance).tolist() == [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]]
+
+
+def test_independent_noise_falls_as_the_paper_says() -> None:
+    draws = noisy(shared=0.0)
+    shares = averaging_shares(draws)
+    torch.testing.assert_close(shares["measured"].mean(0), shares["claimed"][0], rtol=0.08, atol=0)
+    torch.testing.assert_close(shares["measured"], shares["independent"], rtol=0.15, atol=0)
+    correlation = noise_correlation(draws)
+    assert correlation.diagonal(dim1=1, dim2=2).allclose(torch.ones(IMAGES, LAYERS, dtype=torch.float64))
+    assert (correlation - torch.eye(LAYERS, dtype=torch.float64)).abs().max() < 0.1
+
+
+def test_shared_noise_does_not_fall() -> None:
+    draws = noisy(shared=1.0)
+    shares = averaging_shares(draws)
+    torch.testing.assert_close(shares["measured"], torch.ones_like(shares["measured"]))
+    torch.testing.assert_close(noise_correlation(draws), torch.ones(IMAGES, LAYERS, LAYERS, dtype=torch.float64))
+    half = averaging_shares(noisy(shared=0.5))["measured"].mean(0)
+    expected = torch.tensor([0.5 + 0.5 / layers for layers in range(1, LAYERS + 1)], dtype=torch.float64)
+    torch.testing.assert_close(half, expected, rtol=0.08, atol=0)
+
+
+def test_noise_is_told_relative_to_the_spread() -> None:
+    draws = noisy(shared=0.0)
+    spread = torch.linspace(-6, 6, PATCHES, dtype=torch.float64).var()
+    torch.testing.assert_close(noise_to_spread(draws).mean(), 1 / spread, rtol=0.05, atol=0)
+    few = noise_to_spread(noisy(0.0, seed=1)[:2]).mean()  # the mean of two draws is noisy, and that is taken off
+    torch.testing.assert_close(few, 1 / spread, rtol=0.2, atol=0)
+    assert noise_to_spread(draws * 5).allclose(noise_to_spread(draws))
+    with pytest.raises(InvalidInput, match="two at least"):
+        noise_variance(draws[:1])
+
+
+@pytest.mark.parametrize(
+    ("reducer", "source"), [(ClassAttention(), "class_attention"), (AttentionReceived(), "attention_received")]
+)
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_relevance_is_what_the_reducer_went_by(reducer: Reducer, source: str, by: str) -> None:
+    model = deep()
+    found = token_relevance(model, inputs(model))[source]
+    samples = sample_tokens(leaving(model, reducer, by), inputs(model))
+    assert samples.given is not None
+    torch.testing.assert_close(samples.given[:, 0], found[:, 1])
+    assert torch.equal(samples.left[:, 0], kept(found[:, 1], 9))
+
+
+def test_the_running_mean_is_what_attention_average_goes_by() -> None:
+    model = deep()
+    found = running_mean(token_relevance(model, inputs(model))["class_attention"])
+    samples = sample_tokens(leaving(model, AttentionAverage()), inputs(model))
+    assert samples.given is not None
+    torch.testing.assert_close(samples.given[:, 0], found[:, 1])
+
+
+@pytest.mark.parametrize(
+    "reducer", [Random(seed=2), EViT(), ToMe(), Spot()], ids=lambda reducer: type(reducer).__name__
+)
+def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> None:
+    model = deep()
+    small = leaving(model, reducer)
+    masked = leaving(model, reducer, "mask")
+    masked.load_state_dict(small.state_dict())
+    left = patches_left(small, inputs(model))
+    assert torch.equal(left, patches_left(masked, inputs(model)))
+    reduction = reduction_of(small)
+    assert reduction is not None
+    expected = [int((places[0] >= 0).sum()) for places in reduction.run.trail]
+    assert left[0].sum(-1).tolist() == expected and expected[0] in (8, 9)
+    assert not bool((left[:, 1] & ~left[:, 0]).any())
+
+
+def test_a_policy_that_keeps_everything_leaves_everything() -> None:
+    model = deep()
+    assert bool(patches_left(leaving(model, ClassAttention(), keep=(1.0, 1.0)), inputs(model)).all())
+
+
+def test_a_model_without_a_class_token_has_received_attention_only() -> None:
+    model = adopted_once("vit, no class token")[2]
+    assert list(token_relevance(model, inputs(model))) == ["attention_received"]
+
+
+def test_models_that_do_not_fit_are_refused() -> None:
+    model = deep()
+    with pytest.raises(InvalidInput, match="give the original"):
+        token_relevance(leaving(model, Random()), inputs(model))
+    with pytest.raises(InvalidInput, match="no token ever leaves"):
+        patches_left(model, inputs(model))
