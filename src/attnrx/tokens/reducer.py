@@ -4,13 +4,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.seen import Seen
-
-NEEDS = ("class_attention", "attention", "moments", "keys")
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,42 @@ class Reducer(ABC):
     """Decides at every stage of a policy which tokens go on: a frozen dataclass of its knobs.
 
     `needs` names what of the layers before it must see: "class_attention" and "attention" of the last layer,
-    "moments" of all layers, "keys" of the last layer. A reducer with `proportional` tokens changes their sizes, and
-    later attention counts a token as often as its size says (the logarithm of the size is added to its scores).
-    A `learned` reducer has a predictor at every stage.
+    "moments" of all layers, "keys" of the last layer, and "accumulated", the sum over all layers of what `layer_score`
+    gave their tokens. A reducer with `proportional` tokens changes their sizes, and later attention counts a token as
+    often as its size says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at
+    every stage, or `one_predictor` for all of them.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()
-    learned: ClassVar[bool] = False
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
     """Tokens that a stage adds behind those that it keeps."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ()
+
+    @property
+    def learned(self) -> bool:
+        """Whether its predictors must be trained before it is of any use."""
+        return False
+
+    @property
+    def one_predictor(self) -> bool:
+        """Whether all stages share one predictor."""
+        return False
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Makes what is learned at one stage."""
         return nn.Module()
 
     def predictor_macs(self, shape: Shape, patches: int) -> int:
-        """MACs of deciding at a stage with so many patches left."""
+        """MACs of the predictor at a stage with so many patches left; comparing tokens is not counted, as in papers."""
         return 0
+
+    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
+        """Scores every token after one layer, for a reducer that needs their sum."""
+        return torch.zeros_like(tokens[..., 0])
 
     @abstractmethod
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
@@ -69,12 +86,33 @@ class Selecting(Reducer):
 
     @abstractmethod
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Says how much every patch matters; only the order within an image counts."""
+        """Says how much every patch matters; what is selected goes by the order within an image alone."""
+
+    def keep_scores(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+        """Turns relevance into weights of 0 or more, by which patches that leave are taken together."""
+        return relevance
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the patches of the highest relevance, in their order."""
         kept = best(self.relevance(seen, predictor), seen.there, count)
         return Reduction(kept, taken(seen.patches, kept))
+
+
+class Predicting(Selecting):
+    """A selecting reducer that is learned: its predictor gives the logarithms of keep and drop of every patch."""
+
+    @property
+    def learned(self) -> bool:
+        """It is."""
+        return True
+
+    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+        """Gives the logarithm of keep."""
+        return predictor(seen)[..., 0]
+
+    def keep_scores(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+        """Gives the probability of keep."""
+        return relevance.exp()
 
 
 def best(
