@@ -89,6 +89,14 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
 
 
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_stage_can_leave_few(kind: str) -> None:
+    """More than half leaves at once, and then a stage at which almost none does."""
+    policy = TokenPolicy(REDUCTIONS[kind], (3, 4), (0.2, 0.2))
+    masked, small = (logits(reduced("deep", policy, by)) for by in ("mask", "compress"))
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", [*CASES, "dense", "svda"])
 @pytest.mark.parametrize("by", ["mask", "compress"])
 def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:

@@ -11,7 +11,7 @@ from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.policy import TokenPolicy, parse_stages
+from attnrx.tokens.policy import TokenPolicy, parse_policy, parse_stages
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Predicting, Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.seen import MapMoments, Seen
@@ -63,6 +63,7 @@ __all__ = [
     "TokenPolicy",
     "ZeroTPrune",
     "attention_features",
+    "parse_policy",
     "parse_stages",
     "policy_from_dict",
 ]

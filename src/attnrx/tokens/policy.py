@@ -45,6 +45,21 @@ class TokenPolicy:
             raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
         return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
 
+    @classmethod
+    def every_layer(cls, reducer: Reducer, leaving: int, patches: int, depth: int) -> "TokenPolicy":
+        """Lets so many patches leave before every layer but the first, of an image's `patches` (ToMe's schedule, r).
+
+        As published they leave inside every layer, the last one too.
+        """
+        most = (patches - 1) // max(depth - 1, 1)
+        if depth < 2 or not 1 <= leaving <= most:
+            raise InvalidInput(
+                f"{leaving} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
+                f"layers, and 1 to {most} patches a layer, so that one is left."
+            )
+        keep = tuple((patches - leaving * stage) / patches for stage in range(1, depth))
+        return cls(reducer, tuple(range(2, depth + 1)), keep)
+
     def counts(self, patches: int) -> tuple[int, ...]:
         """The patches that are left after each stage, of so many."""
         found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
@@ -73,6 +88,16 @@ class TokenPolicy:
                 "a reducer that does without, e.g. random, attention_received or tome."
             )
         self.counts(layout.patches)
+
+
+def parse_policy(reducer: Reducer, text: str, layout: TokenLayout, depth: int) -> TokenPolicy:
+    """Reads RATIO@LAYER,..., the share kept before these layers, or N@every: N leave before every layer from 2."""
+    found = re.fullmatch(r"(\d+)@every", text)
+    if found:
+        return TokenPolicy.every_layer(reducer, int(found[1]), layout.patches, depth)
+    if text.endswith("@every"):
+        raise InvalidInput(f"{text!r}: before every layer a number of patches leaves, not a share; give e.g. 8@every.")
+    return TokenPolicy.staged(reducer, *parse_stages(text))
 
 
 def parse_stages(text: str) -> tuple[float, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape, best, taken
 from attnrx.tokens.seen import Seen
@@ -15,6 +16,13 @@ class Soft(Reducer):
     """Goes by the relevance that `scores` gives, any selecting reducer; what that sees and learns, this does."""
 
     scores: Selecting
+
+    def __post_init__(self):
+        if not isinstance(self.scores, Selecting):
+            raise InvalidInput(
+                f"{type(self).__name__} goes by the scores of another reducer, and {type(self.scores).__name__} gives no "
+                "scores; take e.g. DynamicViT, Spot or ClassAttention."
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:
