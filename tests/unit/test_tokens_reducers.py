@@ -1,12 +1,12 @@
 """What each reducer decides, on examples small enough to do by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from attnrx.config import to_dict
 from attnrx.errors import InvalidInput
 from attnrx.tokens import (
     DTPS,
@@ -24,7 +24,6 @@ from attnrx.tokens import (
     TokenLayout,
     ToMe,
     ZeroTPrune,
-    policy_from_dict,
 )
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.zero_tprune import page_rank, redundant
@@ -32,7 +31,7 @@ from attnrx.tokens.zero_tprune import page_rank, redundant
 SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
 
 
-def seen(patches: list[list[float]], sizes: list[float] | None = None, **given: torch.Tensor) -> Seen:
+def seen(patches: list[list[float]], sizes: list[float] | None = None, **given: Any) -> Seen:
     """One image whose first token is no patch."""
     tokens = torch.tensor([[[9.0] * len(patches[0]), *patches]])
     known = torch.tensor([[1.0, *(sizes or [1.0] * len(patches))]])
@@ -79,10 +78,8 @@ def test_dtps_squeezes_into_the_most_similar_by_exp_of_the_cosine() -> None:
     found = decided(DTPS(ClassAttention()), given, 2)
     assert found.kept.tolist() == [[0, 1]]
     # (5, 0) has cosine 1 with the first; (3, 4) has 0.6 with the first and 0.8 with the second.
-    second = [
-        (math.exp(0.8) * 3) / (math.e + math.exp(0.8)),
-        (math.e * 2 + math.exp(0.8) * 4) / (math.e + math.exp(0.8)),
-    ]
+    own, weight = math.e, math.exp(0.8)
+    second = [weight * 3 / (own + weight), (own * 2 + weight * 4) / (own + weight)]
     torch.testing.assert_close(found.tokens, torch.tensor([[[3.0, 0.0], second]]))
 
 
@@ -201,7 +198,7 @@ def test_impossible_knobs_are_refused(make, said: str) -> None:
 
 
 def test_a_soft_reducer_of_something_that_has_no_scores_is_refused() -> None:
-    record = to_dict(TokenPolicy(SPViT(), (2,), (0.5,)))
-    record["reducer"]["scores"] = to_dict(ToMe())
+    soft = SPViT()
+    object.__setattr__(soft, "scores", ToMe())  # past the type checks of the tests, which users do not have
     with pytest.raises(InvalidInput, match="ToMe gives no scores"):
-        policy_from_dict(record)
+        soft.__post_init__()

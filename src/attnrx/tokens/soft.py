@@ -19,9 +19,10 @@ class Soft(Reducer):
 
     def __post_init__(self):
         if not isinstance(self.scores, Selecting):
+            name, given = type(self).__name__, type(self.scores).__name__
             raise InvalidInput(
-                f"{type(self).__name__} goes by the scores of another reducer, and {type(self.scores).__name__} gives no "
-                "scores; take e.g. DynamicViT, Spot or ClassAttention."
+                f"{name} goes by the scores of another reducer, and {given} gives no scores; "
+                "take e.g. DynamicViT, Spot or ClassAttention."
             )
 
     @property
