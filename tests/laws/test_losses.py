@@ -13,11 +13,13 @@ from attnrx.losses import (
     Distillation,
     FeatureDistillation,
     FusionOwnership,
+    KeepRatio,
     Loss,
     LossContext,
     PerturbationRobustness,
     TargetRank,
     Task,
+    TokenSimilarity,
 )
 from attnrx.models import family_of, recording_blocks, save_model
 from cases import CONFIGS, LOSSES, images, model
@@ -35,7 +37,8 @@ def losses(tmp_path: Path) -> dict[str, Loss]:
 
 
 def test_every_kind_of_loss_is_in_the_case_table(losses: dict[str, Loss]) -> None:
-    elsewhere = {FusionOwnership}  # needs shared directions: test_fusion.py
+    # Those that need shared directions or tokens that leave: test_fusion.py, test_token_training.py.
+    elsewhere = {FusionOwnership, KeepRatio, TokenSimilarity}
     assert {type(loss) for loss in losses.values()} == set(KINDS) - elsewhere
 
 

@@ -14,7 +14,7 @@ from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.observing import evaluating, observing, observing_mlp
-from attnrx.models.reducing import TokenReduction, attach_tokens_, reduction_of
+from attnrx.models.reducing import TokenReduction, attach_tokens_, described_tokens, reduction_of
 from attnrx.models.showing import Showing
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
@@ -38,6 +38,7 @@ __all__ = [
     "block_names",
     "build_model",
     "config_costs",
+    "described_tokens",
     "evaluating",
     "family_of",
     "initialize_",

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, Observed, using
+from attnrx.attention import Attention, Observed, Tapped, using
 from attnrx.models.family import Family
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -18,7 +18,9 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
     """Calls `observe(layer, observation)` for every layer of every forward pass made inside the context."""
     layers = family.attention(model)
     readouts = [_readout(layer) for layer in layers]
-    backends = [Observed(partial(observe, index), readout) for index, readout in enumerate(readouts)]
+    tapped = [layer.backend if isinstance(layer.backend, Tapped) else None for layer in layers]
+    watched = enumerate(zip(readouts, tapped, strict=True))
+    backends = [Observed(partial(observe, index), readout, tap) for index, (readout, tap) in watched]
     with using(layers, backends):
         yield
 

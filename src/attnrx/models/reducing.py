@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput
 from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens import MapMoments, Reduction, Seen, Shape, TokenPolicy, policy_from_dict
+from attnrx.tokens import MapMoments, Reduction, Seen, Shape, TokenPolicy, policy_from_dict, sampled_keep
 
 BY = ("mask", "compress")
 
@@ -21,7 +21,8 @@ class TokenRun:
     """What is known of the tokens while one batch passes through the model; begun anew with every batch.
 
     `sizes` is None until the first token has left. `places` says which patch of the image every patch token is, -1 for
-    those that a stage added, and `trail` what was left after each stage.
+    those that a stage added, and `trail` what was left after each stage. In training, `drawn` is what a learned reducer
+    drew at each stage: 1 for a patch that stays, 0 for one that leaves, with a gradient.
     """
 
     def __init__(self):
@@ -31,6 +32,7 @@ class TokenRun:
         self.accumulated: Float[Tensor, "batch patches"] | None = None
         self.tap = Tap()
         self.trail: list[Int[Tensor, "batch kept"]] = []
+        self.drawn: list[Float[Tensor, "batch patches"]] = []
 
     def begin(self) -> None:
         """Forgets the batch before."""
@@ -40,7 +42,8 @@ class TokenRun:
 class TokenReduction(nn.Module):
     """A policy at work in one model: `by="compress"` lets tokens leave, `by="mask"` keeps every shape.
 
-    A masked token stays in its place with size 0: no other token attends to it, and pooling leaves it out.
+    A masked token stays in its place with size 0: no other token attends to it, and pooling leaves it out. In training
+    a learned reducer always masks: it draws which patches stay, at `temperature`, as many as it likes.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -51,11 +54,17 @@ class TokenReduction(nn.Module):
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.run = TokenRun()
+        self.temperature = 1.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether stages draw what stays, to learn from it."""
+        return self.training and self.policy.reducer.learned
 
     @property
     def counts_sizes(self) -> bool:
         """Whether attention must know the sizes of the tokens."""
-        return self.by == "mask" or self.policy.reducer.proportional
+        return self.by == "mask" or self.policy.reducer.proportional or self.draws
 
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
         """The sizes that attention counts tokens by."""
@@ -91,6 +100,8 @@ class TokenReduction(nn.Module):
         tap = run.tap
         showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated)
         seen = Seen(tokens, prefix, sizes, run.places, *showed)
+        if self.draws:
+            return self._draw(stage, seen)
         reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))
         act = _compressed if self.by == "compress" else _masked
         tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
@@ -98,13 +109,21 @@ class TokenReduction(nn.Module):
         run.trail.append(run.places if self.by == "compress" else _left(run.places, left))
         return tokens
 
+    def _draw(self, stage: int, seen: Seen) -> Tensor:
+        """Draws what stays; every token stays in its place, with size 1 or 0."""
+        scores = self.policy.reducer.keep_scores(seen, self.predictor(stage))
+        keep = sampled_keep(scores, seen.sizes[:, seen.prefix :], self.temperature)
+        self.run.sizes = torch.cat([seen.sizes[:, : seen.prefix], keep], dim=1)
+        self.run.drawn.append(keep)
+        return seen.tokens
+
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
         """Weighs the patches before their mean is taken, so that it is the mean over the patches of the image."""
         sizes = self.run.sizes
         if sizes is None:
             return tokens
         prefix = self.shape.layout.prefix
-        own = sizes if self.policy.reducer.proportional else (sizes > 0).to(sizes.dtype)
+        own = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
         patches = own[:, prefix:]
         weights = patches * (patches.shape[1] / patches.sum(1, keepdim=True))
         return torch.cat([tokens[:, :prefix], tokens[:, prefix:] * weights[..., None]], dim=1)
@@ -131,7 +150,8 @@ def attach_tokens_(model: nn.Module, family: Family, policy: TokenPolicy, by: st
         blocks[layer - 1].register_forward_pre_hook(_Stage(reduction, stage), with_kwargs=True)
     for index, layer in enumerate(layers, 1):
         wanted = _wanted(policy, index)
-        if wanted or (reduction.counts_sizes and index >= policy.layers[0]):
+        sized = reduction.counts_sizes or policy.reducer.learned
+        if wanted or (sized and index >= policy.layers[0]):
             layer.backend = Tapped(reduction.sizes, reduction.show, wanted)
     if layout.pooled == "mean":
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))

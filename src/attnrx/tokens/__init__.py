@@ -14,6 +14,7 @@ from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.policy import TokenPolicy, parse_policy, parse_stages
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Predicting, Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
@@ -66,6 +67,7 @@ __all__ = [
     "parse_policy",
     "parse_stages",
     "policy_from_dict",
+    "sampled_keep",
 ]
 
 

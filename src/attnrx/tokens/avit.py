@@ -44,6 +44,6 @@ class AViT(Selecting):
         assert seen.accumulated is not None
         return -seen.accumulated
 
-    def keep_scores(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives what is left until the sum is 1."""
         return (1 + relevance).clamp(min=0)

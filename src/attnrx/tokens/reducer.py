@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.seen import Seen
@@ -76,6 +77,10 @@ class Reducer(ABC):
         """Scores every token after one layer, for a reducer that needs their sum."""
         return torch.zeros_like(tokens[..., 0])
 
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
+        raise NotSupported(f"{self} has no scores to be trained by.")
+
     @abstractmethod
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Leaves `count` patches of every image."""
@@ -88,7 +93,7 @@ class Selecting(Reducer):
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Says how much every patch matters; what is selected goes by the order within an image alone."""
 
-    def keep_scores(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Turns relevance into weights of 0 or more, by which patches that leave are taken together."""
         return relevance
 
@@ -108,9 +113,13 @@ class Predicting(Selecting):
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the logarithm of keep."""
-        return predictor(seen)[..., 0]
+        return self.keep_scores(seen, predictor)[..., 0]
 
-    def keep_scores(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop."""
+        return predictor(seen)
+
+    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives the probability of keep."""
         return relevance.exp()
 

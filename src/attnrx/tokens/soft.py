@@ -48,13 +48,17 @@ class Soft(Reducer):
         """MACs of the predictor of the scores."""
         return self.scores.predictor_macs(shape, patches)
 
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop that the scores give; training draws by them alone, and hard."""
+        return self.scores.keep_scores(seen, predictor)
+
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         """Scores every token after one layer as the scores do."""
         return self.scores.layer_score(tokens)
 
 
 class Packaging(Soft):
-    """Keeps the best patches, and one token for all that leave: their mean, weighted by their keep scores.
+    """Keeps the best patches, and one token for all that leave: their mean, weighted by what the scores give them.
 
     That token goes on as a patch of its own, beside `count` others; a later stage treats it as any patch.
     """
@@ -65,7 +69,7 @@ class Packaging(Soft):
         """Keeps the best and fuses the rest."""
         relevance = self.scores.relevance(seen, predictor)
         kept = best(relevance, seen.there, count)
-        weights = self.scores.keep_scores(relevance).masked_fill(seen.there == 0, 0.0).scatter(1, kept, 0.0)
+        weights = self.scores.weights(relevance).masked_fill(seen.there == 0, 0.0).scatter(1, kept, 0.0)
         return Reduction(kept, taken(seen.patches, kept), fused(seen.patches, weights))
 
 

@@ -49,7 +49,7 @@ class ZeroTPrune(Reducer):
         """Scores the patches among the tokens that are `there` (1, others 0)."""
         found, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
-        scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(1e-30)
+        scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         counted = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
         counted = torch.where(counted.sum(1, keepdim=True) > 0, counted, 1.0)
@@ -80,7 +80,7 @@ def page_rank(
     Attention to tokens that are not there is left out and the rest of the row made a sum of 1; scores sum to 1.
     """
     steps = attention * there[:, None, None, :]
-    steps = steps / steps.sum(3, keepdim=True).clamp_min(1e-30)
+    steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
     found = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
         found = found @ steps

@@ -44,6 +44,9 @@ class TrainingConfig:
     A high start lets heads select at all (scores are bounded by it) but leaves the spectrum flat; decay drives heads
     towards uniform attention; a faster strength is what spreads the spectrum. Retained: holding 90 % of the energy.
 
+    Where tokens leave by a learned reducer, its predictors learn at `predictor_learning_rate` times the rate, and the
+    temperature of what they draw moves from the first of `temperatures` to the last, by the same factor every step.
+
     `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
     weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
     """
@@ -64,6 +67,8 @@ class TrainingConfig:
     layer_decay: float = 1.0
     joining: float = 0.0
     nonnegative_fusion: bool = False
+    predictor_learning_rate: float = 10.0
+    temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
@@ -78,6 +83,9 @@ class TrainingConfig:
             self._require(name, getattr(self, name) > 0, "must be positive")
         for name in ("weight_decay", "strength_decay", "strength_learning_rate", "seed"):
             self._require(name, getattr(self, name) >= 0, "may not be negative")
+        self._require("predictor_learning_rate", self.predictor_learning_rate >= 0, "may not be negative")
+        hot = all(0 < value < float("inf") for value in self.temperatures)
+        self._require("temperatures", hot, "are two positive numbers, at the first step and at the last")
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
         self._require("layer_decay", 0 < self.layer_decay <= 1, "is a factor above 0, at most 1")

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.errors import CheckpointError
-from attnrx.models import family_of
+from attnrx.models import described_tokens, family_of
 from attnrx.training.config import TrainingConfig
 
 HARMLESS = {"config.checkpoint_every"}  # may change between the parts of one run
@@ -21,6 +21,7 @@ def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[s
         "config": to_dict(config),
         "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
         "model": family_of(model).describe(model),
+        "tokens": described_tokens(model),
     }
 
 

@@ -13,6 +13,8 @@ from attnrx.models import family_of, parameter_places
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 
+PREDICTORS = "tokens."  # where the predictors of a token policy are in any model
+
 
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     """Lets every parameter learn but those that a pattern names, alone or with all that begins with it and a dot."""
@@ -48,15 +50,18 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
+            kind = f"predictor {kind}" if name.startswith(PREDICTORS) else kind
             groups.setdefault((kind, places.get(name, 0)), []).append(parameter)
-    decay = {"matrices": config.weight_decay, "vectors": 0.0, "strengths": config.strength_decay}
+    decay = {"matrices": config.weight_decay, "predictor matrices": config.weight_decay}
+    decay["strengths"] = config.strength_decay
+    factor = {"strengths": config.strength_learning_rate}
+    factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
     last = max(places.values(), default=0)
     described = [
         {
             "params": parameters,
-            "weight_decay": decay[kind],
-            "factor": config.layer_decay ** (last - place)
-            * (config.strength_learning_rate if kind == "strengths" else 1.0),
+            "weight_decay": decay.get(kind, 0.0),
+            "factor": config.layer_decay ** (last - place) * factor.get(kind, 1.0),
             "joins": config.joining * (last - place) / max(1, last),
         }
         for (kind, place), parameters in groups.items()

@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.losses import LossContext
+from attnrx.models import reduction_of
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
@@ -94,6 +95,7 @@ class Learner:
         """Makes one step with this process's share of the batch."""
         torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
+        self._set_temperature(step)
         parts = self._parts(batch, step)
         values, correct = [], []
         for number, part in enumerate(parts):
@@ -104,6 +106,13 @@ class Learner:
             correct.append(right)
         norm = self._update_(step)
         self._note_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
+
+    def _set_temperature(self, step: int) -> None:
+        """Sets the temperature at which a learned reducer draws what stays."""
+        reduction = reduction_of(self.model)
+        if reduction is not None:
+            first, last = self.config.temperatures
+            reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _parts(self, batch: Batch, step: int) -> "list[_Part]":
         """Mixes the batch where the config says so, then cuts it into the parts that run one after another."""

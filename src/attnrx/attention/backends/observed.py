@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
-
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.eager import scores
+from attnrx.attention.backends.tapped import Tapped, sized_softmax
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -15,12 +14,19 @@ from attnrx.spec import AttentionSpec
 class Observed(Backend):
     """Computes as `Eager` does, all heads in one padded bucket, and hands the intermediates to `observe`.
 
-    A head of rank 0 has zero rows here, so its scores are zero and its attention uniform, as it must be.
+    A head of rank 0 has zero rows here, so its scores are zero and its attention uniform, as it must be. Standing in
+    for a `tapped` backend it counts tokens by their size and passes on what a reducer needs, as that would.
     """
 
-    def __init__(self, observe: Callable[[Observation], None], readout: Float[Tensor, "heads reads width"]):
+    def __init__(
+        self,
+        observe: Callable[[Observation], None],
+        readout: Float[Tensor, "heads reads width"],
+        tapped: Tapped | None = None,
+    ):
         self.observe = observe
         self.readout = readout
+        self.tapped = tapped
 
     def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
         """Puts all heads together."""
@@ -34,8 +40,10 @@ class Observed(Backend):
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes the read-out and shows how."""
         logits = scores(factors)
-        attention = torch.softmax(logits, dim=-1)
+        attention = sized_softmax(logits, None if self.tapped is None else self.tapped.sizes())
         output = attention @ value
+        if self.tapped is not None:
+            self.tapped.pass_on(attention, factors)
         self.observe(
             Observation(
                 factors.query.expand(-1, -1, value.shape[1], -1),

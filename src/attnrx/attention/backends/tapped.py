@@ -48,22 +48,24 @@ class Tapped(Backend):
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
         """Computes the read-out and shows what was asked for."""
-        sizes, found = self.sizes(), {}
-        if sizes is None and "attention" not in self.wanted:
-            query, key = factors.folded()
-            output = F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
-            if "class_attention" in self.wanted:
-                first = (query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale
-                found["class_attention"] = torch.softmax(first, dim=-1)[:, :, 0]
-        else:
+        sizes = self.sizes()
+        if sizes is not None or "attention" in self.wanted:
             attention = sized_softmax(scores(factors), sizes)
-            output = attention @ value
-            found = {"attention": attention, "class_attention": attention[:, :, 0]}
+            self.pass_on(attention, factors)
+            return attention @ value
+        query, key = factors.folded()
+        if self.wanted:
+            first = torch.softmax((query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale, dim=-1)
+            self.pass_on(first, factors)
+        return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+
+    def pass_on(self, attention: Float[Tensor, "batch heads queries tokens"], factors: ScoreFactors) -> None:
+        """Shows what was asked for, of attention whose first row is that of the class token."""
+        found = {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             found["keys"] = factors.key.mean(2)
         if self.wanted:
-            self.show(Tap(**{name: tensor for name, tensor in found.items() if name in self.wanted}))
-        return output
+            self.show(Tap(**{name: found[name] for name in self.wanted}))
 
 
 def sized_softmax(

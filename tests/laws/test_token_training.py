@@ -1,0 +1,187 @@
+"""Learning which tokens leave: draws to learn from, losses about them, and nothing that breaks at low ratios."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.attention import sized_softmax
+from attnrx.data import Augmentation, Normalization, Splits, from_tensors
+from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
+from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
+from attnrx.models import attach_tokens_, family_of, load_model, recording_blocks, reduction_of, save_model
+from attnrx.tokens import ClassAttention, DynamicViT, Spot, TokenPolicy, sampled_keep
+from attnrx.training import TrainingConfig, TrainingRun, train
+from pretrained import TIMM, VIT, adopted_once, of_timm
+from tiny_runs import At, same, weights
+
+
+def scores(count: int = 200, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        (spread * torch.randn(4, count, 2, generator=generator, dtype=torch.float64)).log_softmax(-1).requires_grad_()
+    )
+
+
+def test_a_draw_is_hard_and_can_be_learned_from() -> None:
+    given = scores()
+    keep = sampled_keep(given, torch.ones(4, 200), 1.0)
+    assert set(keep.detach().unique().tolist()) == {0.0, 1.0}
+    keep.sum().backward()
+    assert given.grad is not None
+    assert bool((given.grad[..., 0] > 0).all())
+
+
+def test_patches_are_drawn_as_often_as_their_scores_say() -> None:
+    given = torch.tensor([0.2, 0.8]).log().expand(1, 20000, 2)
+    assert sampled_keep(given, torch.ones(1, 20000), 0.7).mean().item() == pytest.approx(0.2, abs=0.01)
+
+
+def test_what_has_left_stays_away_and_the_last_patch_never_leaves() -> None:
+    there = (torch.arange(200) % 3 == 0).double().expand(4, -1)
+    keep = sampled_keep(scores(), there, 1.0)
+    assert bool((keep <= there).all())
+    hopeless = torch.stack([torch.full((4, 200), -60.0), torch.zeros(4, 200)], dim=-1).requires_grad_()
+    with torch.no_grad():
+        hopeless[:, 7, 0] = -50.0
+    keep = sampled_keep(hopeless, torch.ones(4, 200), 1.0)
+    assert keep.sum(1).tolist() == [1.0] * 4
+    assert bool((keep[:, 7] == 1).all())
+    keep.sum().backward()
+    assert bool(hopeless.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def test_attention_over_sizes_is_exact_and_its_gradient_finite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (300 * torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64)).requires_grad_()
+    sizes = torch.tensor([[1.0, 0.0, 3.0, 1.0, 0.0, 2.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    attention = sized_softmax(logits, sizes)
+    expected = torch.softmax(logits + sizes.detach().log()[:, None, None], dim=-1)
+    torch.testing.assert_close(attention, expected, rtol=1e-10, atol=1e-12)
+    attention.square().sum().backward()
+    assert bool(sizes.grad.isfinite().all())  # type: ignore[union-attr]
+    assert bool(logits.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def reducing(reducer, ratio: float = 0.5, layers: tuple[int, ...] = (2, 3)) -> nn.Module:
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    torch.manual_seed(0)
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, ratio, layers))
+    return model
+
+
+def splits(model: nn.Module) -> Splits:
+    scale = Normalization(*family_of(model).normalization(model))
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (24, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    images = from_tensors("noise", pixels, torch.randint(0, 5, (24,), generator=generator), scale)
+    return Splits("noise", images, images.take(8), images.take(8), tuple("abcde"), 3, 32, scale, Augmentation(0))
+
+
+def run(folder: Path, reducer, *losses, reporter=None, ratio: float = 0.5, **knobs) -> TrainingRun:
+    model = reducing(reducer, ratio)
+    settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32", "checkpoint_every": 2} | knobs
+    config = TrainingConfig(losses=losses or (Task(), KeepRatio()), **settings)
+    return train(model, splits(model), config, folder, reporter=reporter or At())
+
+
+@pytest.mark.parametrize("reducer", [Spot(), DynamicViT()], ids=["spot", "dynamicvit"])
+@pytest.mark.parametrize("ratio", [0.8, 0.3])
+def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tmp_path: Path) -> None:
+    made = run(tmp_path, reducer, KeepRatio(), ratio=ratio, epochs=40, predictor_learning_rate=10.0)
+    told = [record["losses"]["keep_ratio"] for record in made.history]
+    assert sum(told[-5:]) / 5 < 0.03  # without learning about 0.05 at 0.3 and 0.13 at 0.8
+    reduction = reduction_of(made.model)
+    assert reduction is not None
+    images = next(splits(made.model).test.batches(8)).images.double()
+    with torch.no_grad():
+        small = made.model(images)
+        reduction.by = "mask"
+        for layer in family_of(made.model).attention(made.model)[1:]:
+            assert layer.backend.wanted is not None  # type: ignore[attr-defined]
+        torch.testing.assert_close(made.model(images), small, rtol=1e-10, atol=1e-10)
+
+
+def test_predictors_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in reducing(Spot()).state_dict().items()}
+    still = weights(run(tmp_path, Spot(), predictor_learning_rate=0.0))
+    for name, tensor in still.items():
+        assert torch.equal(tensor, before[name]) == name.startswith("tokens."), name
+
+
+@pytest.mark.parametrize("reducer", [Spot(), ClassAttention()], ids=["spot", "class attention"])
+def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
+    class Crash(Exception):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    losses = (Task(), KeepRatio()) if reducer.learned else (Task(),)
+    knobs = {"temperatures": (2.0, 0.5), "accumulate": 2}
+    with pytest.raises(Crash):
+        run(tmp_path / "stopped", reducer, *losses, reporter=At(3, crash), **knobs)
+    assert same(
+        run(tmp_path / "stopped", reducer, *losses, **knobs), run(tmp_path / "whole", reducer, *losses, **knobs)
+    )
+    saved = load_model(tmp_path / "whole")
+    assert reduction_of(saved) is not None
+
+
+def test_tokens_are_compared_with_those_of_the_teacher_where_they_stay(tmp_path: Path) -> None:
+    model = reducing(Spot())
+    teacher = copy.deepcopy(TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double())
+    folder = str(save_model(tmp_path, teacher))
+    images = next(splits(model).test.batches(4)).images.double()
+    model.train()
+    with recording_blocks(model, family_of(model)) as features:
+        logits = model(images)
+    given = LossContext(model, images, torch.zeros(4, dtype=torch.long), logits, seed=0, features=tuple(features))
+    found = TokenSimilarity(folder)(given)
+    with recording_blocks(teacher, family_of(teacher)) as theirs, torch.no_grad():
+        teacher(images)
+    stay = reduction_of(model).run.sizes[:, 1:] > 0  # type: ignore[union-attr]
+    alike = torch.nn.functional.cosine_similarity(features[-1][:, 1:], theirs[-1][:, 1:], dim=-1)
+    expected = torch.stack([(1 - alike[i][stay[i]]).mean() for i in range(4)]).mean()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    found.backward()
+    ratio = KeepRatio()(given).item()
+    shares = torch.stack([stay.double().mean(1)])
+    assert ratio >= 0
+    assert shares.max() <= 1
+
+
+def test_losses_about_tokens_need_tokens_that_leave() -> None:
+    model = adopted_once("vit")[2]
+    images = torch.zeros(2, *family_of(model).input_shape(model), dtype=torch.float64)
+    given = LossContext(model, images, torch.zeros(2, dtype=torch.long), model(images), seed=0)
+    for loss in (KeepRatio(), TokenSimilarity("teacher")):
+        with pytest.raises(NotSupported):
+            loss(given)
+    with pytest.raises(InvalidInput):
+        KeepRatio(weight=0.0)
+    with pytest.raises(InvalidInput):
+        TrainingConfig(temperatures=(1.0, 0.0))
+
+
+def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
+    """Even a predictor that wants to drop everything leaves a finite loss and gradient."""
+    model = reducing(Spot(), 0.3)
+    reduction = reduction_of(model)
+    assert reduction is not None
+    with torch.no_grad():
+        for stage in reduction.stages:
+            stage.scores[4].bias.copy_(torch.tensor([-80.0, 80.0]))  # type: ignore[index,union-attr]
+    teacher = Distillation(str(save_model(tmp_path / "teacher", adopted_teacher())))
+    config = TrainingConfig(epochs=2, batch_size=8, losses=(Task(), KeepRatio(), teacher), precision="fp32")
+    try:
+        made = train(model, splits(model), config, tmp_path / "run", reporter=At())
+    except TrainingDiverged as error:  # pragma: no cover
+        pytest.fail(str(error))
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+
+
+def adopted_teacher() -> nn.Module:
+    return TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
