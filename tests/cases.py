@@ -32,15 +32,19 @@ from attnrx.rules import (
     UniformRank,
 )
 from attnrx.tokens import (
+    DTPS,
     AttentionAverage,
     AttentionReceived,
+    AViT,
     ClassAttention,
     DynamicViT,
     EViT,
     Random,
     Reducer,
     Spot,
+    SPViT,
     ToMe,
+    ZeroTPrune,
 )
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
@@ -97,6 +101,16 @@ REDUCTIONS: dict[str, Reducer] = {
     "spot": Spot(),
     "spot-no-tokens": Spot(projected=0, variance=False),
     "spot-head-averaged": Spot(projected=5, mean=False, head_averaged=True),
+    "spot-shared": Spot(shared=True),
+    "zero_tprune": ZeroTPrune(),
+    "zero_tprune-alike": ZeroTPrune(iterations=2, similar=1.0, least=0.0, most=1e3),
+    "avit": AViT(gamma=0.5, beta=-1.0),
+    "spvit": SPViT(),
+    "spvit-spot": SPViT(Spot(variance=False, mean=False)),
+    "spvit-avit": SPViT(AViT(gamma=0.5, beta=-2.0)),
+    "dtps": DTPS(),
+    "dtps-spot": DTPS(Spot(shared=True)),
+    "etps": DTPS(ClassAttention()),
 }
 
 # name -> loss; Distillation needs a saved teacher, which its own test makes.

@@ -107,7 +107,6 @@ def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
         ("costs {run} --tokens random:0.7@3,2", "must rise"),
         ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
         ("costs {run} --tokens random:0.001@2", "leaves no patch"),
-        ("costs {run} --tokens tome:0.2@2", "leaves 32 at least"),
         ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),
         ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "by itself"),
         ("costs {run} --tokens random:0.7@2 --prescription {rx}", "drop one of them"),

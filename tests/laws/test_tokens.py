@@ -12,7 +12,7 @@ import cases
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
-from attnrx.tokens import REDUCERS, MapMoments, Reducer, Spot, TokenPolicy, policy_from_dict
+from attnrx.tokens import DTPS, REDUCERS, AViT, MapMoments, Reducer, Spot, TokenPolicy, policy_from_dict
 from cases import REDUCTIONS
 from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
 
@@ -87,6 +87,14 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(*trails, strict=True))
     added = REDUCTIONS[kind].extra
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_stage_can_leave_few(kind: str) -> None:
+    """More than half leaves at once, and then a stage at which almost none does."""
+    policy = TokenPolicy(REDUCTIONS[kind], (3, 4), (0.2, 0.2))
+    masked, small = (logits(reduced("deep", policy, by)) for by in ("mask", "compress"))
+    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [*CASES, "dense", "svda"])
@@ -165,6 +173,37 @@ def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
     torch.testing.assert_close(seen[0].moments.mean, maps[0])
     assert seen[1].moments.count == 3
     assert seen[1].attention.shape[-1] == 1 + 9
+
+
+def test_halting_scores_add_up_over_the_layers_passed() -> None:
+    """At a stage the sum is over every layer before it, and of the patches that are left."""
+    reducer = AViT(gamma=0.5, beta=-1.0)
+    model = reduced("deep", TokenPolicy(reducer, (3, 4), (0.6, 0.4)), "compress")
+    seen, decide = [], AViT.relevance
+
+    def spy(self, given, predictor):
+        seen.append(given)
+        return decide(self, given, predictor)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AViT, "relevance", spy)
+        logits(model)
+    plain, gave = original("deep"), []
+    for block in plain.source.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(lambda module, given, tokens: gave.append(tokens))
+    logits(plain)
+    sums = torch.sigmoid(0.5 * torch.stack(gave[:2])[:, :, 1:, 0] - 1.0).sum(0)
+    torch.testing.assert_close(seen[0].accumulated, sums)
+    left = sums.gather(1, seen[1].places)
+    torch.testing.assert_close(seen[1].accumulated, left + torch.sigmoid(0.5 * seen[1].patches[..., 0] - 1.0))
+
+
+@pytest.mark.parametrize("reducer", [Spot(shared=True), DTPS(Spot(shared=True))])
+def test_stages_can_share_one_predictor(reducer: Reducer) -> None:
+    reduction = reduction_of(reduced("deep", TokenPolicy.staged(reducer, 0.6, (2, 3, 4)), "compress"))
+    assert reduction is not None
+    assert len(reduction.stages) == 1
+    assert {id(reduction.predictor(stage)) for stage in range(3)} == {id(reduction.stages[0])}
 
 
 @pytest.mark.parametrize(

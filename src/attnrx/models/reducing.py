@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.attention import Tap, Tapped
+from attnrx.attention import Attention, Tap, Tapped
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.blocks import block_names
@@ -31,6 +31,7 @@ class TokenRun:
         self.sizes: Float[Tensor, "batch tokens"] | None = None
         self.places: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
+        self.accumulated: Float[Tensor, "batch patches"] | None = None
         self.tap = Tap()
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.drawn: list[Float[Tensor, "batch patches"]] = []
@@ -52,7 +53,8 @@ class TokenReduction(nn.Module):
         if by not in BY:
             raise InvalidInput(f"by={by!r}: choose from {', '.join(BY)}.")
         self.policy, self.shape, self.by = policy, shape, by
-        self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in policy.layers)
+        predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
+        self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.run = TokenRun()
         self.temperature = 1.0
 
@@ -69,6 +71,16 @@ class TokenReduction(nn.Module):
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
         """The sizes that attention counts tokens by."""
         return self.run.sizes if self.counts_sizes else None
+
+    def predictor(self, stage: int) -> nn.Module:
+        """The predictor of a stage, or that of all."""
+        return self.stages[0 if self.policy.reducer.one_predictor else stage]
+
+    def accumulate(self, tokens: Float[Tensor, "batch tokens width"]) -> None:
+        """Adds what the reducer scores the patches that a layer gave."""
+        scores = self.policy.reducer.layer_score(tokens)[:, self.shape.layout.prefix :]
+        before = self.run.accumulated
+        self.run.accumulated = scores if before is None else before + scores
 
     def show(self, heads: tuple[int, ...], tap: Tap) -> None:
         """Takes in what a layer with these heads of the original model showed.
@@ -98,20 +110,20 @@ class TokenReduction(nn.Module):
             run.trail.append(run.places)
             return tokens
         tap = run.tap
-        seen = Seen(tokens, prefix, sizes, run.places, tap.class_attention, tap.attention, run.moments, tap.keys)
+        showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated)
+        seen = Seen(tokens, prefix, sizes, run.places, *showed)
         if self.draws:
             return self._draw(stage, seen)
-        reduction = self.policy.reducer.reduce(seen, count, self.stages[stage])
+        reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))
         act = _compressed if self.by == "compress" else _masked
-        tokens, run.sizes, run.places, moments = act(seen, reduction)
-        run.moments = moments
+        tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
         left = run.sizes[:, prefix:] > 0
         run.trail.append(run.places if self.by == "compress" else _left(run.places, left))
         return tokens
 
     def _draw(self, stage: int, seen: Seen) -> Tensor:
         """Draws what stays; every token stays in its place, with size 1 or 0."""
-        scores = self.policy.reducer.keep_scores(seen, self.stages[stage])
+        scores = self.policy.reducer.keep_scores(seen, self.predictor(stage))
         keep = sampled_keep(scores, seen.sizes[:, seen.prefix :], self.temperature)
         self.run.sizes = torch.cat([seen.sizes[:, : seen.prefix], keep], dim=1)
         self.run.drawn.append(keep)
@@ -156,18 +168,26 @@ def attach_tokens_(
         return reduction.train(model.training)  # nothing ever leaves: the model runs as it did, bit for bit
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
     blocks[0].register_forward_pre_hook(_Begin(reduction), with_kwargs=True)
+    for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
+        block.register_forward_pre_hook(_Accumulate(reduction), with_kwargs=True)  # enters one, left the one before
     for stage, layer in enumerate(policy.layers):
         blocks[layer - 1].register_forward_pre_hook(_Stage(reduction, stage), with_kwargs=True)
     for index, layer in enumerate(layers, 1):
-        wanted = _wanted(policy, index)
-        sized = reduction.counts_sizes or policy.reducer.learned
-        if wanted or (sized and index >= policy.layers[0]):
-            layer.backend = Tapped(reduction.sizes, partial(reduction.show, layer.spec.heads), wanted)
-            if wanted and not layer.spec.heads:
-                layer.register_forward_hook(partial(_show_no_heads, layer.backend))
+        _tap_(layer, index, reduction)
     if layout.pooled == "mean":
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
+
+
+def _tap_(layer: Attention, index: int, reduction: TokenReduction) -> None:
+    """Lets a layer's attention count sizes and show what the reducer must see, where it has to."""
+    policy = reduction.policy
+    wanted = _wanted(policy, index)
+    sized = reduction.counts_sizes or policy.reducer.learned
+    if wanted or (sized and index >= policy.layers[0]):
+        layer.backend = Tapped(reduction.sizes, partial(reduction.show, layer.spec.heads), wanted)
+        if wanted and not layer.spec.heads:
+            layer.register_forward_hook(partial(_show_no_heads, layer.backend))
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
@@ -219,7 +239,7 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
 def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
     """Names what the reducer must see of a layer."""
     needs = policy.reducer.needs
-    wanted = set(needs) - {"moments"} if layer + 1 in policy.layers else set()
+    wanted = set(needs) - {"moments", "accumulated"} if layer + 1 in policy.layers else set()
     if "moments" in needs and layer < policy.layers[-1]:
         wanted.add("attention")
     return tuple(sorted(wanted))
@@ -240,6 +260,14 @@ class _Begin:
         self.reduction.run.begin()
 
 
+class _Accumulate:
+    def __init__(self, reduction: TokenReduction):
+        self.reduction = reduction
+
+    def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
+        self.reduction.accumulate(given[0] if given else named["hidden_states"])
+
+
 class _Stage:
     def __init__(self, reduction: TokenReduction, stage: int):
         self.reduction, self.stage = reduction, stage
@@ -258,11 +286,11 @@ class _Pooled:
         return self.reduction.pooled(tokens)
 
 
-Parts = tuple[Tensor, Tensor, Tensor, MapMoments | None]
+Parts = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
 
 
 def _compressed(seen: Seen, reduction: Reduction) -> Parts:
-    """Gives the tokens that are left, their sizes, their places in the image, and the moments between them."""
+    """Gives the tokens that are left, their sizes, their places in the image, and what was gathered of them."""
     kept, extra, prefix, places = reduction.kept, reduction.extra, seen.prefix, seen.places
     tokens = [seen.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
     sizes, left = _left_sizes(seen, reduction), places.gather(1, kept)
@@ -273,12 +301,16 @@ def _compressed(seen: Seen, reduction: Reduction) -> Parts:
     if moments is not None:
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
         moments = moments if extra is None else moments.with_new(extra.shape[1])
-    return torch.cat(tokens, dim=1), torch.cat([seen.sizes[:, :prefix], sizes], dim=1), left, moments
+    gathered = seen.accumulated
+    if gathered is not None:
+        gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
+    return torch.cat(tokens, dim=1), torch.cat([seen.sizes[:, :prefix], sizes], dim=1), left, moments, gathered
 
 
 def _masked(seen: Seen, reduction: Reduction) -> Parts:
     """Writes what is left into its places, extra tokens into those that become free, and size 0 to the rest."""
-    kept, extra, places, moments = reduction.kept, reduction.extra, seen.places, seen.moments
+    kept, extra, places = reduction.kept, reduction.extra, seen.places
+    moments, gathered = seen.moments, seen.accumulated
     written, values = kept, reduction.tokens
     if extra is not None:
         leaving = seen.there.scatter(1, kept, 0.0)
@@ -286,10 +318,11 @@ def _masked(seen: Seen, reduction: Reduction) -> Parts:
         written, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
         places = places.scatter(1, free, -1)
         moments = None if moments is None else moments.without(seen.prefix + free)
+        gathered = None if gathered is None else gathered.scatter(1, free, 0.0)
     patches = seen.patches.scatter(1, written[..., None].expand_as(values), values)
     sizes = torch.zeros_like(seen.sizes[:, seen.prefix :]).scatter(1, written, _left_sizes(seen, reduction))
     tokens = torch.cat([seen.tokens[:, : seen.prefix], patches], dim=1)
-    return tokens, torch.cat([seen.sizes[:, : seen.prefix], sizes], dim=1), places, moments
+    return tokens, torch.cat([seen.sizes[:, : seen.prefix], sizes], dim=1), places, moments, gathered
 
 
 def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:

@@ -5,18 +5,23 @@ from typing import Any
 
 from attnrx.config import from_dict
 from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
+from attnrx.tokens.avit import AViT
 from attnrx.tokens.class_attention import ClassAttention
+from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
-from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.reducer import Predicting, Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
+from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
+from attnrx.tokens.spvit import SPViT
 from attnrx.tokens.text import parse_policy_text
 from attnrx.tokens.tome import ToMe
+from attnrx.tokens.zero_tprune import ZeroTPrune
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {
@@ -28,28 +33,39 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "tome": ToMe,
     "dynamicvit": DynamicViT,
     "spot": Spot,
+    "zero_tprune": ZeroTPrune,
+    "avit": AViT,
+    "spvit": SPViT,
+    "dtps": DTPS,
 }
 for _name, _kind in REDUCERS.items():
     _kind.name = _name
 
 __all__ = [
+    "DTPS",
     "REDUCERS",
+    "AViT",
     "AttentionAverage",
     "AttentionReceived",
     "ClassAttention",
     "DynamicViT",
     "EViT",
     "MapMoments",
+    "Packaging",
+    "Predicting",
     "Random",
     "Reducer",
     "Reduction",
+    "SPViT",
     "Seen",
     "Selecting",
     "Shape",
+    "Soft",
     "Spot",
     "ToMe",
     "TokenLayout",
     "TokenPolicy",
+    "ZeroTPrune",
     "attention_features",
     "parse_policy",
     "policy_from_dict",

@@ -1,7 +1,6 @@
 """Attention average: class attention over all layers so far, SPOT's heuristic without a predictor."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -14,7 +13,10 @@ from attnrx.tokens.seen import Seen
 class AttentionAverage(Selecting):
     """Keeps the patches of the highest class attention, averaged over heads and all layers before (SPOT, Table 7)."""
 
-    needs: ClassVar[tuple[str, ...]] = ("class_attention", "moments")
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ("class_attention", "moments")
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the mean over layers and heads."""
@@ -26,7 +28,10 @@ class AttentionAverage(Selecting):
 class AttentionReceived(Selecting):
     """Keeps the patches that all tokens together attend to most in the layer before; needs no class token."""
 
-    needs: ClassVar[tuple[str, ...]] = ("attention",)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ("attention",)
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the sum over the tokens that are still there, averaged over the heads."""

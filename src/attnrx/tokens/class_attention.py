@@ -1,7 +1,6 @@
 """Class attention: what the class token looks at stays."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -14,7 +13,10 @@ from attnrx.tokens.seen import Seen
 class ClassAttention(Selecting):
     """Keeps the patches that the class token attends to most in the layer before, averaged over the heads (top-k)."""
 
-    needs: ClassVar[tuple[str, ...]] = ("class_attention",)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ("class_attention",)
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the mean over the heads."""

@@ -1,13 +1,12 @@
 """DynamicViT: a predictor on the tokens alone."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
-from attnrx.tokens.reducer import Selecting, Shape
+from attnrx.tokens.reducer import Predicting, Shape
 from attnrx.tokens.seen import Seen
 
 
@@ -25,10 +24,8 @@ class DynamicViTPredictor(nn.Module):
 
 
 @dataclass(frozen=True)
-class DynamicViT(Selecting):
+class DynamicViT(Predicting):
     """Keeps what a learned predictor says, from the tokens and their mean (Rao et al., 2021)."""
-
-    learned: ClassVar[bool] = True
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Makes the predictor of one stage."""
@@ -37,11 +34,3 @@ class DynamicViT(Selecting):
     def predictor_macs(self, shape: Shape, patches: int) -> int:
         """MACs of the predictor."""
         return feature_macs(shape.width, shape.width, patches) + KeepScores.macs(shape.width, patches)
-
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the logarithm of keep."""
-        return self.keep_scores(seen, predictor)[..., 0]
-
-    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop."""
-        return predictor(seen)

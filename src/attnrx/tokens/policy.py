@@ -55,6 +55,21 @@ class TokenPolicy:
         """Whether any token leaves at all."""
         return self.keep[-1] < 1
 
+    @classmethod
+    def every_layer(cls, reducer: Reducer, leaving: int, patches: int, depth: int) -> "TokenPolicy":
+        """Lets so many patches leave before every layer but the first, of an image's `patches` (ToMe's schedule, r).
+
+        As published they leave inside every layer, the last one too.
+        """
+        most = (patches - 1) // max(depth - 1, 1)
+        if depth < 2 or not 1 <= leaving <= most:
+            raise InvalidInput(
+                f"{leaving} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
+                f"layers, and 1 to {most} patches a layer, so that one is left."
+            )
+        keep = tuple((patches - leaving * stage) / patches for stage in range(1, depth))
+        return cls(reducer, tuple(range(2, depth + 1)), keep)
+
     def counts(self, patches: int) -> tuple[int, ...]:
         """The patches that are left after each stage, of so many."""
         found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
@@ -91,9 +106,4 @@ class TokenPolicy:
                 f"{type(self.reducer).__name__} goes by the attention of the class token, and this model has none; use "
                 "a reducer that does without, e.g. random, attention_received or tome."
             )
-        for seen, count in zip(self.seen(layout), self.counts(layout.patches), strict=True):
-            if count < self.reducer.least(seen):
-                raise InvalidInput(
-                    f"{self}: of {seen} patches {self.reducer} leaves {self.reducer.least(seen)} at least, and {count} "
-                    "are asked for; keep more, or let them leave at more stages."
-                )
+        self.counts(layout.patches)

@@ -5,14 +5,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.seen import Seen
-
-NEEDS = ("class_attention", "attention", "moments", "keys")
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,32 @@ class Reducer(ABC):
     """Decides at every stage of a policy which tokens go on: a frozen dataclass of its knobs.
 
     `needs` names what of the layers before it must see: "class_attention" and "attention" of the last layer,
-    "moments" of all layers, "keys" of the last layer. A reducer with `proportional` tokens changes their sizes, and
-    later attention counts a token as often as its size says (the logarithm of the size is added to its scores).
-    A `learned` reducer has a predictor at every stage.
+    "moments" of all layers, "keys" of the last layer, and "accumulated", the sum over all layers of what `layer_score`
+    gave their tokens. A reducer with `proportional` tokens changes their sizes, and later attention counts a token as
+    often as its size says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at
+    every stage, or `one_predictor` for all of them.
     """
 
     name: ClassVar[str] = ""
     """The name in text, which REDUCERS gives."""
-    needs: ClassVar[tuple[str, ...]] = ()
-    learned: ClassVar[bool] = False
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
     """Tokens that a stage adds behind those that it keeps."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ()
+
+    @property
+    def learned(self) -> bool:
+        """Whether its predictors must be trained before it is of any use."""
+        return False
+
+    @property
+    def one_predictor(self) -> bool:
+        """Whether all stages share one predictor."""
+        return False
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Makes what is learned at one stage."""
@@ -72,19 +85,19 @@ class Reducer(ABC):
         """
         return 0
 
+    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
+        """Scores every token after one layer, for a reducer that needs their sum."""
+        return torch.zeros_like(tokens[..., 0])
+
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
         raise NotSupported(f"{self} has no scores to be trained by.")
-
-    def least(self, patches: int) -> int:
-        """The fewest patches that a stage can leave of so many."""
-        return 1
 
     def __str__(self) -> str:
         told = [
             f"{field.name}={_spelled(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) != field.default
+            if getattr(self, field.name) != _default(field)
         ]
         name = self.name or type(self).__name__
         return f"{name}({','.join(told)})" if told else name
@@ -92,6 +105,10 @@ class Reducer(ABC):
     @abstractmethod
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Leaves `count` patches of every image."""
+
+
+def _default(field: dataclasses.Field) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _spelled(value: object) -> str:
@@ -103,12 +120,37 @@ class Selecting(Reducer):
 
     @abstractmethod
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Says how much every patch matters; only the order within an image counts."""
+        """Says how much every patch matters; what is selected goes by the order within an image alone."""
+
+    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+        """Turns relevance into weights of 0 or more, by which patches that leave are taken together."""
+        return relevance
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the patches of the highest relevance, in their order."""
         kept = best(self.relevance(seen, predictor), seen.there, count)
         return Reduction(kept, taken(seen.patches, kept))
+
+
+class Predicting(Selecting):
+    """A selecting reducer that is learned: its predictor gives the logarithms of keep and drop of every patch."""
+
+    @property
+    def learned(self) -> bool:
+        """It is."""
+        return True
+
+    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+        """Gives the logarithm of keep."""
+        return self.keep_scores(seen, predictor)[..., 0]
+
+    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+        """Gives the logarithms of keep and drop."""
+        return predictor(seen)
+
+    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+        """Gives the probability of keep."""
+        return relevance.exp()
 
 
 def best(

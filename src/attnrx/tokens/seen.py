@@ -76,7 +76,8 @@ class Seen:
     place (mask), 1 for an ordinary one, more for one that others were merged into. `class_attention` is what the class
     token pays to every token in the layer before, by head; `attention` the whole map of that layer, `moments` those
     of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
-    says which patch of the image every patch token is, -1 for one that an earlier stage added.
+    says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is what
+    the reducer's `layer_score` gave every patch, summed over the layers so far.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -87,6 +88,7 @@ class Seen:
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
     moments: MapMoments | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
+    accumulated: Float[Tensor, "batch patches"] | None = None
 
     @property
     def patches(self) -> Float[Tensor, "batch patches width"]:

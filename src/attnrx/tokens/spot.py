@@ -1,7 +1,6 @@
 """SPOT: a predictor on the tokens, their attention, and how it moved from layer to layer."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,32 +9,41 @@ from torch import nn
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
-from attnrx.tokens.reducer import Selecting, Shape
+from attnrx.tokens.reducer import Predicting, Shape
 from attnrx.tokens.seen import Seen
 
 SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
 
 
 @dataclass(frozen=True)
-class Spot(Selecting):
+class Spot(Predicting):
     """Keeps what a learned predictor says, from tokens, attention and attention dynamics (SPOT, Section 3.2).
 
     For every head, six scalars a patch (Eqs. 3 to 9) of the attention of the layer before, of its `mean` over all
     layers before, and of its `variance` over them; beside them `projected` token features (None: as many as the width,
-    0: none), half local, half global. `head_averaged` takes the scalars of the mean over the heads. All switches off
-    but one another are the ablations of Table 2, Figure 5 and Table 8.
+    0: none), half local, half global. `head_averaged` takes the scalars of the mean over the heads; with `shared` all
+    stages share one predictor. Turned one at a time, the switches are the ablations of Table 2, Figure 5 and Table 8.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("attention", "class_attention", "moments")
-    learned: ClassVar[bool] = True
     mean: bool = True
     variance: bool = True
     projected: int | None = None
     head_averaged: bool = False
+    shared: bool = False
 
     def __post_init__(self):
         if self.projected is not None and self.projected < 0:
             raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see."""
+        return ("attention", "class_attention", "moments")
+
+    @property
+    def one_predictor(self) -> bool:
+        """Whether all stages share one predictor."""
+        return self.shared
 
     def features(self, shape: Shape) -> tuple[int, int]:
         """Token features and attention features of a patch."""
@@ -51,14 +59,6 @@ class Spot(Selecting):
         """MACs of the predictor."""
         projected, attention = self.features(shape)
         return feature_macs(shape.width, projected, patches) + KeepScores.macs(projected + attention, patches)
-
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the logarithm of keep."""
-        return self.keep_scores(seen, predictor)[..., 0]
-
-    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop."""
-        return predictor(seen)
 
 
 class SpotPredictor(nn.Module):

@@ -1,0 +1,204 @@
+"""What each reducer decides, on examples small enough to do by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.tokens import (
+    DTPS,
+    AViT,
+    ClassAttention,
+    DynamicViT,
+    EViT,
+    Random,
+    Reducer,
+    Reduction,
+    Seen,
+    Shape,
+    Spot,
+    SPViT,
+    TokenLayout,
+    ToMe,
+    ZeroTPrune,
+)
+from attnrx.tokens.policy import TokenPolicy
+from attnrx.tokens.zero_tprune import page_rank, redundant
+
+SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
+
+
+def seen(patches: list[list[float]], sizes: list[float] | None = None, **given: Any) -> Seen:
+    """One image whose first token is no patch."""
+    tokens = torch.tensor([[[9.0] * len(patches[0]), *patches]])
+    known = torch.tensor([[1.0, *(sizes or [1.0] * len(patches))]])
+    return Seen(tokens, 1, known, torch.arange(len(patches))[None], **given)
+
+
+def decided(reducer: Reducer, given: Seen, count: int) -> Reduction:
+    return reducer.reduce(given, count, nn.Module())
+
+
+def class_pays(shares: list[float]) -> torch.Tensor:
+    return torch.tensor([[[0.1, *shares]]])
+
+
+def test_a_package_is_the_mean_weighted_by_keep_scores() -> None:
+    given = seen([[1.0, 0.0], [0.0, 4.0], [8.0, 0.0]], class_attention=class_pays([0.6, 0.1, 0.2]))
+    for kind in (EViT(), SPViT(ClassAttention())):
+        found = decided(kind, given, 1)
+        assert found.kept.tolist() == [[0]]
+        assert found.extra is not None
+        torch.testing.assert_close(found.extra, torch.tensor([[[16 / 3, 4 / 3]]]))
+
+
+class Says(nn.Module):
+    """A predictor that says the same of all images."""
+
+    def __init__(self, keep: list[float]):
+        super().__init__()
+        self.keep = torch.tensor(keep)
+
+    def forward(self, given: Seen) -> torch.Tensor:
+        return torch.stack([self.keep.log(), (1 - self.keep).log()], dim=-1)[None]
+
+
+def test_a_package_of_a_predictor_is_weighted_by_the_probability_of_keep() -> None:
+    found = SPViT().reduce(seen([[1.0], [2.0], [6.0]]), 1, Says([0.9, 0.3, 0.1]))
+    assert found.kept.tolist() == [[0]]
+    assert found.extra is not None
+    torch.testing.assert_close(found.extra, torch.tensor([[[3.0]]]))  # (0.3 * 2 + 0.1 * 6) / 0.4
+
+
+def test_dtps_squeezes_into_the_most_similar_by_exp_of_the_cosine() -> None:
+    given = seen([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0], [5.0, 0.0]], class_attention=class_pays([0.4, 0.3, 0.1, 0.1]))
+    found = decided(DTPS(ClassAttention()), given, 2)
+    assert found.kept.tolist() == [[0, 1]]
+    # (5, 0) has cosine 1 with the first; (3, 4) has 0.6 with the first and 0.8 with the second.
+    own, weight = math.e, math.exp(0.8)
+    second = [weight * 3 / (own + weight), (own * 2 + weight * 4) / (own + weight)]
+    torch.testing.assert_close(found.tokens, torch.tensor([[[3.0, 0.0], second]]))
+
+
+def test_dtps_takes_nothing_of_what_had_left_before() -> None:
+    shares = class_pays([0.4, 0.3, 0.0])
+    found = decided(DTPS(ClassAttention()), seen([[1.0], [2.0], [50.0]], [1.0, 1.0, 0.0], class_attention=shares), 2)
+    torch.testing.assert_close(found.tokens, torch.tensor([[[1.0], [2.0]]]))
+
+
+def test_avit_lets_the_highest_sum_leave() -> None:
+    scores = AViT(gamma=2.0, beta=-1.0).layer_score(torch.tensor([[[0.5, 9.0], [1.0, -9.0]]]))
+    torch.testing.assert_close(scores, torch.tensor([[0.5, 1 / (1 + math.exp(-1.0))]]))
+    given = seen([[1.0], [2.0], [3.0]], accumulated=torch.tensor([[0.2, 0.9, 0.4]]))
+    assert decided(AViT(), given, 2).kept.tolist() == [[0, 2]]
+    package = decided(SPViT(AViT()), given, 1).extra
+    assert package is not None
+    torch.testing.assert_close(package, torch.tensor([[[(0.1 * 2 + 0.6 * 3) / 0.7]]]))
+
+
+def test_page_rank_walks_as_tokens_attend() -> None:
+    attention = torch.tensor([[[[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.0, 0.5, 0.5]]]])
+    everyone = torch.ones(1, 3)
+    torch.testing.assert_close(page_rank(attention, everyone, 1), torch.tensor([[[1 / 6, 1 / 2, 1 / 3]]]))
+    torch.testing.assert_close(page_rank(attention, everyone, 2), torch.tensor([[[1 / 4, 1 / 3, 5 / 12]]]))
+    left = page_rank(attention, torch.tensor([[1.0, 1.0, 0.0]]), 1)  # the second now attends to the first alone
+    torch.testing.assert_close(left, torch.tensor([[[0.5, 0.5, 0.0]]]))
+
+
+def _pays(columns: list[list[float]]) -> torch.Tensor:
+    """Heads in which every token attends alike, so that one step of page rank gives what is attended to."""
+    return torch.stack([torch.tensor(column).expand(len(column), -1) for column in columns])[None]
+
+
+def test_zero_tprune_takes_the_quadratic_mean_of_the_heads_that_vary_as_they_should() -> None:
+    # Scores of the patches over their mean vary by 0, 0.28 and 1 in the three heads.
+    attention = _pays([[0.4, 0.3, 0.3], [0.2, 0.188, 0.612], [0.1, 0.9, 0.0]])
+    everyone = torch.ones(1, 3)
+    middle = ZeroTPrune(1, 0.0).importance(attention, everyone, 1)
+    torch.testing.assert_close(middle, torch.tensor([[0.188, 0.612]]))
+    upper = ZeroTPrune(1, 0.0, 0.01, 2.0).importance(attention, everyone, 1)
+    expected = [math.sqrt((0.188**2 + 0.9**2) / 2), math.sqrt((0.612**2 + 0.0) / 2)]
+    torch.testing.assert_close(upper, torch.tensor([expected]))
+    nobody = ZeroTPrune(1, 0.0, 5.0, 6.0).importance(attention, everyone, 1)
+    all_three = [math.sqrt((0.3**2 + a**2 + b**2) / 3) for a, b in ((0.188, 0.9), (0.612, 0.0))]
+    torch.testing.assert_close(nobody, torch.tensor([all_three]))
+
+
+def test_similar_patches_leave_from_the_less_important_half() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.5, -1.0]]])
+    importance = torch.tensor([[0.4, 0.3, 0.1, 0.2]])
+    assert redundant(keys, importance, torch.ones(1, 4), 1).tolist() == [[2]]  # nearly the first, not the last
+
+
+def test_zero_tprune_drops_the_similar_before_the_unimportant() -> None:
+    attention = _pays([[0.1, 0.3, 0.27, 0.2, 0.13]])
+    keys = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [-1.0, -1.0]]])
+    given = seen([[1.0], [2.0], [3.0], [4.0]], attention=attention, keys=keys)
+    assert decided(ZeroTPrune(1, similar=1.0), given, 3).kept.tolist() == [[0, 1, 3]]
+    assert decided(ZeroTPrune(1, similar=0.0), given, 3).kept.tolist() == [[0, 1, 2]]
+    assert decided(ZeroTPrune(1, similar=0.5), given, 2).kept.tolist() == [[0, 1]]
+
+
+def test_tome_merges_in_rounds_by_the_mean_keys_of_what_it_merged() -> None:
+    turns = torch.tensor([0.0, 0.0, 0.1, 3.0, 3.2])  # the first token is no patch
+    keys = torch.stack([turns.cos(), turns.sin()], dim=-1)[None]
+    given = seen([[1.0], [3.0], [10.0], [20.0]], [1.0, 1.0, 2.0, 1.0], keys=keys)
+    # Round one: 1 into 3 and 10 (of size 2) into 20, at 0.1 and 0.2 apart. Round two: (1 + 3) into (10, 10, 20).
+    two = decided(ToMe(), given, 2)
+    assert two.kept.tolist() == [[1, 3]]
+    torch.testing.assert_close(two.tokens, torch.tensor([[[2.0], [40 / 3]]]))
+    torch.testing.assert_close(two.sizes, torch.tensor([[2.0, 3.0]]))
+    one = decided(ToMe(), given, 1)
+    assert one.kept.tolist() == [[3]]
+    torch.testing.assert_close(one.tokens, torch.tensor([[[44 / 5]]]))
+    torch.testing.assert_close(one.sizes, torch.tensor([[5.0]]))
+
+
+def test_a_second_round_goes_by_merged_keys() -> None:
+    keys = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.9, 0.4], [0.0, 1.0], [0.0, 1.0], [0.5, 0.5], [0.6, 0.6]]])
+    sizes = [1.0] * 6
+    found = decided(ToMe(), seen([[float(value)] for value in range(6)], sizes, keys=keys), 2)
+    # Three pairs first; then the first and the last are one set, and the last, (0.55, 0.55), is nearer to the middle.
+    assert found.kept.tolist() == [[1, 3]]
+    torch.testing.assert_close(found.tokens, torch.tensor([[[0.5], [3.5]]]))
+
+
+def test_soft_reducers_are_what_their_scores_are() -> None:
+    for scores in (ClassAttention(), Random(), AViT(), DynamicViT(), Spot(shared=True)):
+        for kind in (EViT(scores), SPViT(scores), DTPS(scores)):
+            assert (kind.needs, kind.learned) == (scores.needs, scores.learned)
+            assert kind.one_predictor == scores.one_predictor
+            assert kind.predictor_macs(SHAPE, 9) == scores.predictor_macs(SHAPE, 9)
+            of_kind, of_scores = (
+                sum(parameter.numel() for parameter in reducer.predictor(SHAPE).parameters())
+                for reducer in (kind, scores)
+            )
+            assert of_kind == of_scores
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: AViT(gamma=0.0), "gamma not 0"),
+        (lambda: AViT(beta=float("nan")), "finite"),
+        (lambda: ZeroTPrune(iterations=0), "at least one iteration"),
+        (lambda: ZeroTPrune(similar=1.5), "a share"),
+        (lambda: ZeroTPrune(least=0.7, most=0.7), "least < most"),
+        (lambda: TokenPolicy.every_layer(ToMe(), 4, 16, 5), "1 to 3 patches"),
+        (lambda: TokenPolicy.every_layer(ToMe(), 0, 16, 4), "0 of 16"),
+        (lambda: TokenPolicy.every_layer(ToMe(), 1, 16, 1), "takes two layers"),
+    ],
+)
+def test_impossible_knobs_are_refused(make, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        make()
+
+
+def test_a_soft_reducer_of_something_that_has_no_scores_is_refused() -> None:
+    soft = SPViT()
+    object.__setattr__(soft, "scores", ToMe())  # past the type checks of the tests, which users do not have
+    with pytest.raises(InvalidInput, match="ToMe gives no scores"):
+        soft.__post_init__()
