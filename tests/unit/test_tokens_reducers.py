@@ -171,7 +171,9 @@ def test_soft_reducers_are_what_their_scores_are() -> None:
         for kind in (EViT(scores), SPViT(scores), DTPS(scores)):
             assert (kind.needs, kind.learned) == (scores.needs, scores.learned)
             assert kind.one_predictor == scores.one_predictor
-            assert kind.predictor_macs(SHAPE, 9) == scores.predictor_macs(SHAPE, 9)
+            assert kind.predictor_macs(SHAPE, 9, 4) == scores.predictor_macs(SHAPE, 9, 4) + 9 * SHAPE.width * (
+                4 if isinstance(kind, DTPS) else 1
+            )
             of_kind, of_scores = (
                 sum(parameter.numel() for parameter in reducer.predictor(SHAPE).parameters())
                 for reducer in (kind, scores)

@@ -82,7 +82,7 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("spot(projected=-1):0.7@4", "0 or more"),
         ("spot(mean=true,mean=true):0.7@4", "given twice"),
         ("spot(means=true):0.7@4", "did you mean 'mean'"),
-        ("evit(seed=1):0.7@4", "evit has no knobs"),
+        ("class_attention(seed=1):0.7@4", "class_attention has no knobs"),
         ("spot:0.7@4;7", "cannot be read"),
         ("spot" + 30 * "(" + ":0.7@4", "brackets"),
     ],

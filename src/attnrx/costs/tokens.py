@@ -37,18 +37,19 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     masked = by == "mask"
     seen = (patches,) * len(policy.layers) if masked else policy.seen(layout)
     stages = zip(policy.layers, seen, policy.counts(patches), strict=True)
-    at_work = [(layer, own) for layer, own, count in stages if count < patches]
+    at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
     shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
     deciding = sum(
-        policy.reducer.predictor_macs(replace(shape, directions=shown[layer]), own) for layer, own in at_work
+        policy.reducer.predictor_macs(replace(shape, directions=shown[layer]), own, count)
+        for layer, own, count in at_work
     )
     with torch.device("meta"):
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
     return TokenCosts(
         tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
-        predictors=PartCosts(len(policy.layers) * numbers, deciding),
-        norm_features=sum(own for _, own in at_work) * _norm_features(predictor),
+        predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, deciding),
+        norm_features=sum(own for _, own, _ in at_work) * _norm_features(predictor),
     )
 
 

@@ -111,7 +111,8 @@ class TokenReduction(nn.Module):
             return tokens
         tap = run.tap
         showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated)
-        seen = Seen(tokens, prefix, sizes, run.places, *showed)
+        whole = self.by == "compress" and not self.draws
+        seen = Seen(tokens, prefix, sizes, run.places, *showed, whole=whole)
         if self.draws:
             return self._draw(stage, seen)
         reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))

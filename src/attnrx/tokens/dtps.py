@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.shapes import Tensor
 from attnrx.tokens.dynamicvit import DynamicViT
-from attnrx.tokens.reducer import Reduction, Selecting, best, taken
+from attnrx.tokens.reducer import Reduction, Selecting, Shape, best, taken
 from attnrx.tokens.seen import Seen
 from attnrx.tokens.soft import Soft
 
@@ -23,6 +23,10 @@ class DTPS(Soft):
     """
 
     scores: Selecting = field(default_factory=DynamicViT)
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of the predictor of the scores, and of comparing every patch with those that are kept."""
+        return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and squeezes the rest into them."""

@@ -31,6 +31,6 @@ class DynamicViT(Predicting):
         """Makes the predictor of one stage."""
         return DynamicViTPredictor(shape.width)
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """MACs of the predictor."""
         return feature_macs(shape.width, shape.width, patches) + KeepScores.macs(shape.width, patches)

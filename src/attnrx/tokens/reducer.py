@@ -77,11 +77,11 @@ class Reducer(ABC):
         """Makes what is learned at one stage."""
         return nn.Module()
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
-        """MACs of deciding at a stage with so many patches left: of every matrix product.
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of deciding at a stage that leaves `count` of so many patches: of every matrix product.
 
         Norms are not counted here, as nowhere in `attnrx.costs`; those of the predictor are found in its modules, and
-        taken to see every patch once.
+        taken to see every patch once. Nor are sums and page ranks over maps.
         """
         return 0
 
@@ -141,8 +141,9 @@ class Predicting(Selecting):
         return True
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the logarithm of keep."""
-        return self.keep_scores(seen, predictor)[..., 0]
+        """Gives the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
+        keep, drop = self.keep_scores(seen, predictor).unbind(-1)
+        return keep - drop
 
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop."""
@@ -150,7 +151,7 @@ class Predicting(Selecting):
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives the probability of keep."""
-        return relevance.exp()
+        return relevance.sigmoid()
 
 
 def best(

@@ -89,6 +89,8 @@ class Seen:
     moments: MapMoments | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
     accumulated: Float[Tensor, "batch patches"] | None = None
+    whole: bool = False
+    """Whether every token is known to be there still, so that nothing has to be left out of a sum."""
 
     @property
     def patches(self) -> Float[Tensor, "batch patches width"]:

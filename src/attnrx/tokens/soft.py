@@ -44,9 +44,9 @@ class Soft(Reducer):
         """Makes the predictor of the scores."""
         return self.scores.predictor(shape)
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """MACs of the predictor of the scores."""
-        return self.scores.predictor_macs(shape, patches)
+        return self.scores.predictor_macs(shape, patches, count)
 
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop that the scores give; training draws by them alone, and hard."""
@@ -65,9 +65,9 @@ class Packaging(Soft):
 
     extra: ClassVar[int] = 1
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """MACs of the predictor of the scores, and of the token for the rest."""
-        return super().predictor_macs(shape, patches) + patches * shape.width
+        return super().predictor_macs(shape, patches, count) + patches * shape.width
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and fuses the rest."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import InvalidInput
@@ -55,7 +54,7 @@ class Spot(Predicting):
         """Makes the predictor of one stage."""
         return SpotPredictor(self, shape)
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """MACs of the predictor."""
         projected, attention = self.features(shape)
         return feature_macs(shape.width, projected, patches) + KeepScores.macs(projected + attention, patches)
@@ -76,7 +75,7 @@ class SpotPredictor(nn.Module):
         parts = [] if self.tokens is None else [self.tokens(seen.patches, seen.there)]
         for attention in self._maps(seen):
             found = attention.mean(1, keepdim=True) if self.spot.head_averaged else attention
-            parts.append(attention_features(found, seen.prefix, seen.there))
+            parts.append(attention_features(found, seen.prefix, None if seen.whole else seen.there))
         return self.scores(torch.cat(parts, dim=-1))
 
     def _maps(self, seen: Seen) -> list[Tensor]:
@@ -91,21 +90,25 @@ class SpotPredictor(nn.Module):
 
 
 def attention_features(
-    attention: Float[Tensor, "batch heads tokens tokens"], prefix: int, there: Float[Tensor, "batch patches"]
+    attention: Float[Tensor, "batch heads tokens tokens"],
+    prefix: int,
+    there: Float[Tensor, "batch patches"] | None = None,
 ) -> Float[Tensor, "batch patches features"]:
     """Gives the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, among the patches still there.
 
     What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
     what it receives from them. Heads follow one another.
     """
-    # Sums over the patches that are there, as products of the map and of its square with a vector: one pass each.
-    weights = (F.pad(there, (prefix, 0)) / there.sum(1, keepdim=True))[:, None]
-    square = attention * attention
-    rows, columns = weights[..., None].expand(-1, attention.shape[1], -1, -1), weights[:, :, None]
-    row_mean, row_square = ((each @ rows)[:, :, prefix:, 0] for each in (attention, square))
-    column_mean, column_square = ((columns @ each)[:, :, 0, prefix:] for each in (attention, square))
-    row_spread = (row_square - row_mean.square()).clamp(min=0)
-    column_spread = (column_square - column_mean.square()).clamp(min=0)
+    inner = attention[:, :, prefix:, prefix:]
+    rows = columns = inner
+    count: Tensor | int = inner.shape[-1]
+    if there is not None:
+        rows, columns = inner * there[:, None, None, :], inner * there[:, None, :, None]
+        count = there.sum(1)[:, None, None]
+    row_mean, column_mean = rows.sum(3) / count, columns.sum(2) / count
+    # The mean of squares less the square of the mean: one pass over a map less than the mean of squared deviations.
+    row_spread = ((rows * inner).sum(3) / count - row_mean.square()).clamp(min=0)
+    column_spread = ((columns * inner).sum(2) / count - column_mean.square()).clamp(min=0)
     scalars = (
         attention[:, :, 0, prefix:],
         attention[:, :, prefix:, 0],

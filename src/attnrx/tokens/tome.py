@@ -29,9 +29,14 @@ class ToMe(Reducer):
         """What of the layers before it must see."""
         return ("keys",)
 
-    def predictor_macs(self, shape: Shape, patches: int) -> int:
-        """MACs of comparing the two sets by their keys, in one round."""
-        return (patches // 2) * (patches - patches // 2) * shape.directions
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of comparing the two sets by their keys, in every round."""
+        total = 0
+        while patches > count:
+            second = patches // 2
+            total += (patches - second) * second * shape.directions
+            patches -= min(patches - second, patches - count)
+        return total
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` are left."""

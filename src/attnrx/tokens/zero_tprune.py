@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, best, taken
+from attnrx.tokens.reducer import Reducer, Reduction, Shape, best, taken
 from attnrx.tokens.seen import Seen
 
 
@@ -55,13 +55,21 @@ class ZeroTPrune(Reducer):
         counted = torch.where(counted.sum(1, keepdim=True) > 0, counted, 1.0)
         return ((found.square() * counted[..., None]).sum(1) / counted.sum(1, keepdim=True)).sqrt()
 
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of comparing the less important half with the rest by their keys, where likeness decides at all."""
+        half = patches // 2
+        return half * (patches - half) * shape.directions if self._alike(patches, count) else 0
+
+    def _alike(self, present: int, count: int) -> int:
+        """The patches that leave because another is like them."""
+        return min(int(self.similar * (present - count)), present // 2)
+
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Drops until `count` are left."""
         assert seen.attention is not None
         assert seen.keys is not None
         present = int(seen.there[0].sum())
-        half = present // 2
-        alike = min(int(self.similar * (present - count)), half)
+        alike = self._alike(present, count)
         there = (seen.sizes > 0).to(seen.attention.dtype)
         if alike:
             first = self.importance(seen.attention, there, seen.prefix)
@@ -83,7 +91,7 @@ def page_rank(
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
     found = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
-        found = found @ steps
+        found = (found.transpose(2, 3) * steps).sum(2, keepdim=True)
     return found[:, :, 0]
 
 
