@@ -29,7 +29,7 @@ def deep() -> nn.Module:
 def original(name: str) -> nn.Module:
     if name == "deep":
         return copy.deepcopy(deep())
-    return copy.deepcopy(cases.model(cases.CONFIGS[name]) if name in cases.CONFIGS else adopted_once(name)[2])
+    return copy.deepcopy(cases.own(cases.OWN[name]) if name in cases.OWN else adopted_once(name)[2])
 
 
 def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
@@ -57,7 +57,7 @@ def fits(name: str, reducer: Reducer) -> bool:
     return "class_attention" not in reducer.needs or family_of(model).token_layout(model).class_token
 
 
-PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda") for kind in REDUCTIONS]
+PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in REDUCTIONS]
 
 
 def test_every_reducer_is_a_case() -> None:
@@ -89,7 +89,7 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
 
 
-@pytest.mark.parametrize("name", [*CASES, "dense", "svda"])
+@pytest.mark.parametrize("name", [*CASES, "dense", "svda", *cases.LVVITS])
 @pytest.mark.parametrize("by", ["mask", "compress"])
 def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     model = original(name)
