@@ -20,7 +20,7 @@ PATCH_SHARE = 0.5
 class LVViTConfig(TransformerConfig):
     """The shape of the model and the facts of its input.
 
-    What a layer adds is divided by `divisor` (the residual scaling of the paper, Section 3.1, "skip_lam" in its
+    What a layer adds is divided by `divisor` (the residual scaling of the paper, `skip_lam` in its
     code). With `classifies_patches` (token labelling) a second classifier answers for every patch.
     """
 
@@ -33,7 +33,7 @@ class LVViTConfig(TransformerConfig):
     std: tuple[float, ...] = IMAGENET_STD
     mlp_ranks: tuple[tuple[int | None, int | None], ...] = ()
     stem_channels: int = 64
-    divisor: float = 1.0
+    divisor: int | float = 1.0
     classifies_patches: bool = True
 
     def __post_init__(self):
@@ -108,7 +108,11 @@ class DividedLayer(Layer):
 
 
 class LVViT(Transformer[LVViTConfig]):
-    """Stem, class token, learned positions, layers, and a classifier for the class token and one for the patches."""
+    """Stem, class token, learned positions, layers, and a classifier for the class token and one for the patches.
+
+    In training mode the norms of the stem go by the batch, so batches in parts are not quite one whole batch. The
+    augmentation of the paper that mixes patches (MixToken) is not part of the model.
+    """
 
     def __init__(self, config: LVViTConfig):
         super().__init__(config)

@@ -15,7 +15,7 @@ from attnrx.models.own_family import OwnFamily
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout
 
-# The sizes of the paper (Table 1), and T, which was published later with the code.
+# The sizes that the authors' code names lvvit_t, lvvit_s and lvvit_m.
 SIZES: dict[str, dict[str, Any]] = {
     "t": {"width": 240, "depth": 12, "heads": 4},
     "s": {"width": 384, "depth": 16, "heads": 6, "divisor": 2.0},

@@ -50,11 +50,10 @@ def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[s
     for theirs, parts in names.items():
         wanted = [ours[part] for part in parts]
         shape = (sum(part.shape[0] for part in wanted), *wanted[0].shape[1:]) if wanted[0].ndim else ()
-        if tuple(tensors[theirs].shape) != shape:
-            raise CheckpointError(
-                f"{problem}: {theirs} has the shape {tuple(tensors[theirs].shape)}, wanted is {shape}."
-            )
-        split = tensors[theirs].split([len(part) for part in wanted]) if len(parts) > 1 else (tensors[theirs],)
+        given = tensors[theirs]
+        if tuple(given.shape) != shape:
+            raise CheckpointError(f"{problem}: {theirs} has the shape {tuple(given.shape)}, and {shape} is wanted.")
+        split = given.split([len(part) for part in wanted]) if len(parts) > 1 else (given,)
         # Copies, because the parts of a fused projection would share one storage.
         found |= {part: own.clone() for part, own in zip(parts, split, strict=True)}
     return found

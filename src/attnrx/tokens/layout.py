@@ -9,7 +9,7 @@ class TokenLayout:
 
     `class_token` says whether the first of them is a class token; `pooled` how the answer is read off the tokens:
     "class" from tokens before the patches alone, "mean" from the mean of the patches, "max" from the largest of what is
-    read off each patch, alone or beside.
+    read off each patch; both alone or beside.
     """
 
     prefix: int
