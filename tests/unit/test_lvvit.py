@@ -20,6 +20,7 @@ from tiny_runs import At, config, same, splits
 
 SMALL = {"width": 12, "depth": 2, "heads": 3, "image_size": 32, "classes": 5, "stem_channels": 4}
 WIDTH, DEPTH, HEADS, CLASSES, STEM = 12, 2, 3, 5, 4
+STATISTICS = ("running_mean", "running_var", "weight", "bias")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -59,9 +60,9 @@ def as_written(given: Tensors, pictures: torch.Tensor, divisor: float) -> torch.
     """The paper's model, written down once more from the published tensors."""
     for number, stride, padding in ((1, 2, 3), (2, 1, 1), (3, 1, 1)):
         at = f"patch_embed.bn{number}"
-        norm = [given[f"{at}.{kind}"] for kind in ("running_mean", "running_var", "weight", "bias")]
-        weight = given[f"patch_embed.conv{number}.weight"]
-        pictures = F.relu(F.batch_norm(F.conv2d(pictures, weight, None, stride, padding), *norm))
+        mean, variance, weight, bias = (given[f"{at}.{kind}"] for kind in STATISTICS)
+        pictures = F.conv2d(pictures, given[f"patch_embed.conv{number}.weight"], None, stride, padding)
+        pictures = F.relu(F.batch_norm(pictures, mean, variance, weight, bias))
     patches = F.conv2d(pictures, given["patch_embed.proj.weight"], given["patch_embed.proj.bias"], 8)
     patches = patches.flatten(2).mT
     tokens = torch.cat([given["cls_token"].expand(len(patches), 1, WIDTH), patches], 1) + given["pos_embed"]
@@ -193,7 +194,7 @@ def test_patches_that_have_left_do_not_answer() -> None:
     assert isinstance(model, LVViT) and model.patch_classifier is not None
     reduction = attach_tokens_(model, family_of(model), TokenPolicy(Random(seed=1), (2,), (0.5,)), by="mask")
     hidden: list[torch.Tensor] = []
-    model.layers[-1].register_forward_hook(lambda module, given, tokens: hidden.append(tokens))
+    model.norm.register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
     with torch.no_grad():
         logits = model(images(shape))
         tokens = model.norm.forward(hidden[0])
