@@ -9,7 +9,18 @@ import torch
 from attnrx.checks import Accuracy, Bounds, Calibration, Check, Controls, Costs, Fidelity, Latency, Robustness
 from attnrx.costs import LatencyProtocol
 from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
-from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_, model_fingerprint
+from attnrx.models import (
+    LVViT,
+    LVViTConfig,
+    Transformer,
+    TransformerConfig,
+    VisionTransformer,
+    ViTConfig,
+    family_of,
+    initialize_,
+    model_fingerprint,
+)
+from attnrx.models.transformer import Model
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.realization import realize
 from attnrx.rules import (
@@ -57,6 +68,16 @@ CONFIGS: dict[str, ViTConfig] = {
     "svda-one-direction": ViTConfig.uniform("svda", width=4, depth=1, heads=4, **TINY),
     "dense": ViTConfig.uniform("dense", width=12, depth=2, heads=3, **TINY),
 }
+
+LVVITS: dict[str, LVViTConfig] = {
+    "lvvit": LVViTConfig.uniform("dense", width=12, depth=2, heads=3, stem_channels=4, divisor=2.0, **TINY),
+    "lvvit-svda": LVViTConfig.uniform(
+        "svda", width=12, depth=2, heads=3, stem_channels=4, classifies_patches=False, **TINY
+    ),
+}
+
+# Every model of ours.
+OWN: dict[str, TransformerConfig] = {**CONFIGS, **LVVITS}
 
 NORMS = ("renormalized", "exact", "refit")
 
@@ -123,7 +144,20 @@ LOSSES: dict[str, Loss] = {
 
 def model(config: ViTConfig, seed: int = 0, spread: float = 1.0) -> VisionTransformer:
     """A model whose scores matter: weights far from their initial values, strengths spread out, both signs."""
-    vit = initialize_(VisionTransformer(config), seed).double()
+    return shaken(VisionTransformer(config), seed, spread)
+
+
+def own(config: TransformerConfig) -> Transformer:
+    """The same of any kind."""
+    if isinstance(config, LVViTConfig):
+        return shaken(LVViT(config), 0, 1.0)
+    assert isinstance(config, ViTConfig)
+    return model(config)
+
+
+def shaken(vit: Model, seed: int, spread: float) -> Model:
+    """Draws weights whose scores matter."""
+    initialize_(vit, seed).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in vit.parameters():
@@ -131,10 +165,13 @@ def model(config: ViTConfig, seed: int = 0, spread: float = 1.0) -> VisionTransf
         for name, parameter in vit.named_parameters():
             if name.endswith("strength"):
                 parameter.copy_(4 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+        for name, buffer in vit.named_buffers():
+            if "running" in name:  # as after training
+                buffer.add_(torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype))
     return vit.eval()
 
 
-def images(config: ViTConfig, count: int = 5, seed: int = 1) -> torch.Tensor:
+def images(config: TransformerConfig, count: int = 5, seed: int = 1) -> torch.Tensor:
     """Random images of the size that the model wants."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count, config.channels, config.image_size, config.image_size)
@@ -160,7 +197,7 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def prescription(vit: VisionTransformer, pattern: Pattern, seed: int = 0) -> Prescription:
+def prescription(vit: Transformer, pattern: Pattern, seed: int = 0) -> Prescription:
     """A prescription with that pattern, keeping random directions."""
     generator = torch.Generator().manual_seed(seed)
     layers = []

@@ -52,8 +52,8 @@ def load(
     source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
 ) -> nn.Module:
     """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
-    `hf:ID` or a folder of transformers, a name such as `svda:cifar10` (fresh weights), or an instance, adopted if it is
-    another library's.
+    `hf:ID` or a folder of transformers, a name such as `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or
+    those of a published file), or an instance, adopted if it is another library's.
     """
     return load_model(source, seed, weights, pretrained)
 

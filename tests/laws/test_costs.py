@@ -10,22 +10,22 @@ from torch.utils.flop_counter import flop_registry
 from attnrx.attention import Eager, using
 from attnrx.costs import PartCosts, count_params, count_product_macs, direction_costs, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import VisionTransformer, config_costs, family_of
+from attnrx.models import Transformer, VisionTransformer, config_costs, family_of
 from attnrx.realization import compressed_spec, realize
 from attnrx.spec import AttentionSpec
-from cases import CONFIGS, PATTERNS, images, model, prescription
+from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
-COMPRESSIONS = list(product(CONFIGS, PATTERNS, ("renormalized", "exact")))
+COMPRESSIONS = list(product(OWN, PATTERNS, ("renormalized", "exact")))
 
 
-def compressed(config: str, pattern: str, norms: str) -> VisionTransformer:
-    original = model(CONFIGS[config])
+def compressed(config: str, pattern: str, norms: str) -> Transformer:
+    original = own(OWN[config])
     result = realize(original, prescription(original, PATTERNS[pattern]), by="compress", norms=norms)  # type: ignore[arg-type]
-    assert isinstance(result, VisionTransformer)
+    assert isinstance(result, Transformer)
     return result
 
 
-def eager_product_macs(vit: VisionTransformer, count: int = 5) -> int:
+def eager_product_macs(vit: Transformer, count: int = 5) -> int:
     layers = family_of(vit).attention(vit)
     with using(layers, [Eager()] * len(layers)):
         return count_product_macs(vit, images(vit.config, count))
@@ -41,21 +41,21 @@ def test_closed_form_equals_what_is_allocated_and_what_runs(config: str, pattern
 
 @pytest.mark.parametrize(("config", "pattern", "norms"), COMPRESSIONS)
 def test_a_prescription_is_priced_before_it_is_realized(config: str, pattern: str, norms: str) -> None:
-    original = model(CONFIGS[config])
+    original = own(OWN[config])
     layers = zip(original.config.attention, prescription(original, PATTERNS[pattern]).layers, strict=True)
     specs = tuple(compressed_spec(spec, layer, norms) for spec, layer in layers)  # type: ignore[arg-type]
     vit = compressed(config, pattern, norms)
     assert family_of(original).costs(original, specs) == family_of(vit).costs(vit)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_a_mask_costs_what_the_original_costs(config: str) -> None:
-    original = model(CONFIGS[config])
+    original = own(OWN[config])
     masked = realize(original, prescription(original, PATTERNS["half"]), by="mask")
     assert family_of(masked).costs(masked) == family_of(original).costs(original)
 
 
-@pytest.mark.parametrize(("config", "pattern"), list(product(CONFIGS, PATTERNS)))
+@pytest.mark.parametrize(("config", "pattern"), list(product(OWN, PATTERNS)))
 def test_parts_add_up_to_the_whole(config: str, pattern: str) -> None:
     vit = compressed(config, pattern, "renormalized")
     costs = family_of(vit).costs(vit)

@@ -1,4 +1,4 @@
-"""Adopted models obey the laws that our own do: full rank == original, mask == compress, saved == loaded."""
+"""Pre-trained models obey the laws that our own do: full rank == original, mask == compress, saved == loaded."""
 
 import copy
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import cases
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.diagnosis import Diagnosis
 from attnrx.examination import diagnose
@@ -26,7 +27,8 @@ def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
     shape = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(3)
     pixels = torch.randint(0, 256, (count, *shape), generator=generator, dtype=torch.uint8)
-    return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), Normalization((0.5,) * 3, (0.5,) * 3))
+    normalization = Normalization((0.5,) * shape[0], (0.5,) * shape[0])
+    return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), normalization)
 
 
 def logits(model: nn.Module, images: MemoryImages) -> torch.Tensor:
@@ -34,10 +36,10 @@ def logits(model: nn.Module, images: MemoryImages) -> torch.Tensor:
         return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[*CASES, "lvvit"])
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, MemoryImages, Diagnosis]:
-    _, _, adopted = adopted_once(request.param)
-    model = copy.deepcopy(adopted)
+    name = request.param
+    model = copy.deepcopy(adopted_once(name)[2]) if name in CASES else cases.own(cases.OWN[name])
     images = images_for(model)
     return model, images, diagnose(model, images, batch_size=8)
 

@@ -5,12 +5,12 @@ import torch
 
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.errors import FingerprintMismatch, InvalidInput, NotSupported
-from attnrx.models import ViTConfig, family_of, observing
+from attnrx.models import TransformerConfig, family_of, observing
 from attnrx.realization import realize
-from cases import CONFIGS, NORMS, PATTERNS, images, model, prescription, with_strength
+from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_strength
 
 
-def calibration(config: ViTConfig) -> ImageSet:
+def calibration(config: TransformerConfig) -> ImageSet:
     generator = torch.Generator().manual_seed(5)
     shape = (24, config.channels, config.image_size, config.image_size)
     pixels = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -19,34 +19,34 @@ def calibration(config: ViTConfig) -> ImageSet:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_exact_compression_equals_the_mask(config: str, pattern: str) -> None:
-    vit = model(CONFIGS[config])
+    vit = own(OWN[config])
     given = with_strength(prescription(vit, PATTERNS[pattern]), 0.7)
-    inputs = images(CONFIGS[config])
+    inputs = images(OWN[config])
     masked = realize(vit, given, "mask")(inputs)
     compressed = realize(vit, given, "compress", "exact")(inputs)
     torch.testing.assert_close(compressed, masked, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("norms", NORMS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_keeping_everything_changes_no_bit(config: str, norms: str) -> None:
-    vit = model(CONFIGS[config])
-    given, inputs = prescription(vit, PATTERNS["full"]), images(CONFIGS[config])
+    vit = own(OWN[config])
+    given, inputs = prescription(vit, PATTERNS["full"]), images(OWN[config])
     before = vit(inputs)
     assert torch.equal(realize(vit, given, "mask")(inputs), before)
-    compressed = realize(vit, given, "compress", norms, calibration(CONFIGS[config]))
+    compressed = realize(vit, given, "compress", norms, calibration(OWN[config]))
     assert torch.equal(compressed(inputs), before)
 
 
 @pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
-    vit = model(CONFIGS[config])
+    vit = own(OWN[config])
     given = prescription(vit, PATTERNS[pattern])
-    small = realize(vit, given, "compress", norms, calibration(CONFIGS[config]))
+    small = realize(vit, given, "compress", norms, calibration(OWN[config]))
     for attention, layer, before in zip(
         family_of(small).attention(small), given.layers, family_of(vit).attention(vit), strict=True
     ):

@@ -10,37 +10,37 @@ from attnrx.config import from_dict, to_dict
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import Evidence, Finding
-from attnrx.models import ViTConfig, family_of, load_model, model_fingerprint, save_model
+from attnrx.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.spec import AttentionSpec
 from attnrx.storage import sealed
-from cases import CONFIGS, PATTERNS, images, model, prescription
+from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
 @pytest.mark.parametrize("norms", ["renormalized", "exact"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_models_survive_saving(tmp_path: Path, config: str, pattern: str, norms: str) -> None:
-    vit = model(CONFIGS[config])
+    vit = own(OWN[config])
     small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
     again = load_model(save_model(tmp_path / "m", small))
-    inputs = images(CONFIGS[config])
+    inputs = images(OWN[config])
     assert torch.equal(again(inputs), small(inputs))
     assert model_fingerprint(again) == model_fingerprint(small)
     assert not again.training and not any(parameter.is_meta for parameter in again.parameters())
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 def test_configurations_survive_as_dictionaries(config: str) -> None:
-    record = json.loads(json.dumps(to_dict(CONFIGS[config])))
-    assert from_dict(record, (ViTConfig, AttentionSpec)) == CONFIGS[config]
+    record = json.loads(json.dumps(to_dict(OWN[config])))
+    assert from_dict(record, (ViTConfig, LVViTConfig, AttentionSpec)) == OWN[config]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", OWN)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_prescriptions_survive_saving(tmp_path: Path, config: str, pattern: str) -> None:
-    given = prescription(model(CONFIGS[config]), PATTERNS[pattern])
+    given = prescription(own(OWN[config]), PATTERNS[pattern])
     again = Prescription.load(given.save(tmp_path / "p.json"))
     assert again.ranks == given.ranks and again.fingerprint == given.fingerprint
     for ours, theirs in zip(again.layers, given.layers, strict=True):

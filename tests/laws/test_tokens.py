@@ -29,7 +29,7 @@ def deep() -> nn.Module:
 def original(name: str) -> nn.Module:
     if name == "deep":
         return copy.deepcopy(deep())
-    return copy.deepcopy(cases.model(cases.CONFIGS[name]) if name in cases.CONFIGS else adopted_once(name)[2])
+    return copy.deepcopy(cases.own(cases.OWN[name]) if name in cases.OWN else adopted_once(name)[2])
 
 
 def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
@@ -57,7 +57,7 @@ def fits(name: str, reducer: Reducer) -> bool:
     return "class_attention" not in reducer.needs or family_of(model).token_layout(model).class_token
 
 
-PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda") for kind in REDUCTIONS]
+PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in REDUCTIONS]
 
 
 def test_every_reducer_is_a_case() -> None:
@@ -97,7 +97,7 @@ def test_a_stage_can_leave_few(kind: str) -> None:
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*CASES, "dense", "svda"])
+@pytest.mark.parametrize("name", [*CASES, "dense", "svda", *cases.LVVITS])
 @pytest.mark.parametrize("by", ["mask", "compress"])
 def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     model = original(name)

@@ -38,7 +38,7 @@ def add_model(parser: Parser, purpose: str = "") -> None:
     """Adds the model, and the file of its weights where its name alone does not say them."""
     kinds = "a saved folder, timm:NAME, hf:ID, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
-    parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
+    parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME or lvvit:SIZE, in a local file")
 
 
 def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:

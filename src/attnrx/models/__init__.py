@@ -1,5 +1,7 @@
 """Model families: where attention lives in each kind of model, and how a model is named, built, saved and loaded."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.lvvit import LVViT, LVViTConfig
+from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
 from attnrx.models.observing import evaluating, observing, observing_mlp
 from attnrx.models.reducing import (
     TokenReduction,
@@ -25,21 +29,42 @@ from attnrx.models.reducing import (
 from attnrx.models.showing import Showing
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.token_prices import written_out
-from attnrx.models.vit import VisionTransformer, ViTConfig, initialize_
+from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
+from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
 # The families of other libraries, by what stands before the colon of a name.
 LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFamily()}
-FAMILIES: tuple[Family, ...] = (ViTFamily(), *LIBRARIES.values())
+FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values())
+
+
+def _vit(form: str, scenario: str, **changes: Any) -> VisionTransformer:
+    return VisionTransformer(named_config(form, scenario, **changes))
+
+
+def _lvvit(size: str, **changes: Any) -> LVViT:
+    return LVViT(lvvit_config(size, **changes))
+
+
+# Our own models by name, without weights.
+_OWN: dict[str, Callable[..., Transformer]] = {
+    **{f"{form}:{scenario}": partial(_vit, form, scenario) for form in ("svda", "dense") for scenario in SCENARIOS},
+    **{f"lvvit:{size}": partial(_lvvit, size) for size in SIZES},
+}
 
 __all__ = [
     "FAMILIES",
     "LIBRARIES",
     "SCENARIOS",
+    "SIZES",
     "Family",
+    "LVViT",
+    "LVViTConfig",
     "LowRankLinear",
     "Showing",
     "TokenReduction",
+    "Transformer",
+    "TransformerConfig",
     "ViTConfig",
     "VisionTransformer",
     "attach_tokens_",
@@ -51,6 +76,8 @@ __all__ = [
     "family_of",
     "initialize_",
     "load_model",
+    "lvvit_config",
+    "lvvit_costs",
     "model_fingerprint",
     "model_names",
     "named_config",
@@ -85,7 +112,7 @@ def family_of(model: nn.Module) -> Family:
 
 def model_names() -> tuple[str, ...]:
     """Every name of a model of ours."""
-    return tuple(f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)
+    return tuple(_OWN)
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
@@ -93,12 +120,12 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
 
     `changes` override fields of its configuration. On the meta device the model has no weights, and can be priced.
     """
-    form, _, scenario = name.partition(":")
-    if form in LIBRARIES:
-        return LIBRARIES[form].fresh(scenario, on_meta=torch.get_default_device().type == "meta", **changes)
-    if form not in ("svda", "dense") or scenario not in SCENARIOS:
+    library, _, own = name.partition(":")
+    if library in LIBRARIES:
+        return LIBRARIES[library].fresh(own, on_meta=torch.get_default_device().type == "meta", **changes)
+    if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
-    return initialize_(VisionTransformer(named_config(form, scenario, **changes)), seed, strength)
+    return initialize_(_OWN[name](**changes), seed, strength)
 
 
 def load_model(
@@ -107,24 +134,32 @@ def load_model(
     """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
 
     `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
-    ones; `hf:ID` takes a folder or downloads. Names of ours have fresh weights.
+    ones; `hf:ID` takes a folder or downloads. Names of ours have fresh weights; `lvvit:SIZE` takes a published file.
     """
     if isinstance(source, nn.Module):
-        for library in LIBRARIES.values():
-            if library.adopts(source):
-                return library.adopt(source)
-        family_of(source)
-        return source
+        return _known(source)
     library, _, name = str(source).partition(":")
     if library == "timm":
         return TimmFamily().load(name, weights, pretrained)
+    if library == "lvvit" and weights is not None and not pretrained:
+        return LVViTFamily().load(name, weights)
     if weights is not None or pretrained is not None:
-        raise InvalidInput(f"load({str(source)!r}) takes no weights or pretrained; they go with timm:NAME.")
+        raise InvalidInput(
+            f"load({str(source)!r}) takes no weights or pretrained; both go with timm:NAME, weights with lvvit:SIZE."
+        )
     if library == "hf":
         return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     return load_weights(source, FAMILIES)
+
+
+def _known(model: nn.Module) -> nn.Module:
+    for library in LIBRARIES.values():
+        if library.adopts(model):
+            return library.adopt(model)
+    family_of(model)
+    return model
 
 
 def save_model(folder: Path | str, model: nn.Module, notes: dict[str, Any] | None = None) -> Path:

@@ -60,7 +60,7 @@ class Family(ABC):
 
     @abstractmethod
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        """What gives the tokens whose mean is taken, where a mean is taken."""
+        """What gives the tokens that the answer is read off."""
 
     @abstractmethod
     def costs(

@@ -131,15 +131,27 @@ class TokenReduction(nn.Module):
         return seen.tokens
 
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
+        """Gives the tokens that the answer is read off, such that those that have left do not count."""
+        return tokens if self.run.sizes is None else _POOLED[self.shape.layout.pooled](self, tokens, self.run.sizes)
+
+    def for_mean(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
         """Weighs the patches before their mean is taken, so that it is the mean over the patches of the image."""
-        sizes = self.run.sizes
-        if sizes is None:
-            return tokens
         prefix = self.shape.layout.prefix
         own = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
         patches = own[:, prefix:]
         weights = patches * (patches.shape[1] / patches.sum(1, keepdim=True))
         return torch.cat([tokens[:, :prefix], tokens[:, prefix:] * weights[..., None]], dim=1)
+
+    def for_max(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
+        """Writes a patch that is there over those that have left: a maximum does not see it twice."""
+        prefix = self.shape.layout.prefix
+        patches, there = tokens[:, prefix:], sizes[:, prefix:] > 0
+        first = there.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
+        patches = torch.where(there[..., None], patches, patches.gather(1, first))
+        return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+
+_POOLED = {"mean": TokenReduction.for_mean, "max": TokenReduction.for_max}
 
 
 def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
@@ -175,7 +187,7 @@ def attach_tokens_(
         blocks[layer - 1].register_forward_pre_hook(_Stage(reduction, stage), with_kwargs=True)
     for index, layer in enumerate(layers, 1):
         _tap_(layer, index, reduction)
-    if layout.pooled == "mean":
+    if layout.pooled in _POOLED:
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
 

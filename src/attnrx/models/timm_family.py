@@ -203,15 +203,26 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
         raise InvalidInput(f"timm cannot make {name} with {dict(arguments)}: {error}") from error
 
 
-def _load_file_(model: nn.Module, path: Path, name: str) -> None:
-    # As timm does for a pretrained file: positions are resampled to the size of the model's images.
-    convert = _timm("models.vision_transformer").checkpoint_filter_fn
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Reads a file of weights with timm, which takes tensors alone and finds them under the usual names."""
+    load = _timm("models").load_state_dict
     try:
-        state = _timm("models").load_state_dict(str(path))
-        model.load_state_dict(convert(state, model), strict=True)
+        tensors = dict(load(str(path)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a file with weights.") from error
     except Exception as error:  # what a file that holds no weights raises depends on its format
+        raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{path} holds other things than tensors, so it is not a file with weights.")
+    return tensors
+
+
+def _load_file_(model: nn.Module, path: Path, name: str) -> None:
+    # As timm does for a pretrained file: positions are resampled to the size of the model's images.
+    convert, state = _timm("models.vision_transformer").checkpoint_filter_fn, read_checkpoint(path)
+    try:
+        model.load_state_dict(convert(state, model), strict=True)
+    except Exception as error:  # timm's conversion and torch raise what they please
         raise CheckpointError(f"the weights in {path} do not fit timm:{name} ({error}).") from error
 
 

@@ -8,7 +8,8 @@ class TokenLayout:
     """`prefix` tokens (class, distillation, registers) stand before the `patches`, and are never dropped.
 
     `class_token` says whether the first of them is a class token; `pooled` how the answer is read off the tokens:
-    "class" from tokens before the patches alone, "mean" from the mean of the patches, alone or beside.
+    "class" from tokens before the patches alone, "mean" from the mean of the patches, "max" from the largest of what is
+    read off each patch; both alone or beside.
     """
 
     prefix: int

@@ -1,0 +1,146 @@
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a stem of convolutions, and patches that are classified too."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.models.transformer import Layer, Transformer, TransformerConfig
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PATCH_SHARE = 0.5
+"""How much the largest answer of a patch counts beside the class token's, as published."""
+
+
+@dataclass(frozen=True)
+class LVViTConfig(TransformerConfig):
+    """The shape of the model and the facts of its input.
+
+    What a layer adds is divided by `divisor` (the residual scaling of the paper, `skip_lam` in its
+    code). With `classifies_patches` (token labelling) a second classifier answers for every patch.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    channels: int = 3
+    classes: int = 1000
+    mlp_ratio: float = 3.0
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    mlp_ranks: tuple[tuple[int | None, int | None], ...] = ()
+    stem_channels: int = 64
+    divisor: int | float = 1.0
+    classifies_patches: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch_size % 2 or self.stem_channels < 1:
+            raise InvalidInput(
+                f"patch_size {self.patch_size} with {self.stem_channels} stem channels: the stem halves the image "
+                "first, so the patches must be even, and it needs a channel at least."
+            )
+        if not self.divisor > 0:
+            raise InvalidInput(f"divisor={self.divisor}: what a layer adds is divided by a positive number.")
+
+    @classmethod
+    def uniform(
+        cls, form: str = "dense", *, width: int = 384, depth: int = 16, heads: int = 6, **facts: Any
+    ) -> "LVViTConfig":
+        """The uncompressed model of `depth` equal layers; queries, keys and values have no bias, as published."""
+        full = AttentionSpec.full(form, width, heads)
+        if facts.get("channels", 3) != 3:
+            facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
+        return cls(attention=(_unbiased(full),) * depth, **facts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: the class token and the patches."""
+        return 1 + self.patches
+
+
+def _unbiased(spec: AttentionSpec) -> AttentionSpec:
+    return AttentionSpec(**{**vars(spec), "biases": ("output",)})
+
+
+class Stem(nn.Module):
+    """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
+
+    The first three have no bias, and a BatchNorm and a ReLU after them; the projection takes patches of half the size.
+    """
+
+    def __init__(self, config: LVViTConfig):
+        super().__init__()
+        own, half = config.stem_channels, config.patch_size // 2
+        self.convolutions = nn.ModuleList(
+            (
+                nn.Conv2d(config.channels, own, 7, 2, 3, bias=False),
+                nn.Conv2d(own, own, 3, 1, 1, bias=False),
+                nn.Conv2d(own, own, 3, 1, 1, bias=False),
+            )
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(own) for _ in self.convolutions)
+        self.projection = nn.Conv2d(own, config.width, half, half)
+
+    def forward(
+        self, images: Float[Tensor, "batch channels height width"]
+    ) -> Float[Tensor, "batch patches token_width"]:
+        """Gives the patches, row by row."""
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            images = nn.functional.relu(norm(convolution(images)))
+        return self.projection(images).flatten(2).transpose(1, 2)
+
+
+class DividedLayer(Layer):
+    """A pre-norm block whose attention and MLP are divided before they are added."""
+
+    def __init__(self, config: LVViTConfig, index: int):
+        super().__init__(config.attention[index], config.hidden, config.mlp_rank(index))
+        self.divisor = config.divisor
+
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+        """Adds the share of attention and MLP to the residual stream."""
+        tokens = tokens + self.attention(self.attention_norm(tokens)) / self.divisor
+        return tokens + self.mlp(self.mlp_norm(tokens)) / self.divisor
+
+
+class LVViT(Transformer[LVViTConfig]):
+    """Stem, class token, learned positions, layers, and a classifier for the class token and one for the patches.
+
+    In training mode the norms of the stem go by the batch, so batches in parts are not quite one whole batch. The
+    augmentation of the paper that mixes patches (MixToken) is not part of the model.
+    """
+
+    def __init__(self, config: LVViTConfig):
+        super().__init__(config)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.positions = nn.Parameter(torch.zeros(1, config.tokens, config.width))
+        self.stem = Stem(config)
+        self.layers = nn.ModuleList(DividedLayer(config, index) for index in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+        self.classifier = nn.Linear(config.width, config.classes)
+        self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """Gives the logits: the class token's and, class by class, half of the largest among the patches'."""
+        answer, patches = self.answers(images)
+        return answer if patches is None else answer + PATCH_SHARE * patches.amax(1)
+
+    def answers(
+        self, images: Float[Tensor, "batch channels height width"]
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch patches classes"] | None]:
+        """Gives the logits of the class token and those of the patches that are left, for training with token labels.
+
+        Where tokens leave by mask, each that has left answers as one that is there.
+        """
+        self.require_images(images)
+        patches = self.stem(images)
+        tokens = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
+        for layer in self.layers:
+            tokens = layer(tokens)
+        tokens = self.norm(tokens)
+        answer = self.classifier(tokens[:, 0])
+        return answer, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])

@@ -1,0 +1,105 @@
+"""The family of LV-ViT, with the published sizes and the published weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs, norm_costs
+from attnrx.errors import UnknownName
+from attnrx.models.lvvit import LVViT, LVViTConfig
+from attnrx.models.lvvit_weights import read_published
+from attnrx.models.own_family import OwnFamily
+from attnrx.models.token_prices import priced_tokens
+from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenLayout, TokenPolicy
+
+# The sizes that the authors' code names lvvit_t, lvvit_s and lvvit_m.
+SIZES: dict[str, dict[str, Any]] = {
+    "t": {"width": 240, "depth": 12, "heads": 4},
+    "s": {"width": 384, "depth": 16, "heads": 6, "divisor": 2.0},
+    "m": {"width": 512, "depth": 20, "heads": 8, "divisor": 2.0},
+}
+
+
+class LVViTFamily(OwnFamily[LVViTConfig]):
+    """`lvvit:t`, `lvvit:s` and `lvvit:m`."""
+
+    name = "lvvit"
+    model_type = LVViT
+    config_type = LVViTConfig
+
+    def load(self, size: str, weights: Path | str, **changes: Any) -> LVViT:
+        """Makes a model with the weights of a published file (safetensors, or what torch saves), in evaluation mode.
+
+        `changes` override fields of its configuration, e.g. `image_size=384` for the weights made for it.
+
+        Raises:
+            CheckpointError: The file is none, or a tensor in it or in the model has no counterpart; it is named.
+        """
+        config = lvvit_config(size, **changes)
+        with torch.device("meta"):
+            model = LVViT(config)
+        model.load_state_dict(read_published(Path(weights), model, f"lvvit:{size}"), strict=True, assign=True)
+        return model.requires_grad_(True).eval()
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        """A class token before the patches; the answer goes by the largest over the patches too, where they answer."""
+        config = self._own(model).config
+        pooled = "max" if config.classifies_patches else "class"
+        return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+        tokens: TokenPolicy | None = None,
+    ) -> ModelCosts:
+        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
+        config = self._own(model).config
+        priced = priced_tokens(model, self, tokens, attention or config.attention, config.tokens)
+        return lvvit_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
+
+
+def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
+    """The configuration `lvvit:SIZE`, with any field of LVViTConfig, form, width, depth or heads changed on request."""
+    if size not in SIZES:
+        raise UnknownName("size of LV-ViT", size, SIZES)
+    return LVViTConfig.uniform(**{**SIZES[size], **changes})
+
+
+def lvvit_costs(
+    config: LVViTConfig, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None
+) -> ModelCosts:
+    """Prices a configuration without building it, with other specs and tokens in its layers on request.
+
+    Patches are classified after the last layer, so the classifier costs less too where some have left.
+    """
+    config = config.with_attention(attention)
+    priced = tokens or TokenCosts((config.tokens,) * config.depth)
+    answering = priced.tokens[-1] if config.classifies_patches else 1
+    classifiers = 2 if config.classifies_patches else 1
+    return ModelCosts(
+        patches=stem_costs(config),
+        embeddings=PartCosts((1 + config.tokens) * config.width),
+        layers=tuple(
+            layer_costs(spec, own, config.hidden, config.mlp_rank(index))
+            for index, (spec, own) in enumerate(zip(config.attention, priced.tokens, strict=True))
+        ),
+        classifier=norm_costs(config.width) + PartCosts(classifiers * (config.width + 1) * config.classes),
+        classifier_macs=answering * config.width * config.classes,
+        predictors=priced.predictors,
+        predictor_norm_features=priced.norm_features,
+    )
+
+
+def stem_costs(config: LVViTConfig) -> PartCosts:
+    """Prices the stem: three convolutions at half the size of the image with their BatchNorms, and the projection."""
+    own, pixels = config.stem_channels, (config.image_size // 2) ** 2
+    kernels = (config.channels * 7**2, own * 3**2, own * 3**2)
+    convolutions = (linear_costs(inputs, own, pixels, bias=False) + norm_costs(own) for inputs in kernels)
+    projection = linear_costs(own * (config.patch_size // 2) ** 2, config.width, config.patches)
+    return sum(convolutions, start=projection)

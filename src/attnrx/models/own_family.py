@@ -1,0 +1,72 @@
+"""What the families of our own models have in common: everything is where the configuration says."""
+
+from collections.abc import Mapping
+from typing import Any, Generic
+
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.config import from_dict, to_dict
+from attnrx.errors import InvalidInput
+from attnrx.models.family import Family
+from attnrx.models.low_rank_linear import rank_of
+from attnrx.models.transformer import Config, Transformer
+from attnrx.spec import AttentionSpec
+
+
+class OwnFamily(Family, Generic[Config]):
+    """A kind of model of ours. A subclass says which one, what its tokens are and what it costs."""
+
+    model_type: type[Transformer[Config]]
+    config_type: type[Config]
+
+    def matches(self, model: nn.Module) -> bool:
+        """Whether the model is of this kind."""
+        return isinstance(model, self.model_type)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        """The attention of every layer."""
+        return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        """Replaces one layer's attention and its spec in the configuration."""
+        own = self._own(model)
+        own.layers[layer].attention = attention
+        own.config = own.config.with_layer(layer, attention.spec)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        """The two linear maps of every MLP."""
+        return tuple((layer.mlp[0], layer.mlp[2]) for layer in self._own(model).layers)  # type: ignore[union-attr]
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Replaces one map of one MLP and its rank in the configuration."""
+        own = self._own(model)
+        own.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)
+        own.config = own.config.with_mlp_rank(layer, which, rank_of(linear))
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """The configuration as a dictionary."""
+        return to_dict(self._own(model).config)
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        """Builds the model from its configuration."""
+        return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        config = self._own(model).config
+        return config.channels, config.image_size, config.image_size
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of the training data."""
+        config = self._own(model).config
+        return config.mean, config.std
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        """The norm after the last layer."""
+        return self._own(model).norm
+
+    def _own(self, model: nn.Module) -> Transformer[Config]:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
+        return model
