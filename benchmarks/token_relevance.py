@@ -37,7 +37,7 @@ from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.examination import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
 from attnrx.storage import write_json
-from attnrx.tokens import REDUCERS, TokenPolicy, parse_stages
+from attnrx.tokens import REDUCERS, parse_policy
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]
@@ -181,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
     parser.add_argument(
-        "--reducers", nargs="*", choices=REDUCERS, default=[n for n, r in REDUCERS.items() if not r.learned]
+        "--reducers", nargs="*", choices=REDUCERS, default=[n for n, r in REDUCERS.items() if not r().learned]
     )
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="models with trained predictors")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="in normalized images")
@@ -205,7 +205,7 @@ def test_images(model: nn.Module, asked: argparse.Namespace) -> ImageSet:
 
 def measure(model: nn.Module, data: ImageSet, asked: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
-    policy = TokenPolicy.staged(REDUCERS["random"](), *parse_stages(asked.stages))
+    policy = parse_policy(f"random:{asked.stages}")
     policy.require(family_of(model).token_layout(model), len(family_of(model).attention(model)))
     models = reducing(model, policy, asked)
     clean = clean_relevance(model, data, asked)
