@@ -37,7 +37,7 @@ from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.examination import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
 from attnrx.storage import write_json
-from attnrx.tokens import REDUCERS, parse_policy
+from attnrx.tokens import REDUCERS, TokenPolicy, parse_policy
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]
