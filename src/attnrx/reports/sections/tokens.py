@@ -19,7 +19,7 @@ def tokens(content: ReportContent) -> Section | None:
     if samples is None:
         return None
     data = {
-        "reducer": repr(samples.policy.reducer),
+        "reducer": str(samples.policy.reducer),
         "stages": _stages(samples),
         "chart": _chart(samples),
         "images": [_image(samples, index) for index in range(len(samples.images))],
