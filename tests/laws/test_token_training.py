@@ -95,8 +95,12 @@ def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tm
     assert sum(told[-5:]) / 5 < 0.03  # without learning about 0.05 at 0.3 and 0.13 at 0.8
     reduction = reduction_of(made.model)
     assert reduction is not None
-    images = next(splits(made.model).test.batches(8)).images.double()
+    images = next(splits(made.model).train.batches(24)).images.double()
     with torch.no_grad():
+        made.model.train()(images)
+        drawn = [keep.mean().item() for keep in reduction.run.drawn]
+        assert drawn == pytest.approx(reduction.policy.keep, abs=0.12)
+        made.model.eval()
         small = made.model(images)
         reduction.by = "mask"
         for layer in family_of(made.model).attention(made.model)[1:]:
