@@ -13,9 +13,7 @@ from attnrx.config import to_dict
 from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.evidence import Evidence
-from attnrx.experiments.experiment import Say as Say  # told here too, for those who have a bench
 from attnrx.experiments.experiment import first_images
-from attnrx.experiments.experiment import in_silence as in_silence
 from attnrx.experiments.svda_experiment import SvdaExperiment
 from attnrx.flow import control_prescriptions, realize
 from attnrx.prescription import Prescription

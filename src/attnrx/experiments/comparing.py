@@ -14,8 +14,8 @@ from attnrx.checks.comparison import answer
 from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput
-from attnrx.experiments.bench import Say, in_silence
 from attnrx.experiments.contenders import Bench, Contender, Makers
+from attnrx.experiments.experiment import Say, in_silence
 from attnrx.experiments.peers import Maker
 from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Int, Tensor

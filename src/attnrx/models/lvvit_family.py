@@ -1,6 +1,5 @@
 """The family of LV-ViT, with the published sizes and the published weights."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from attnrx.errors import UnknownName
 from attnrx.models.lvvit import LVViT, LVViTConfig
 from attnrx.models.lvvit_weights import read_published
 from attnrx.models.own_family import OwnFamily
-from attnrx.models.token_prices import priced_tokens
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import TokenLayout, TokenPolicy
+from attnrx.tokens import TokenLayout
 
 # The sizes that the authors' code names lvvit_t, lvvit_s and lvvit_m.
 SIZES: dict[str, dict[str, Any]] = {
@@ -51,17 +49,11 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
-        tokens: TokenPolicy | None = None,
+    def price(
+        self, config: LVViTConfig, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
     ) -> ModelCosts:
-        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
-        config = self._own(model).config
-        priced = priced_tokens(model, self, tokens, attention or config.attention, config.tokens)
-        return lvvit_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
+        """Prices a configuration, with other specs and tokens in its layers on request."""
+        return lvvit_costs(config, attention, tokens)
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:

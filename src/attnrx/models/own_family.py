@@ -1,17 +1,22 @@
 """What the families of our own models have in common: everything is where the configuration says."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Generic
 
 from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.config import from_dict, to_dict
+from attnrx.costs import ModelCosts, TokenCosts
 from attnrx.errors import InvalidInput
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
+from attnrx.models.token_prices import priced_tokens
 from attnrx.models.transformer import Config, Transformer
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenPolicy
 
 
 class OwnFamily(Family, Generic[Config]):
@@ -61,6 +66,24 @@ class OwnFamily(Family, Generic[Config]):
         """Mean and standard deviation of the training data."""
         config = self._own(model).config
         return config.mean, config.std
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+        tokens: TokenPolicy | None = None,
+    ) -> ModelCosts:
+        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
+        config = self._own(model).config
+        priced = priced_tokens(model, self, tokens, attention or config.attention, self.token_layout(model).tokens)
+        return self.price(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
+
+    @abstractmethod
+    def price(
+        self, config: Config, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
+    ) -> ModelCosts:
+        """Prices a configuration, with other specs and tokens in its layers on request."""
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         """The norm after the last layer."""

@@ -1,6 +1,5 @@
 """The family of our own Vision Transformers, SVDA or dense, with the paper's named configurations."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -8,10 +7,9 @@ from torch import nn
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs, norm_costs
 from attnrx.errors import UnknownName
 from attnrx.models.own_family import OwnFamily
-from attnrx.models.token_prices import priced_tokens
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import TokenLayout, TokenPolicy
+from attnrx.tokens import TokenLayout
 
 # The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -45,17 +43,11 @@ class ViTFamily(OwnFamily[ViTConfig]):
         """Patches alone, whose mean is classified."""
         return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")
 
-    def costs(
-        self,
-        model: nn.Module,
-        attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
-        tokens: TokenPolicy | None = None,
+    def price(
+        self, config: ViTConfig, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
     ) -> ModelCosts:
-        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
-        config = self._own(model).config
-        priced = priced_tokens(model, self, tokens, attention or config.attention, config.tokens)
-        return config_costs(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
+        """Prices a configuration, with other specs and tokens in its layers on request."""
+        return config_costs(config, attention, tokens)
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
