@@ -9,12 +9,14 @@ from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
 from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import run_svda
 from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx.experiments.table import ReproducedTable, make_table
 
 __all__ = [
+    "SPEED_COLUMNS",
     "Bench",
     "Contender",
     "DemoResult",
@@ -24,18 +26,23 @@ __all__ = [
     "IrrattExperiment",
     "IrrattRun",
     "Method",
+    "Rates",
     "ReproducedTable",
     "Request",
     "Run",
+    "Speed",
+    "Speeds",
     "SvdaExperiment",
     "SvdaRun",
     "Trial",
     "Trials",
     "Unreached",
     "compare_contenders",
+    "compare_speeds",
     "demo",
     "load_recipe",
     "make_table",
+    "noise_bench",
     "recipe_names",
     "reproduce",
     "run_svda",
