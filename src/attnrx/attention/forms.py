@@ -51,9 +51,10 @@ class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
     def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Gives the projected rows as they are."""
+        """Gives the projected rows as they are, followed by zeros up to the width of their bucket."""
         return tuple(
-            ScoreFactors(bucket, q, k, None, self.spec.scale) for bucket, q, k in self.parts(query, key, buckets)
+            ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
+            for bucket, q, k in self.parts(query, key, buckets)
         )
 
 
@@ -110,6 +111,10 @@ class SvdaForm(ScoreForm):
         return {
             bucket: _widened(own, ranks[bucket.heads], bucket.width) for bucket, own in zip(buckets, owns, strict=True)
         }
+
+
+def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
+    return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
 
 
 def _widened(own: Tensor, ranks: tuple[int, ...], width: int) -> Float[Tensor, "heads width"]:
