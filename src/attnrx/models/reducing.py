@@ -105,7 +105,7 @@ class TokenReduction(nn.Module):
         count = self.policy.counts(self.shape.layout.patches)[stage]
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.places is None:
-            run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(len(tokens), -1)
+            run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(tokens.shape[0], -1)
         if count >= self.shape.layout.patches:  # nothing leaves, so nothing may change
             run.trail.append(run.places)
             return tokens
@@ -118,8 +118,7 @@ class TokenReduction(nn.Module):
         reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))
         act = _compressed if self.by == "compress" else _masked
         tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
-        left = run.sizes[:, prefix:] > 0
-        run.trail.append(run.places if self.by == "compress" else _left(run.places, left))
+        run.trail.append(run.places if self.by == "compress" else _left(run.places, run.sizes[:, prefix:], reduction))
         return tokens
 
     def _draw(self, stage: int, seen: Seen) -> Tensor:
@@ -243,8 +242,8 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
     if maps is None:
         return None
     counted = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
-    even = (counted / counted.sum(-1, keepdim=True)).view(len(maps), *(1,) * (maps.ndim - 2), -1)
-    found = even.expand(len(maps), count, *maps.shape[2:]).clone()
+    even = (counted / counted.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
+    found = even.expand(maps.shape[0], count, *maps.shape[2:]).clone()
     found[:, list(heads)] = maps
     return found
 
@@ -308,8 +307,8 @@ def _compressed(seen: Seen, reduction: Reduction) -> Parts:
     tokens = [seen.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
     sizes, left = _left_sizes(seen, reduction), places.gather(1, kept)
     if extra is not None:
-        left = torch.cat([left, left.new_full((len(left), extra.shape[1]), -1)], dim=1)
-    first = torch.arange(prefix, device=kept.device).expand(len(kept), -1)
+        left = torch.cat([left, left.new_full((left.shape[0], extra.shape[1]), -1)], dim=1)
+    first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
     moments = seen.moments
     if moments is not None:
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
@@ -345,5 +344,7 @@ def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:
     return own if reduction.extra is None else torch.cat([own, torch.ones_like(reduction.extra[..., 0])], dim=1)
 
 
-def _left(places: Tensor, left: Tensor) -> Tensor:
-    return places.masked_select(left).view(len(places), -1)
+def _left(places: Tensor, sizes: Tensor, reduction: Reduction) -> Tensor:
+    count = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+    first = (sizes > 0).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
+    return places.gather(1, first)

@@ -43,7 +43,7 @@ class ToMe(Reducer):
         assert seen.keys is not None
         there, sizes = seen.there > 0, seen.sizes[:, seen.prefix :]
         patches, keys = seen.patches, seen.keys[:, seen.prefix :]
-        present = int(there[0].sum())
+        present = seen.present
         while present > count:
             sources, goals = proposals(keys, there, present, present - count)
             grown = sizes.scatter_add(1, goals, sizes.gather(1, sources))
