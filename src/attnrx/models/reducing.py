@@ -123,11 +123,16 @@ class TokenReduction(nn.Module):
 
     def _draw(self, stage: int, seen: Seen) -> Tensor:
         """Draws what stays; every token stays in its place, with size 1 or 0."""
-        scores = self.policy.reducer.keep_scores(seen, self.predictor(stage))
-        keep = sampled_keep(scores, seen.sizes[:, seen.prefix :], self.temperature)
-        self.run.sizes = torch.cat([seen.sizes[:, : seen.prefix], keep], dim=1)
-        self.run.drawn.append(keep)
-        return seen.tokens
+        reducer, run, prefix = self.policy.reducer, self.run, seen.prefix
+        scores = reducer.keep_scores(seen, self.predictor(stage))
+        keep = sampled_keep(scores, seen.sizes[:, prefix:], self.temperature, one_leaves=reducer.extra > 0)
+        run.drawn.append(keep)
+        drawn, sizes = reducer.drawn(seen, keep, scores), keep
+        if drawn.added is not None:
+            sizes = keep.scatter(1, drawn.added, 1.0)
+            run.places, run.moments, run.accumulated = _replaced(seen, drawn.added)
+        run.sizes = torch.cat([seen.sizes[:, :prefix], sizes], dim=1)
+        return torch.cat([seen.tokens[:, :prefix], drawn.patches], dim=1)
 
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
         """Gives the tokens that the answer is read off, such that those that have left do not count."""
@@ -328,13 +333,21 @@ def _masked(seen: Seen, reduction: Reduction) -> Parts:
         leaving = seen.there.scatter(1, kept, 0.0)
         free = leaving.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
         written, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        places = places.scatter(1, free, -1)
-        moments = None if moments is None else moments.without(seen.prefix + free)
-        gathered = None if gathered is None else gathered.scatter(1, free, 0.0)
+        places, moments, gathered = _replaced(seen, free)
     patches = seen.patches.scatter(1, written[..., None].expand_as(values), values)
     sizes = torch.zeros_like(seen.sizes[:, seen.prefix :]).scatter(1, written, _left_sizes(seen, reduction))
     tokens = torch.cat([seen.tokens[:, : seen.prefix], patches], dim=1)
     return tokens, torch.cat([seen.sizes[:, : seen.prefix], sizes], dim=1), places, moments, gathered
+
+
+def _replaced(seen: Seen, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+    """Gives the places and what was gathered of the tokens, where new ones stand at the patches `added`."""
+    moments, gathered = seen.moments, seen.accumulated
+    return (
+        seen.places.scatter(1, added, -1),
+        None if moments is None else moments.without(seen.prefix + added),
+        None if gathered is None else gathered.scatter(1, added, 0.0),
+    )
 
 
 def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:

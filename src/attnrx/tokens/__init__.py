@@ -13,7 +13,7 @@ from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
-from attnrx.tokens.reducer import Predicting, Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
@@ -48,6 +48,7 @@ __all__ = [
     "AttentionAverage",
     "AttentionReceived",
     "ClassAttention",
+    "Drawn",
     "DynamicViT",
     "EViT",
     "MapMoments",
