@@ -114,6 +114,17 @@ def test_tokens_alone_are_prescribed_for_a_model(made: SimpleNamespace) -> None:
     assert named["tokens"]["policy"] == POLICY
 
 
+def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) -> None:
+    policy, out = "attention_received:13@every", made.root / "every.json"
+    told = record("prescribe", made.run, "--tokens", policy, "--out", out)
+    assert told["tokens"]["policy"] == policy and len(told["tokens"]["reasons"]) == 1
+    record("realize", made.run, "--prescription", out, "--out", made.root / "every")
+    for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)):
+        assert priced["tokens"] == [64, 51, 38]
+    taken = rx.realization.prescribed_tokens(rx.load(made.root / "every"))
+    assert str(taken.policy) == policy and taken.policy == rx.Prescription.load(out).tokens.policy  # type: ignore[union-attr]
+
+
 TRAINING = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--seed", 5)
 
 
@@ -157,6 +168,7 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
         ("costs {run} --tokens spot:0.7@2", "class token"),
         ("costs {run} --tokens random:1.7@2", "(0, 1]"),
         ("costs {run} --tokens random:0.7@3,2", "must rise"),
+        ("costs {run} --tokens random:32@every", "1 to 31 patches a layer"),
         ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
         ("costs {run} --tokens random:0.001@2", "leaves no patch"),
         ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),

@@ -200,7 +200,7 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
     if text is None:
         return None
     policy, family = parse_policy(text), family_of(model)
-    policy.require(family.token_layout(model), len(family.attention(model)))
+    policy.on(family.token_layout(model), len(family.attention(model)))
     return TokenPrescription.of(policy)
 
 

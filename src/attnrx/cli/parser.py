@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
 # How a policy of tokens is written, for the help of the commands that take one.
 POLICY = (
     "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (0.7 of what is left goes on before the layers 4, 7 and "
-    "10, counted from 1), or class_attention:0.8/0.5@4,7 (shares of the patches)"
+    "10, counted from 1), class_attention:0.8/0.5@4,7 (shares of the patches), or tome:13@every (13 patches leave "
+    "before every layer but the first)"
 )
 
 

@@ -177,7 +177,7 @@ def attach_tokens_(
         raise InvalidInput("this model lets tokens leave already; attach a policy to the original.")
     shape = shape_of(model, family, heads)
     layout = shape.layout
-    policy.require(layout, len(layers))
+    policy = policy.on(layout, len(layers))
     weight = next(model.parameters())
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     model.tokens = reduction

@@ -19,7 +19,7 @@ class ToMe(Reducer):
     (cosine of the mean keys over the heads), and the best proposals are merged into means weighted by size. Later
     attention is proportional. A round merges one of the sets at most; where more must go, rounds follow, by the means
     of the merged patches' keys, weighted by size. As published a little is merged in every layer, between attention
-    and MLP, never more than a round; here it is before a layer (`TokenPolicy.every_layer` is nearest to that).
+    and MLP, never more than a round; here it is before a layer (`tome:N@every` is nearest to that).
     """
 
     proportional: ClassVar[bool] = True
