@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,39 @@ def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
     except TrainingDiverged as error:  # pragma: no cover
         pytest.fail(str(error))
     assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.0625])
+@pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
+def test_a_low_keep_ratio_is_trained_with_one_token_at_least(reducer, ratio: float, tmp_path: Path) -> None:
+    """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    reduction = attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (ratio, ratio)))
+    teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
+    losses = (Task(), KeepRatio(), Distillation(teacher), TokenSimilarity(teacher))
+    least = []
+
+    def look() -> None:
+        least.append(min(keep.sum(1).min().item() for keep in reduction.run.drawn))
+
+    settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32"}
+    config = TrainingConfig(losses=losses, predictor_learning_rate=100.0, **settings)  # type: ignore[arg-type]
+    made = train(model, splits(model), config, tmp_path / "run", reporter=Each(look))
+    assert len(least) == 6 and min(least) >= 1
+    assert all(math.isfinite(value) for record in made.history for value in record["losses"].values())
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+    with torch.no_grad():
+        assert bool(made.model(next(splits(model).test.batches(4)).images.double()).isfinite().all())
+
+
+class Each(At):
+    """Does something after every step."""
+
+    def __init__(self, action):
+        super().__init__(-1, action)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self.action()
 
 
 def adopted_teacher() -> nn.Module:

@@ -105,6 +105,7 @@ class TokenReduction(nn.Module):
         count = self.policy.counts(self.shape.layout.patches)[stage]
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.places is None:
+            self._require_patches(tokens.shape[1] - prefix)
             run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(tokens.shape[0], -1)
         if count >= self.shape.layout.patches:  # nothing leaves, so nothing may change
             run.trail.append(run.places)
@@ -120,6 +121,15 @@ class TokenReduction(nn.Module):
         tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
         run.trail.append(run.places if self.by == "compress" else _left(run.places, run.sizes[:, prefix:], reduction))
         return tokens
+
+    def _require_patches(self, found: int) -> None:
+        """Refuses an image of another size, which the model inside may take but the policy was not attached for."""
+        wanted = self.shape.layout.patches
+        if found != wanted:
+            raise InvalidInput(
+                f"{found} patches where {self.policy} was attached for images of {wanted}: give images of the size "
+                "that the model states, or adopt the model for this size and attach the policy to that."
+            )
 
     def _draw(self, stage: int, seen: Seen) -> Tensor:
         """Draws what stays; every token stays in its place, with size 1 or 0."""

@@ -1,4 +1,5 @@
-"""Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`, `tome:13@every`.
+"""Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
+`tome:13@every`.
 
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
