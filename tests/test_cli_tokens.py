@@ -99,12 +99,76 @@ def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
     assert least["both", 0.6] > 0.6 and 0.3 < least["drop", 0.01] == least["control", 0.01] < 0.5
 
 
+def test_tokens_alone_are_prescribed_for_a_model(made: SimpleNamespace) -> None:
+    """A folder or a name stands where the diagnosis stands, and gives the same prescription but for what was read."""
+    out, other = made.root / "from_model.json", made.root / "from_diagnosis.json"
+    record("prescribe", made.run, "--tokens", POLICY, "--out", out)
+    record("prescribe", made.diagnosis, "--tokens", POLICY, "--out", other)
+    assert record("diff", out, other)["same"] is True
+    slim = record("realize", made.run, "--prescription", out, "--out", made.root / "dropped")
+    assert slim["macs_down_percent"] > 0
+    within = made.root / "model_within.json"
+    found = record("prescribe", made.run, "--tokens", "random:{share}@2,3", "--macs", 0.7, "--out", within)
+    assert 0.6 < found["budget"]["spent"][0] <= 0.7
+    named = record("prescribe", "dense:digits", "--tokens", POLICY, "--out", made.root / "named.json")
+    assert named["tokens"]["policy"] == POLICY
+
+
+def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) -> None:
+    policy, out = "attention_received:13@every", made.root / "every.json"
+    told = record("prescribe", made.run, "--tokens", policy, "--out", out)
+    assert told["tokens"]["policy"] == policy and len(told["tokens"]["reasons"]) == 1
+    record("realize", made.run, "--prescription", out, "--out", made.root / "every")
+    for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)):
+        assert priced["tokens"] == [64, 51, 38]
+    taken = rx.realization.prescribed_tokens(rx.load(made.root / "every"))
+    assert str(taken.policy) == policy and taken.policy == rx.Prescription.load(out).tokens.policy  # type: ignore[union-attr]
+
+
+TRAINING = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--seed", 5)
+
+
+def test_a_policy_is_put_into_a_dense_model_and_trained(made: SimpleNamespace) -> None:
+    policy, losses = "dynamicvit:0.5@2,3", ("--losses", "keep_ratio")
+    words = ("train", made.run, "--tokens", policy, "--data", made.data, *TRAINING, *losses)
+    first, second = (record(*words, "--out", made.root / name) for name in ("taught", "again"))
+    models = [rx.load(made.root / name) for name in ("taught", "again")]
+    assert first["accuracy"] == second["accuracy"]
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    told = json.loads((made.root / "taught" / "training.json").read_text())["identity"]["tokens"]
+    assert told["policy"]["reducer"]["type"] == "DynamicViT" and told["policy"]["layers"]["tuple"] == [2, 3]
+    assert record("costs", made.root / "taught")["tokens"] == [64, 32, 16]
+    other = record(*words[:-2], "--seed", 6, *losses, "--out", made.root / "other_seed")
+    assert other["steps"] == first["steps"]
+    drawn = rx.load(made.root / "other_seed").state_dict()
+    assert any(not drawn[name].equal(ours[name]) for name in ours if name.startswith("tokens."))
+    again = record(*words, "--out", made.root / "taught")  # a finished run is read back
+    assert again["accuracy"] == first["accuracy"]
+
+
+def test_a_learned_policy_without_its_loss_is_warned_about(made: SimpleNamespace) -> None:
+    words = ("train", made.run, "--data", made.data, *TRAINING)
+    done = call(*words, "--tokens", "dynamicvit:0.5@2", "--out", made.root / "unheld")
+    assert done.code == 0 and "add --losses keep_ratio" in done.err
+    done = call(*words, "--tokens", POLICY, "--out", made.root / "unlearned")
+    assert done.code == 0 and "keep_ratio" not in done.err
+
+
+def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> None:
+    words = ("train", made.run, "--data", made.data, *TRAINING, "--out", made.root / "one_policy")
+    record(*words, "--tokens", "random:0.5@2")
+    done = call(*words, "--tokens", "random:0.5@3")
+    assert done.code == 2 and "holds another run" in done.err and "layers" in done.err
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         ("costs {run} --tokens spot:0.7@2", "class token"),
         ("costs {run} --tokens random:1.7@2", "(0, 1]"),
         ("costs {run} --tokens random:0.7@3,2", "must rise"),
+        ("costs {run} --tokens random:32@every", "1 to 31 patches a layer"),
         ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
         ("costs {run} --tokens random:0.001@2", "leaves no patch"),
         ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),
@@ -116,6 +180,14 @@ def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
         ("prescribe {diagnosis} --tokens random:0.7@2 --predictors {slim} --out x.json", "its own policy"),
         ("prescribe {diagnosis} --tokens random:{share}@2 --macs 0.7 --of qk --model {run} --out x.json", "of its own"),
         ("diagnose {slim} --data {data} --out x.json", "diagnose the original"),
+        ("train {slim} --data {data} --tokens random:0.5@2 --out x", "let tokens leave last"),
+        ("train {run} --data {data} --tokens random:0.5@9 --out x", "a model that has 3"),
+        ("train {run} --data {data} --tokens spot:0.5@2 --out x", "class token"),
+        ("train {run} --data {data} --tokens random:1@2 --out x", "lets no token leave"),
+        ("train {run} --data nowhere --tokens random=0.5 --out x", "':' and the keep ratio"),
+        ("prescribe {run} --rule total_rank:0.4 --tokens random:0.5@2 --out x.json", "diagnose the model on images"),
+        ("prescribe {slim} --tokens random:0.5@2 --out x.json", "the original"),
+        ("prescribe {diagnosis} --weights w --tokens random:0.5@2 --out x.json", "name of a model"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(

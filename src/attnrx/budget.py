@@ -10,6 +10,7 @@ from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
+from attnrx.examination import told_or_read
 from attnrx.models import family_of, rank_of, require_all_tokens
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
@@ -99,12 +100,14 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
     return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy)
 
 
-def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget) -> Prescription:
+def prescribe_within(
+    model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template, budget: Budget
+) -> Prescription:
     """Prescribes the largest share that the budget allows; the model is only priced, and may lie on the meta device.
 
     Where the budget is about a part of every layer, every layer has the largest share that its own part allows, and the
-    rules say so (`by_layer`). What was decided is recorded in `about` under "budget": the target, the shares, and the
-    shares of the MACs that they come to.
+    rules say so (`by_layer`). A template of tokens alone needs no diagnosis, and takes the model in its place. What was
+    decided is recorded in `about` under "budget": the target, the shares, and the shares of the MACs that they come to.
 
     Raises:
         InvalidInput: the template has no {share} to choose, or one of tokens for a part of every layer.
@@ -117,6 +120,7 @@ def prescribe_within(model: nn.Module, diagnosis: Diagnosis, template: Template,
             f"tokens={template.tokens}: a layer cannot choose a share of the tokens of its own; give a keep ratio "
             f"instead of {{share}}, or a budget of the whole model."
         )
+    diagnosis = told_or_read(diagnosis, *template.texts.values(), template.metric)
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
     rules = {
@@ -196,7 +200,7 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
     if text is None:
         return None
     policy, family = parse_policy(text), family_of(model)
-    policy.require(family.token_layout(model), len(family.attention(model)))
+    policy.on(family.token_layout(model), len(family.attention(model)))
     return TokenPrescription.of(policy)
 
 

@@ -90,6 +90,31 @@ def diagnose(
     return Diagnosis(layers, model_fingerprint(model), about)
 
 
+def told_or_read(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
+    """Gives the diagnosis, or that of a model without images where no rule is asked about it."""
+    if isinstance(given, Diagnosis):
+        return given
+    if any(rule is not None for rule in rules):
+        raise InvalidInput(
+            "prescribe was given a model, and rules go by what a diagnosis has read: diagnose the model on images and "
+            "give that, or ask for tokens alone."
+        )
+    return read_spectra(given)
+
+
+def read_spectra(model: nn.Module) -> Diagnosis:
+    """Gives the diagnosis of a model that was shown no image: its spectra, without any reading.
+
+    That is all that a prescription of tokens alone asks for.
+    """
+    require_all_tokens(model, "prescribe for")
+    require_finite(model.state_dict(), "the model")
+    family = family_of(model)
+    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(model))
+    versions = {name: importlib.metadata.version(name) for name in ("attnrx", "torch")}
+    return Diagnosis(layers, model_fingerprint(model), {"family": family.name, "data": None, "versions": versions})
+
+
 def token_relevance(
     model: nn.Module, images: Float[Tensor, "images channels height width"]
 ) -> dict[str, Float[Tensor, "images layers patches"]]:

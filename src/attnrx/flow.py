@@ -16,8 +16,8 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
-from attnrx.examination import diagnose
-from attnrx.models import family_of, load_model, model_fingerprint, save_model
+from attnrx.examination import diagnose, told_or_read
+from attnrx.models import described_tokens, family_of, load_model, model_fingerprint, save_model
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
@@ -71,7 +71,7 @@ def matching(splits: Splits, model: nn.Module) -> Splits:
 
 
 def prescribe(
-    diagnosis: Diagnosis,
+    diagnosis: Diagnosis | nn.Module,
     rule: Rule | str | None = None,
     metric: str | None = None,
     *,
@@ -84,12 +84,14 @@ def prescribe(
     `rule` is about the scores: the model's own directions, or those that are the best in a `metric` (for models without
     norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP.
     `tokens` lets tokens leave between the layers: a policy or its text, e.g. `evit:0.7@4,7,10`, or what was prescribed
-    before, with trained predictors (`prescribed_tokens`).
+    before, with trained predictors (`prescribed_tokens`). They alone need no diagnosis: the model may stand in its
+    place.
     """
     read = [parse_rule(asked) if isinstance(asked, str) else asked for asked in (rule, values, mlp)]
     policy = parse_policy(tokens) if isinstance(tokens, str) else tokens
     leaving = TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
-    return prescribe_with(diagnosis, read[0], metric, values=read[1], mlp=read[2], tokens=leaving)
+    told = told_or_read(diagnosis, rule, metric, values, mlp)
+    return prescribe_with(told, read[0], metric, values=read[1], mlp=read[2], tokens=leaving)
 
 
 def control_prescriptions(
@@ -157,6 +159,7 @@ def verify(
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
         "rule": None if comparison.prescription is None else dict(comparison.prescription.rule),
+        "tokens": described_tokens(candidate),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
         "threads": torch.get_num_threads(),
         **dict(about or {}),

@@ -132,8 +132,10 @@ class TokenPrescription:
     seed: int = 0
 
     def __post_init__(self):
-        if len(self.reasons) != len(self.policy.layers):
-            raise InvalidInput(f"{len(self.reasons)} reasons for {len(self.policy.layers)} stages: give one each.")
+        object.__setattr__(self, "policy", self.policy.written)
+        stages = len(self.policy.told())
+        if len(self.reasons) != stages:
+            raise InvalidInput(f"{len(self.reasons)} reasons for {stages} stages: give one each.")
         if self.predictors is not None and not self.policy.reducer.learned:
             raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
 
@@ -145,11 +147,7 @@ class TokenPrescription:
         learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
         told = f"; its predictor is {state}" if learned else ""
-        reasons = (
-            f"before layer {layer} {policy.reducer} leaves {share:.4g} of the image's patches{told}"
-            for layer, share in zip(policy.layers, policy.keep, strict=True)
-        )
-        return cls(policy, tuple(reasons), predictors, seed)
+        return cls(policy, tuple(reason + told for reason in policy.told()), predictors, seed)
 
     @property
     def must_be_trained(self) -> bool:

@@ -1,10 +1,13 @@
 """Learning which tokens leave: draws to learn from, losses about them, and nothing that breaks at low ratios."""
 
 import copy
+import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from test_tokens import fits, inputs, reduced
 from torch import nn
 
 from attnrx.attention import sized_softmax
@@ -12,8 +15,11 @@ from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
 from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
 from attnrx.models import attach_tokens_, family_of, load_model, recording_blocks, reduction_of, save_model
-from attnrx.tokens import ClassAttention, DynamicViT, Spot, TokenPolicy, sampled_keep
+from attnrx.models import reducing as reducing_module
+from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Seen, Spot, SPViT, TokenPolicy, sampled_keep
+from attnrx.tokens.reducer import best, odds
 from attnrx.training import TrainingConfig, TrainingRun, train
+from cases import REDUCTIONS
 from pretrained import TIMM, VIT, adopted_once, of_timm
 from tiny_runs import At, same, weights
 
@@ -170,6 +176,82 @@ def test_losses_about_tokens_need_tokens_that_leave() -> None:
         TrainingConfig(temperatures=(1.0, 0.0))
 
 
+LEARNED = {kind: reducer for kind, reducer in REDUCTIONS.items() if reducer.learned} | {"evit-spot": EViT(Spot())}
+
+
+def selected(policy: TokenPolicy, patches: int):
+    """In the place of a draw: what inference selects, stage by stage."""
+    counts = itertools.cycle(policy.counts(patches))
+
+    def draw(scores, there, temperature, one_leaves=False):
+        kept = best(odds(scores).detach(), (there > 0).to(scores.dtype), next(counts))
+        keep = torch.zeros_like(there).scatter(1, kept, 1.0)
+        return keep + scores[..., 0] - scores[..., 0].detach()
+
+    return draw
+
+
+@pytest.mark.parametrize("name", ["deep", "hf dinov2", "lvvit"])
+@pytest.mark.parametrize("kind", LEARNED)
+def test_training_with_the_draws_of_inference_is_inference(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (2, 4) if name == "deep" else (2,)
+    policy = TokenPolicy.staged(LEARNED[kind], 0.5, stages)
+    if not fits(name, policy.reducer):
+        pytest.skip("it goes by a class token, and the model has none")
+    model = reduced(name, policy, "compress")
+    reduction = reduction_of(model)
+    assert reduction is not None
+    images = inputs(model)
+    with torch.no_grad():
+        for parameter in reduction.parameters():
+            parameter.mul_(0.3)  # so that no probability is so near 0 or 1 that the weights of a package hide mistakes
+        small = model(images)
+    monkeypatch.setattr(reducing_module, "sampled_keep", selected(policy, reduction.shape.layout.patches))
+    reduction.train()
+    drawn = model(images)
+    torch.testing.assert_close(drawn, small, rtol=1e-10, atol=1e-10)
+    drawn.square().sum().backward()
+    gradients = [parameter.grad for parameter in reduction.parameters()]
+    assert all(own is not None and bool(own.isfinite().all()) for own in gradients)
+    assert any(bool((own != 0).any()) for own in gradients if own is not None)
+
+
+@pytest.mark.parametrize("reducer", [SPViT(), DTPS()], ids=["spvit", "dtps"])
+def test_what_leaves_is_taken_along_by_a_gradient(reducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every patch of the image matters to the tokens after a stage, those that were drawn to leave too."""
+    generator = torch.Generator().manual_seed(0)
+    patches = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    seen = Seen(patches, 0, torch.ones(2, 6, dtype=torch.float64), torch.arange(6).expand(2, -1))
+    keep = torch.tensor([[1.0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(2, 6, 2, generator=generator, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    drawn = reducer.drawn(seen, keep, scores)
+    there = keep.detach() if drawn.added is None else keep.detach().scatter(1, drawn.added, 1.0)
+    (drawn.patches * there[..., None]).square().sum().backward()
+    assert patches.grad is not None and keep.grad is not None
+    assert bool((patches.grad.abs().sum(-1) > 0).all())
+    assert bool((keep.grad[keep == 0] != 0).all())
+    assert (scores.grad is not None) == (drawn.added is not None)
+
+
+def test_where_all_would_stay_the_worst_leaves_for_the_token_of_the_rest() -> None:
+    sure = torch.stack([torch.zeros(4, 50), torch.full((4, 50), -60.0)], dim=-1)
+    sure[:, 9, 0] = -1.0
+    there = torch.ones(4, 50)
+    assert bool((sampled_keep(sure, there, 1.0) == 1).all())
+    left = sampled_keep(sure, there, 1.0, one_leaves=True)
+    assert left.sum(1).tolist() == [49.0] * 4 and bool((left[:, 9] == 0).all())
+
+
+@pytest.mark.parametrize("reducer", [SPViT(Spot()), DTPS(Spot())], ids=["spvit-spot", "dtps-spot"])
+def test_a_soft_reducer_is_trained(reducer, tmp_path: Path) -> None:
+    teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
+    made = run(tmp_path / "run", reducer, Task(), KeepRatio(), TokenSimilarity(teacher), ratio=0.3)
+    assert all(torch.isfinite(torch.tensor(record["loss"])) for record in made.history)
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+
+
 def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
     """Even a predictor that wants to drop everything leaves a finite loss and gradient."""
     model = reducing(Spot(), 0.3)
@@ -185,6 +267,39 @@ def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
     except TrainingDiverged as error:  # pragma: no cover
         pytest.fail(str(error))
     assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.0625])
+@pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
+def test_a_low_keep_ratio_is_trained_with_one_token_at_least(reducer, ratio: float, tmp_path: Path) -> None:
+    """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
+    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    reduction = attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (ratio, ratio)))
+    teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
+    losses = (Task(), KeepRatio(), Distillation(teacher), TokenSimilarity(teacher))
+    least = []
+
+    def look() -> None:
+        least.append(min(keep.sum(1).min().item() for keep in reduction.run.drawn))
+
+    settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32"}
+    config = TrainingConfig(losses=losses, predictor_learning_rate=100.0, **settings)  # type: ignore[arg-type]
+    made = train(model, splits(model), config, tmp_path / "run", reporter=Each(look))
+    assert len(least) == 6 and min(least) >= 1
+    assert all(math.isfinite(value) for record in made.history for value in record["losses"].values())
+    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+    with torch.no_grad():
+        assert bool(made.model(next(splits(model).test.batches(4)).images.double()).isfinite().all())
+
+
+class Each(At):
+    """Does something after every step."""
+
+    def __init__(self, action):
+        super().__init__(-1, action)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self.action()
 
 
 def adopted_teacher() -> nn.Module:

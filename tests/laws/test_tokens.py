@@ -223,6 +223,19 @@ def test_an_impossible_policy_is_refused(make, said: str) -> None:
         make(REDUCTIONS["random"])
 
 
+@pytest.mark.parametrize("name", ["vit", "vit, positions resampled", "dinov2", "hf dinov2", "dense", "lvvit"])
+def test_images_of_another_size_are_refused_by_name(name: str) -> None:
+    """Also by what is inside a model that resizes its positions and would take them."""
+    model = reduced(name, TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)), "compress")
+    channels, height, width = family_of(model).input_shape(model)
+    images = torch.zeros(2, channels, 2 * height, 2 * width, dtype=torch.float64)
+    with pytest.raises(InvalidInput, match="wants"):
+        model(images)
+    if name in ("vit, positions resampled", "hf dinov2"):
+        with pytest.raises(InvalidInput, match=r"16 patches where random.* was attached for images of 4"):
+            model.source(images)  # type: ignore[operator]
+
+
 def test_a_policy_that_does_not_fit_the_model_is_refused() -> None:
     model = original("vit")
     with pytest.raises(InvalidInput, match="a model that has 2"):

@@ -9,7 +9,7 @@ VIT = TokenLayout(1, 196, True, "class")
 
 
 def test_every_layer_sees_fewer_tokens() -> None:
-    every = TokenPolicy.every_layer(ToMe(), 16, 196, 12)
+    every = TokenPolicy.every_layer(ToMe(), 16).on(VIT, 12)
     assert every.layers == tuple(range(2, 13))
     assert every.tokens(VIT, 12) == tuple(197 - 16 * layer for layer in range(12))
 
@@ -17,11 +17,12 @@ def test_every_layer_sees_fewer_tokens() -> None:
 @pytest.mark.parametrize("patches", [16, 49, 196, 197, 1369])
 def test_every_layer_loses_as_many(patches: int) -> None:
     for leaving in range(1, (patches - 1) // 11 + 1):
-        counts = TokenPolicy.every_layer(ToMe(), leaving, patches, 12).counts(patches)
+        layout = TokenLayout(1, patches, True, "class")
+        counts = TokenPolicy.every_layer(ToMe(), leaving).on(layout, 12).counts(patches)
         assert counts == tuple(patches - leaving * stage for stage in range(1, 12))
 
 
-@pytest.mark.parametrize(("leaving", "depth"), [(18, 12), (0, 12), (1, 1)])
+@pytest.mark.parametrize(("leaving", "depth"), [(18, 12), (1, 1)])
 def test_what_would_leave_nothing_is_refused(leaving: int, depth: int) -> None:
     with pytest.raises(InvalidInput, match="so that one is left"):
-        TokenPolicy.every_layer(ToMe(), leaving, 196, depth)
+        TokenPolicy.every_layer(ToMe(), leaving).on(VIT, depth)

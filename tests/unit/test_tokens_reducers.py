@@ -130,7 +130,7 @@ def test_zero_tprune_takes_the_quadratic_mean_of_the_heads_that_vary_as_they_sho
 def test_similar_patches_leave_from_the_less_important_half() -> None:
     keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.5, -1.0]]])
     importance = torch.tensor([[0.4, 0.3, 0.1, 0.2]])
-    assert redundant(keys, importance, torch.ones(1, 4), 1).tolist() == [[2]]  # nearly the first, not the last
+    assert redundant(keys, importance, torch.ones(1, 4), 4, 1).tolist() == [[2]]  # nearly the first, not the last
 
 
 def test_zero_tprune_drops_the_similar_before_the_unimportant() -> None:

@@ -28,6 +28,8 @@ POLICIES = [
     TokenPolicy.staged(Spot(), 1.0, (2, 3)),
     TokenPolicy.staged(Nested(Spot(projected=0, variance=False), 0.1, "mean"), 0.9, (2, 12)),
     TokenPolicy.staged(Nested(Nested(Random(3))), 1e-3, (2, 12)),
+    TokenPolicy.every_layer(ToMe(), 13),
+    TokenPolicy.every_layer(Nested(Spot(variance=False)), 1),
 ]
 
 
@@ -44,10 +46,20 @@ def test_a_policy_survives_its_text(policy: TokenPolicy) -> None:
         ("class_attention:0.8/0.5@4,7", "class_attention:0.8/0.5@4,7"),
         ("spot(projected=none,mean=true):1@2", "spot:1.0@2"),
         ("random(seed=3):0.5/0.25@2,3", "random(seed=3):0.5@2,3"),
+        ("tome : 13 @ every", "tome:13@every"),
     ],
 )
 def test_a_text_is_read(text: str, spelled: str) -> None:
     assert str(parse_policy(text)) == spelled
+
+
+def test_a_policy_for_every_layer_is_written_alike_on_any_model() -> None:
+    layout = TokenLayout(1, 196, class_token=True, pooled="class")
+    written = parse_policy("tome:13@every")
+    on_model = written.on(layout, 12)
+    assert str(on_model) == str(written) and on_model.written == written != on_model
+    assert on_model.tokens(layout, 12) == tuple(197 - 13 * layer for layer in range(12))
+    assert written.drops and "13 of the image's patches" in written.told()[0]
 
 
 def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
@@ -84,6 +96,12 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("spot(means=true):0.7@4", "did you mean 'mean'"),
         ("class_attention(seed=1):0.7@4", "class_attention has no knobs"),
         ("spot:0.7@4;7", "cannot be read"),
+        ("tome:0.7@every", "one number, of the patches"),
+        ("tome:0@every", "one number, of the patches"),
+        ("tome:13/26@every", "one number, of the patches"),
+        ("tome:13@every,4", "the end"),
+        ("tome:13@everywhere", "a layer, e.g. 4"),
+        ("tome:13@4", "keep ratio of 13"),
         ("spot" + 30 * "(" + ":0.7@4", "brackets"),
     ],
 )

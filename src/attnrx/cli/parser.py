@@ -34,6 +34,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
 
+# How a policy of tokens is written, for the help of the commands that take one.
+POLICY = (
+    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (0.7 of what is left goes on before the layers 4, 7 and "
+    "10, counted from 1), class_attention:0.8/0.5@4,7 (shares of the patches), or tome:13@every (13 patches leave "
+    "before every layer but the first)"
+)
+
+
 def add_model(parser: Parser, purpose: str = "") -> None:
     """Adds the model, and the file of its weights where its name alone does not say them."""
     kinds = "a saved folder, timm:NAME, hf:ID, or a name such as svda:cifar10 for fresh weights"

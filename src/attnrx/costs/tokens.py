@@ -33,7 +33,7 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
         InvalidInput, NotSupported: The policy does not fit the model.
     """
     layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
-    policy.require(layout, depth)
+    policy = policy.on(layout, depth)
     masked = by == "mask"
     seen = (patches,) * len(policy.layers) if masked else policy.seen(layout)
     stages = zip(policy.layers, seen, policy.counts(patches), strict=True)

@@ -58,8 +58,11 @@ class HuggingFaceAttention(Adapter):
     def forward(
         self, hidden_states: Float[Tensor, "batch tokens width"], attention_mask: Tensor | None = None, **options: Any
     ) -> tuple[Float[Tensor, "batch tokens width"], None]:
-        """Mixes the tokens; refuses masks and requests for the attention weights."""
-        if attention_mask is not None:
+        """Mixes the tokens; refuses masks and requests for the attention weights.
+
+        While a model is exported, transformers writes out the mask of none, in which every token counts.
+        """
+        if attention_mask is not None and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
         if options.get("output_attentions"):
             raise NotSupported(

@@ -138,7 +138,7 @@ class LVViT(Transformer[LVViTConfig]):
         """
         self.require_images(images)
         patches = self.stem(images)
-        tokens = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
+        tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:
             tokens = layer(tokens)
         tokens = self.norm(tokens)

@@ -105,7 +105,8 @@ class TokenReduction(nn.Module):
         count = self.policy.counts(self.shape.layout.patches)[stage]
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.places is None:
-            run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(len(tokens), -1)
+            self._require_patches(tokens.shape[1] - prefix)
+            run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(tokens.shape[0], -1)
         if count >= self.shape.layout.patches:  # nothing leaves, so nothing may change
             run.trail.append(run.places)
             return tokens
@@ -118,17 +119,30 @@ class TokenReduction(nn.Module):
         reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))
         act = _compressed if self.by == "compress" else _masked
         tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
-        left = run.sizes[:, prefix:] > 0
-        run.trail.append(run.places if self.by == "compress" else _left(run.places, left))
+        run.trail.append(run.places if self.by == "compress" else _left(run.places, run.sizes[:, prefix:], reduction))
         return tokens
+
+    def _require_patches(self, found: int) -> None:
+        """Refuses an image of another size, which the model inside may take but the policy was not attached for."""
+        wanted = self.shape.layout.patches
+        if found != wanted:
+            raise InvalidInput(
+                f"{found} patches where {self.policy} was attached for images of {wanted}: give images of the size "
+                "that the model states, or adopt the model for this size and attach the policy to that."
+            )
 
     def _draw(self, stage: int, seen: Seen) -> Tensor:
         """Draws what stays; every token stays in its place, with size 1 or 0."""
-        scores = self.policy.reducer.keep_scores(seen, self.predictor(stage))
-        keep = sampled_keep(scores, seen.sizes[:, seen.prefix :], self.temperature)
-        self.run.sizes = torch.cat([seen.sizes[:, : seen.prefix], keep], dim=1)
-        self.run.drawn.append(keep)
-        return seen.tokens
+        reducer, run, prefix = self.policy.reducer, self.run, seen.prefix
+        scores = reducer.keep_scores(seen, self.predictor(stage))
+        keep = sampled_keep(scores, seen.sizes[:, prefix:], self.temperature, one_leaves=reducer.extra > 0)
+        run.drawn.append(keep)
+        drawn, sizes = reducer.drawn(seen, keep, scores), keep
+        if drawn.added is not None:
+            sizes = keep.scatter(1, drawn.added, 1.0)
+            run.places, run.moments, run.accumulated = _replaced(seen, drawn.added)
+        run.sizes = torch.cat([seen.sizes[:, :prefix], sizes], dim=1)
+        return torch.cat([seen.tokens[:, :prefix], drawn.patches], dim=1)
 
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
         """Gives the tokens that the answer is read off, such that those that have left do not count."""
@@ -173,7 +187,7 @@ def attach_tokens_(
         raise InvalidInput("this model lets tokens leave already; attach a policy to the original.")
     shape = shape_of(model, family, heads)
     layout = shape.layout
-    policy.require(layout, len(layers))
+    policy = policy.on(layout, len(layers))
     weight = next(model.parameters())
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     model.tokens = reduction
@@ -243,8 +257,8 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
     if maps is None:
         return None
     counted = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
-    even = (counted / counted.sum(-1, keepdim=True)).view(len(maps), *(1,) * (maps.ndim - 2), -1)
-    found = even.expand(len(maps), count, *maps.shape[2:]).clone()
+    even = (counted / counted.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
+    found = even.expand(maps.shape[0], count, *maps.shape[2:]).clone()
     found[:, list(heads)] = maps
     return found
 
@@ -308,8 +322,8 @@ def _compressed(seen: Seen, reduction: Reduction) -> Parts:
     tokens = [seen.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
     sizes, left = _left_sizes(seen, reduction), places.gather(1, kept)
     if extra is not None:
-        left = torch.cat([left, left.new_full((len(left), extra.shape[1]), -1)], dim=1)
-    first = torch.arange(prefix, device=kept.device).expand(len(kept), -1)
+        left = torch.cat([left, left.new_full((left.shape[0], extra.shape[1]), -1)], dim=1)
+    first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
     moments = seen.moments
     if moments is not None:
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
@@ -329,13 +343,21 @@ def _masked(seen: Seen, reduction: Reduction) -> Parts:
         leaving = seen.there.scatter(1, kept, 0.0)
         free = leaving.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
         written, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        places = places.scatter(1, free, -1)
-        moments = None if moments is None else moments.without(seen.prefix + free)
-        gathered = None if gathered is None else gathered.scatter(1, free, 0.0)
+        places, moments, gathered = _replaced(seen, free)
     patches = seen.patches.scatter(1, written[..., None].expand_as(values), values)
     sizes = torch.zeros_like(seen.sizes[:, seen.prefix :]).scatter(1, written, _left_sizes(seen, reduction))
     tokens = torch.cat([seen.tokens[:, : seen.prefix], patches], dim=1)
     return tokens, torch.cat([seen.sizes[:, : seen.prefix], sizes], dim=1), places, moments, gathered
+
+
+def _replaced(seen: Seen, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+    """Gives the places and what was gathered of the tokens, where new ones stand at the patches `added`."""
+    moments, gathered = seen.moments, seen.accumulated
+    return (
+        seen.places.scatter(1, added, -1),
+        None if moments is None else moments.without(seen.prefix + added),
+        None if gathered is None else gathered.scatter(1, added, 0.0),
+    )
 
 
 def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:
@@ -345,5 +367,7 @@ def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:
     return own if reduction.extra is None else torch.cat([own, torch.ones_like(reduction.extra[..., 0])], dim=1)
 
 
-def _left(places: Tensor, left: Tensor) -> Tensor:
-    return places.masked_select(left).view(len(places), -1)
+def _left(places: Tensor, sizes: Tensor, reduction: Reduction) -> Tensor:
+    count = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+    first = (sizes > 0).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
+    return places.gather(1, first)

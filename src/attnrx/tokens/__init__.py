@@ -13,7 +13,7 @@ from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
-from attnrx.tokens.reducer import Predicting, Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
@@ -48,6 +48,7 @@ __all__ = [
     "AttentionAverage",
     "AttentionReceived",
     "ClassAttention",
+    "Drawn",
     "DynamicViT",
     "EViT",
     "MapMoments",
@@ -74,10 +75,10 @@ __all__ = [
 
 
 def parse_policy(text: str) -> TokenPolicy:
-    """Reads a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`.
+    """Reads a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
 
     One ratio is kept at every stage of what is left; ratios with / between them, one for each stage, are shares of the
-    image's patches.
+    image's patches. `tome:13@every` lets 13 patches leave before every layer but the first.
     """
     return parse_policy_text(text, REDUCERS)
 

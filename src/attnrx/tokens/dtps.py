@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from attnrx.shapes import Tensor
+from attnrx.shapes import Float, Tensor
 from attnrx.tokens.dynamicvit import DynamicViT
-from attnrx.tokens.reducer import Reduction, Selecting, Shape, best, taken
+from attnrx.tokens.reducer import Drawn, Reduction, Selecting, Shape, best, taken
 from attnrx.tokens.seen import Seen
 from attnrx.tokens.soft import Soft
 
@@ -32,15 +32,26 @@ class DTPS(Soft):
         """Keeps the best and squeezes the rest into them."""
         kept = best(self.scores.relevance(seen, predictor), seen.there, count)
         leaving = seen.there.scatter(1, kept, 0.0)
-        return Reduction(kept, squeezed(seen.patches, kept, leaving))
+        unit = nn.functional.normalize(seen.patches, dim=-1)
+        alike = unit @ taken(unit, kept).transpose(1, 2)
+        return Reduction(kept, squeezed(seen.patches, taken(seen.patches, kept), alike, leaving))
+
+    def drawn(
+        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> Drawn:
+        """Squeezes every patch that leaves into the nearest of those that stay, each of them in its place."""
+        unit = nn.functional.normalize(seen.patches, dim=-1)
+        alike = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
+        return Drawn(squeezed(seen.patches, seen.patches, alike, seen.there * (1 - keep)))
 
 
-def squeezed(patches: Tensor, kept: Tensor, leaving: Tensor) -> Tensor:
-    """Gives the kept patches with those that are `leaving` (1, others 0) in them."""
-    own = taken(patches, kept)
-    unit = nn.functional.normalize(patches, dim=-1)
-    closeness, host = (unit @ taken(unit, kept).transpose(1, 2)).max(-1)
-    weights = closeness.exp() * leaving
+def squeezed(patches: Tensor, own: Tensor, alike: Tensor, leaving: Tensor) -> Tensor:
+    """Gives the hosts with those patches that are `leaving` (1, others 0) in them.
+
+    `own` [batch, hosts, width] are the hosts and `alike` [batch, patches, hosts] the cosines of every patch and each.
+    """
+    closeness, host = alike.max(-1)
+    weights = closeness.to(patches.dtype).exp() * leaving
     total = torch.full_like(own[..., 0], math.e).scatter_add(1, host, weights)
     brought = (own * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
     return brought / total[..., None]

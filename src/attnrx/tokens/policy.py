@@ -1,7 +1,7 @@
 """The policy: which reducer, before which layers, and how many tokens are left after each."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.tokens.layout import TokenLayout
@@ -14,13 +14,22 @@ class TokenPolicy:
 
     `keep` is the share of the image's patches that is left after each stage: with the keep ratio rho of the papers
     (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
+
+    With `leaving`, that many patches leave before every layer but the first (ToMe's schedule, r; as published they
+    leave inside every layer, the last one too). Its layers and shares are those of a model, which `on` gives it; as it
+    is written it has none.
     """
 
     reducer: Reducer
-    layers: tuple[int, ...]
-    keep: tuple[float, ...]
+    layers: tuple[int, ...] = ()
+    keep: tuple[float, ...] = ()
+    leaving: int | None = None
 
     def __post_init__(self):
+        if self.leaving is not None and self.leaving < 1:
+            raise InvalidInput(f"{self.leaving} patches to leave before every layer: give 1 or more.")
+        if self.leaving is not None and not self.layers and not self.keep:
+            return
         if not self.layers or len(self.layers) != len(self.keep):
             raise InvalidInput(
                 f"{len(self.layers)} stages and {len(self.keep)} keep ratios: give one for each stage, at least one."
@@ -45,6 +54,8 @@ class TokenPolicy:
         return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
 
     def __str__(self) -> str:
+        if self.leaving is not None:
+            return f"{self.reducer}:{self.leaving}@every"
         ratio = self.keep[0]
         staged = self.keep == tuple(ratio**stage for stage in range(1, len(self.keep) + 1))
         ratios = repr(ratio) if staged else "/".join(map(repr, self.keep))
@@ -53,22 +64,44 @@ class TokenPolicy:
     @property
     def drops(self) -> bool:
         """Whether any token leaves at all."""
-        return self.keep[-1] < 1
+        return self.leaving is not None or self.keep[-1] < 1
 
     @classmethod
-    def every_layer(cls, reducer: Reducer, leaving: int, patches: int, depth: int) -> "TokenPolicy":
-        """Lets so many patches leave before every layer but the first, of an image's `patches` (ToMe's schedule, r).
+    def every_layer(cls, reducer: Reducer, leaving: int) -> "TokenPolicy":
+        """Lets so many patches leave before every layer but the first, however many layers and patches there are."""
+        return cls(reducer, leaving=leaving)
 
-        As published they leave inside every layer, the last one too.
-        """
+    @property
+    def written(self) -> "TokenPolicy":
+        """The policy as its text gives it: one for every layer is that of any model."""
+        return self if self.leaving is None else TokenPolicy(self.reducer, leaving=self.leaving)
+
+    def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
+        """Gives the policy with the layers and shares that it has in a model, or refuses a model it does not fit."""
+        found = self if self.leaving is None else self._everywhere(self.leaving, layout.patches, depth)
+        found.require(layout, depth)
+        return found
+
+    def _everywhere(self, leaving: int, patches: int, depth: int) -> "TokenPolicy":
         most = (patches - 1) // max(depth - 1, 1)
-        if depth < 2 or not 1 <= leaving <= most:
+        if depth < 2 or leaving > most:
             raise InvalidInput(
                 f"{leaving} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
                 f"layers, and 1 to {most} patches a layer, so that one is left."
             )
         keep = tuple((patches - leaving * stage) / patches for stage in range(1, depth))
-        return cls(reducer, tuple(range(2, depth + 1)), keep)
+        return replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
+
+    def told(self) -> tuple[str, ...]:
+        """Says what happens at every stage, or once for all where the model says which they are."""
+        if self.leaving is not None:
+            return (
+                f"before every layer but the first {self.reducer} lets {self.leaving} of the image's patches leave",
+            )
+        stages = zip(self.layers, self.keep, strict=True)
+        return tuple(
+            f"before layer {layer} {self.reducer} leaves {share:.4g} of the image's patches" for layer, share in stages
+        )
 
     def counts(self, patches: int) -> tuple[int, ...]:
         """The patches that are left after each stage, of so many."""
@@ -88,7 +121,7 @@ class TokenPolicy:
 
     def require_depth(self, depth: int) -> None:
         """Refuses a model that has too few layers."""
-        if self.layers[-1] > depth:
+        if self.layers and self.layers[-1] > depth:
             raise InvalidInput(
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
             )

@@ -29,6 +29,17 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What a stage of training leaves, every patch in its place: its values, and the places of what was added.
+
+    A token that the stage adds takes the place of a patch that leaves.
+    """
+
+    patches: Float[Tensor, "batch patches width"]
+    added: Int[Tensor, "batch added"] | None = None
+
+
+@dataclass(frozen=True)
 class Shape:
     """What a reducer may have to know of the model before it has seen a token.
 
@@ -93,6 +104,15 @@ class Reducer(ABC):
         """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
         raise NotSupported(f"{self} has no scores to be trained by.")
 
+    def drawn(
+        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> Drawn:
+        """Gives what goes on in training, where `keep` was drawn by the scores: 1 for a patch that stays, 0 for others.
+
+        A draw as inference would select gives what `reduce` leaves, and `keep` passes a gradient on.
+        """
+        return Drawn(seen.patches)
+
     def __str__(self) -> str:
         told = [
             f"{field.name}={_spelled(getattr(self, field.name))}"
@@ -142,8 +162,7 @@ class Predicting(Selecting):
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
-        keep, drop = self.keep_scores(seen, predictor).unbind(-1)
-        return keep - drop
+        return odds(self.keep_scores(seen, predictor))
 
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop."""
@@ -152,6 +171,12 @@ class Predicting(Selecting):
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives the probability of keep."""
         return relevance.sigmoid()
+
+
+def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patches"]:
+    """Gives the logarithm of the odds of keep from the logarithms of keep and drop."""
+    keep, drop = scores.unbind(-1)
+    return keep - drop
 
 
 def best(

@@ -100,6 +100,11 @@ class Seen:
         return self.tokens[:, self.prefix :]
 
     @property
+    def present(self) -> int:
+        """How many patches of every image are still there; a number of the shapes alone where all are."""
+        return self.patches.shape[1] if self.whole else int(self.there[0].sum())
+
+    @property
     def there(self) -> Float[Tensor, "batch patches"]:
         """1 for every patch that is still there, 0 for one that has left."""
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)

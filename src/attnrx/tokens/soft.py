@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, Selecting, Shape, best, taken
+from attnrx.tokens.reducer import Drawn, Reducer, Reduction, Selecting, Shape, best, odds, taken
 from attnrx.tokens.seen import Seen
 
 
@@ -49,7 +49,7 @@ class Soft(Reducer):
         return self.scores.predictor_macs(shape, patches, count)
 
     def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop that the scores give; training draws by them alone, and hard."""
+        """Gives the logarithms of keep and drop that the scores give, which training draws by."""
         return self.scores.keep_scores(seen, predictor)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
@@ -75,6 +75,15 @@ class Packaging(Soft):
         kept = best(relevance, seen.there, count)
         weights = self.scores.weights(relevance).masked_fill(seen.there == 0, 0.0).scatter(1, kept, 0.0)
         return Reduction(kept, taken(seen.patches, kept), fused(seen.patches, weights))
+
+    def drawn(
+        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> Drawn:
+        """Writes the token for the rest into the place of the first patch that leaves."""
+        leaving = seen.there * (1 - keep)
+        package = fused(seen.patches, self.scores.weights(odds(scores)) * leaving)
+        place = leaving.detach().argmax(1, keepdim=True)
+        return Drawn(seen.patches.scatter(1, place[..., None].expand_as(package), package), place)
 
 
 def fused(patches: Tensor, weights: Tensor) -> Tensor:

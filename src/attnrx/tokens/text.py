@@ -1,11 +1,13 @@
-"""Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`.
+"""Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
+`tome:13@every`.
 
-    policy  = reducer ":" ratio { "/" ratio } "@" layer { "," layer }
+    policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
     value   = "true" | "false" | "none" | number | reducer | word
 
 One ratio is what is kept of the patches that are left at every stage, several are the shares of the image's patches
-that are left after each. The law: parse_policy(str(policy)) == policy.
+that are left after each. A number before @every is how many patches leave before every layer but the first. The law:
+parse_policy(str(policy)) == policy.written.
 """
 
 import dataclasses
@@ -18,8 +20,9 @@ from attnrx.reading import Language, Reader, Token
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.reducer import Reducer
 
-EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7"
+EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
+EVERY = "every"
 DEEPEST = 20  # brackets, far from where nesting would exhaust Python's stack
 
 LANGUAGE = Language("policy", "Policies", EXAMPLES, "():,=/@", InvalidInput)
@@ -44,10 +47,13 @@ class _Reader(Reader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer(self.expect("name", "the name of a reducer"))
         self.expect(":", "':' and the keep ratio")
+        first = self.tokens[self.position]
         ratios = [self.read_ratio()]
         while self.take("/"):
             ratios.append(self.read_ratio())
         self.expect("@", "'@' and the layers before which tokens leave")
+        if self.tokens[self.position].text == EVERY:
+            return self.read_every(reducer, first, len(ratios))
         layers = [self.read_layer()]
         while self.take(","):
             layers.append(self.read_layer())
@@ -55,6 +61,15 @@ class _Reader(Reader):
         if len(ratios) == 1:
             return TokenPolicy.staged(reducer, ratios[0], tuple(layers))
         return TokenPolicy(reducer, tuple(layers), tuple(ratios))
+
+    def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
+        self.expect("name", EVERY)
+        self.expect("end", "the end")
+        if given > 1 or not number.text.isdigit() or int(number.text) < 1:
+            raise self.problem(
+                number.start, f"before @{EVERY} stands one number, of the patches that leave before every layer"
+            )
+        return TokenPolicy.every_layer(reducer, int(number.text))
 
     def read_reducer(self, name: Token) -> Reducer:
         if name.text not in self.registry:

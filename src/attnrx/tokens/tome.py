@@ -19,7 +19,7 @@ class ToMe(Reducer):
     (cosine of the mean keys over the heads), and the best proposals are merged into means weighted by size. Later
     attention is proportional. A round merges one of the sets at most; where more must go, rounds follow, by the means
     of the merged patches' keys, weighted by size. As published a little is merged in every layer, between attention
-    and MLP, never more than a round; here it is before a layer (`TokenPolicy.every_layer` is nearest to that).
+    and MLP, never more than a round; here it is before a layer (`tome:N@every` is nearest to that).
     """
 
     proportional: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class ToMe(Reducer):
         assert seen.keys is not None
         there, sizes = seen.there > 0, seen.sizes[:, seen.prefix :]
         patches, keys = seen.patches, seen.keys[:, seen.prefix :]
-        present = int(there[0].sum())
+        present = seen.present
         while present > count:
             sources, goals = proposals(keys, there, present, present - count)
             grown = sizes.scatter_add(1, goals, sizes.gather(1, sources))

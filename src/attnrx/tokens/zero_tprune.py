@@ -68,12 +68,12 @@ class ZeroTPrune(Reducer):
         """Drops until `count` are left."""
         assert seen.attention is not None
         assert seen.keys is not None
-        present = int(seen.there[0].sum())
+        present = seen.present
         alike = self._alike(present, count)
         there = (seen.sizes > 0).to(seen.attention.dtype)
         if alike:
             first = self.importance(seen.attention, there, seen.prefix)
-            gone = redundant(seen.keys[:, seen.prefix :], first, there[:, seen.prefix :], alike)
+            gone = redundant(seen.keys[:, seen.prefix :], first, there[:, seen.prefix :], present, alike)
             there = there.scatter(1, seen.prefix + gone, 0.0)
         relevance = self.importance(seen.attention, there, seen.prefix)
         kept = best(relevance, there[:, seen.prefix :], count)
@@ -99,10 +99,10 @@ def redundant(
     keys: Float[Tensor, "batch patches directions"],
     importance: Float[Tensor, "batch patches"],
     there: Float[Tensor, "batch patches"],
+    present: int,
     count: int,
 ) -> Int[Tensor, "batch gone"]:
-    """Gives the `count` patches of the less important half that are most like one of the rest."""
-    present = int(there[0].sum())
+    """Gives the `count` patches of the less important half of those `present` that are most like one of the rest."""
     order = importance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     high, low = order[:, : present - present // 2], order[:, present - present // 2 : present]
     unit = nn.functional.normalize(keys, dim=-1)

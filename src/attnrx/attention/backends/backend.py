@@ -14,7 +14,7 @@ class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
     @abstractmethod
-    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Chooses which neighbouring heads are computed together, and at which padded rank, for so many tokens of all
         images together.
         """

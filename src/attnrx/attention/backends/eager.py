@@ -11,7 +11,7 @@ from attnrx.spec import AttentionSpec
 class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
-    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape."""
         return exact_buckets(spec.ranks, spec.reads)
 

@@ -1,5 +1,6 @@
 """The fast backend: one call of scaled_dot_product_attention for all heads that have directions."""
 
+import torch
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
@@ -20,10 +21,12 @@ class Fused(Backend):
     # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW, FEW_TOKENS = 0.75, 0.25, 1024
 
-    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
         most, width = max(spec.ranks, default=0), max((*spec.ranks, *spec.reads, 1))
-        limit = self.FULL_ABOVE_WITH_FEW if tokens < self.FEW_TOKENS else self.FULL_ABOVE
+        # An export for batches of any size cannot ask how many tokens there are.
+        few = isinstance(tokens, int) and tokens < self.FEW_TOKENS
+        limit = self.FULL_ABOVE_WITH_FEW if few else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.eager import scores
 from attnrx.attention.backends.tapped import Tapped, sized_softmax
@@ -28,7 +30,7 @@ class Observed(Backend):
         self.readout = readout
         self.tapped = tapped
 
-    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Puts all heads together."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)

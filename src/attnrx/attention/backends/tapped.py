@@ -36,7 +36,7 @@ class Tapped(Backend):
     ):
         self.sizes, self.show, self.wanted = sizes, show, wanted
 
-    def buckets(self, spec: AttentionSpec, tokens: int) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)

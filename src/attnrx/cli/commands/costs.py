@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import Parser
+from attnrx.cli.parser import POLICY, Parser
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
 
@@ -47,8 +47,7 @@ def add(parser: Parser) -> None:
     forms.add_argument(
         "--tokens",
         metavar="POLICY",
-        help="tokens that leave: NAME[(knob=value,...)]:RATIO@LAYERS, e.g. spot:0.7@4,7,10 (0.7 of what is left goes "
-        "on before the layers 4, 7 and 10, counted from 1), or class_attention:0.8/0.5@4,7 (shares of the patches)",
+        help=f"tokens that leave: {POLICY}",
     )
     parser.add_argument(
         "--convention",

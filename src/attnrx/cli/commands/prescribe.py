@@ -2,15 +2,18 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say, Table, percent
-from attnrx.cli.parser import Parser, add_out
+from attnrx.cli.parser import POLICY, Parser, add_out
 from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from attnrx.prescription import TokenPrescription
     from attnrx.rules import Template
 
@@ -19,7 +22,13 @@ EXAMPLE = "attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out pr
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("diagnosis", help="the file of a diagnosis")
+    parser.add_argument(
+        "diagnosis",
+        metavar="DIAGNOSIS",
+        help="the file of a diagnosis; for --tokens or --predictors alone, which need none, a model may stand in its "
+        "place: a saved folder, timm:NAME, hf:ID, or a name such as dense:cifar10",
+    )
+    parser.add_argument("--weights", metavar="FILE", help="the weights of that timm:NAME or lvvit:SIZE")
     parser.add_argument(
         "--rule",
         metavar="RULE",
@@ -36,8 +45,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--tokens",
         metavar="POLICY",
-        help="tokens that leave: NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (0.7 of what is left goes "
-        "on before the layers 4, 7 and 10, counted from 1), or class_attention:0.8/0.5@4,7 (shares of the patches)",
+        help=f"tokens that leave: {POLICY}",
     )
     parser.add_argument(
         "--predictors",
@@ -113,7 +121,7 @@ def _full(layer: "rx.LayerPrescription") -> str:
 
 
 def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescription":
-    diagnosis = rx.Diagnosis.load(arguments.diagnosis)
+    diagnosis = _diagnosis(arguments)
     if arguments.macs is None:
         if arguments.of != "model" or arguments.model is not None or template.varies:
             raise InvalidInput(
@@ -125,10 +133,22 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
         rules = {"values": template.values, "mlp": template.mlp, "tokens": tokens}
         return rx.prescribe(diagnosis, template.rule, template.metric, **rules)
     budget = rx.Budget(arguments.macs, arguments.of)
-    if arguments.model is None:
-        raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")
     template.require_varying()
-    return rx.prescribe_within(outline(arguments.model), diagnosis, template, budget)
+    if arguments.model is not None:
+        return rx.prescribe_within(outline(arguments.model), diagnosis, template, budget)
+    if isinstance(diagnosis, rx.Diagnosis):
+        raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")
+    return rx.prescribe_within(diagnosis, diagnosis, template, budget)
+
+
+def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
+    """Reads the diagnosis, or loads the model that stands in its place."""
+    path = Path(arguments.diagnosis)
+    if path.is_dir() or (":" in arguments.diagnosis and not path.exists()):
+        return rx.load(arguments.diagnosis, weights=arguments.weights)
+    if arguments.weights is not None:
+        raise InvalidInput(f"--weights goes with the name of a model, and {arguments.diagnosis} is none; leave it out.")
+    return rx.Diagnosis.load(path)
 
 
 def _spent(budget: Mapping[str, Any]) -> str:

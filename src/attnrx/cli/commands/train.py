@@ -8,7 +8,7 @@ import attnrx as rx
 from attnrx.cli.inputs import load_splits, splits_for
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.outcome import Outcome, Say, Table, percent
-from attnrx.cli.parser import Parser, add_data, add_model, add_out
+from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +43,11 @@ def add(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "what to train on")
     add_out(parser, "the folder of the run: model, history, training.json, checkpoints")
+    parser.add_argument(
+        "--tokens",
+        metavar="POLICY",
+        help=f"let tokens leave the model, and train it so: {POLICY}; predictors begin fresh, from --seed",
+    )
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="go on with the run in --out")
     parser.add_argument("--tensorboard", action="store_true", help="log to TensorBoard in --out too")
     knobs = parser.add_argument_group("training")
@@ -69,7 +74,10 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     """Trains, or goes on."""
     # The losses first: a typing error must not wait for a dataset.
     config = rx.TrainingConfig(**_chosen(arguments))
+    policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, say)
+    if policy is not None:
+        model = _reducing(model, policy, config, say)
     reporter = rx.training.default_reporter()
     if arguments.tensorboard:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
@@ -100,6 +108,21 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
     if arguments.mixup is not None or arguments.cutmix is not None:
         given["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
     return {**given, "compile": arguments.compile, "nonnegative_fusion": arguments.nonnegative_fusion}
+
+
+def _reducing(
+    model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", say: Say
+) -> "nn.Module":
+    """Puts the policy into the model, with fresh predictors of the run's seed."""
+    if policy.reducer.learned and not any(isinstance(loss, rx.losses.KeepRatio) for loss in config.losses):
+        say(
+            f"warning: {policy.reducer} is trained by what it draws, and without keep_ratio among the losses nothing "
+            "holds that to the policy's shares; add --losses keep_ratio."
+        )
+    from attnrx.prescription import TokenPrescription
+
+    tokens = TokenPrescription.of(policy, seed=config.seed)
+    return rx.realize(model, rx.prescribe(model, tokens=tokens))
 
 
 def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":

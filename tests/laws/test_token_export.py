@@ -1,0 +1,71 @@
+"""Exported == eager: what leaves a model is chosen in the exported program as it is in the model."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_tokens import deep, fits, inputs, reduced
+from torch import nn
+
+import cases
+from attnrx.models import attach_tokens_, family_of
+from attnrx.realization import realize
+from attnrx.tokens import TokenPolicy
+from cases import PATTERNS, REDUCTIONS
+
+# Every reducer on a model of timm; one of each kind on one of ours, of transformers, and LV-ViT; some with two stages.
+FIRST = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
+PAIRS = [("vit", kind) for kind in REDUCTIONS]
+PAIRS += [(name, kind) for name in ("dense", "hf vit", "lvvit") for kind in FIRST if fits(name, REDUCTIONS[kind])]
+STAGED = ("random", "tome", "spot")
+
+
+def exported(model: nn.Module, dynamic: bool) -> nn.Module:
+    batch = {0: torch.export.Dim("batch", min=2, max=64)} if dynamic else None
+    with torch.no_grad():
+        return torch.export.export(model, (inputs(model),), dynamic_shapes=(batch,)).module()
+
+
+def require_same(model: nn.Module, program: nn.Module, count: int = 3) -> None:
+    """On images that the export has not seen."""
+    images = -inputs(model, count)
+    with torch.no_grad():
+        torch.testing.assert_close(program(images), model(images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_exported_equals_eager(name: str, kind: str) -> None:
+    model = reduced(name, TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")
+    require_same(model, exported(model, dynamic=False))
+
+
+@pytest.mark.parametrize("kind", STAGED)
+def test_one_export_is_for_batches_of_any_size(kind: str) -> None:
+    model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")
+    program = exported(model, dynamic=True)
+    require_same(model, program, 3)
+    require_same(model, program, 7)
+
+
+def test_a_model_that_lost_directions_heads_and_tokens_is_exported() -> None:
+    small = realize(deep(), cases.prescription(deep(), PATTERNS["head-removed"]))  # type: ignore[arg-type]
+    assert family_of(small).attention(small)[0].spec.heads == (1, 2)
+    attach_tokens_(small, family_of(small), TokenPolicy.staged(REDUCTIONS["attention_average"], 0.6, (2, 4)), heads=3)
+    require_same(small, exported(small.eval(), dynamic=True), 5)
+
+
+def test_compiled_equals_eager_in_one_graph() -> None:
+    """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(STAGED)
+
+
+if __name__ == "__main__":
+    for each in STAGED:
+        small = reduced("deep", TokenPolicy.staged(REDUCTIONS[each], 0.6, (2, 4)), "compress")
+        require_same(small, torch.compile(small, fullgraph=True, backend="eager"))  # type: ignore[arg-type]
+        print(each)
