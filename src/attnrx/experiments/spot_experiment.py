@@ -61,6 +61,7 @@ class SmallOriginal:
         )
 
 
+SMALL = SmallOriginal()
 # A tiny run: four layers, so that there are three stages, on images of sixteen patches.
 TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1, batch_size=32)
 
@@ -155,7 +156,7 @@ class SpotExperiment(Experiment):
     weights: str | None = None
     label_column: str | None = None
     test_column: str | None = None
-    small: SmallOriginal = SmallOriginal()
+    small: SmallOriginal = SMALL
     tuning: FineTuning = FineTuning()
     epochs: int = 80
     batch_size: int = 512

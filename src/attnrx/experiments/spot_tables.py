@@ -6,6 +6,7 @@ from dataclasses import replace
 from attnrx.experiments.recipe import Column, Recipe, Row
 from attnrx.experiments.spot_experiment import FineTuning, SpotExperiment
 from attnrx.experiments.spot_methods import TokenMethod
+from attnrx.experiments.spot_speed import SpeedExperiment
 
 ORIGINAL = TokenMethod("original", trained=False)
 DENSE = TokenMethod("dense")
@@ -112,6 +113,11 @@ OWN_COLUMNS = (
     ),
 )
 
+THROUGHPUT = (
+    Column("images", "images / s", "speed", "images", decimals=0),
+    Column("ratio", "of the original's", "speed", "ratio", "x"),
+)
+
 Line = tuple[str, TokenMethod | None]
 
 CONTROLS: tuple[Line, ...] = (
@@ -126,15 +132,18 @@ UNTRAINED: tuple[Line, ...] = (
 )
 
 
+def line_rows(subject: str, lines: Iterable[Line]) -> tuple[Row, ...]:
+    """Gives the rows of one subject."""
+    return tuple(
+        Row(f"{TITLES[subject]}, {label}", subject, None if method is None else method.name) for label, method in lines
+    )
+
+
 def spot_recipe(title: str, columns: Sequence[Column], parts: Mapping[str, Sequence[Line]]) -> Recipe:
     """Makes a table of some lines for every subject; a line without a method is what the paper prints and no more."""
     return Recipe(
         title=title,
-        rows=tuple(
-            Row(f"{TITLES[subject]}, {label}", subject, None if method is None else method.name)
-            for subject, lines in parts.items()
-            for label, method in lines
-        ),
+        rows=tuple(row for subject, lines in parts.items() for row in line_rows(subject, lines)),
         columns=tuple(columns),
         protocol=tuple(each for subject, lines in parts.items() for each in experiments(subject, lines)),
     )
@@ -143,3 +152,19 @@ def spot_recipe(title: str, columns: Sequence[Column], parts: Mapping[str, Seque
 def experiments(subject: str, lines: Iterable[Line]) -> tuple[SpotExperiment, ...]:
     """Gives the protocol of every method of one subject."""
     return tuple(replace(SUBJECTS[subject], method=method) for _, method in lines if method is not None)
+
+
+def speed_recipe(title: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:
+    """Makes a table of throughputs of some lines for every subject; each subject is timed in one go."""
+    return Recipe(
+        title=title,
+        rows=tuple(row for subject, lines in parts.items() for row in line_rows(subject, lines)),
+        columns=(*THROUGHPUT, GFLOPS, PREDICTORS),
+        protocol=tuple(
+            SpeedExperiment(
+                subject, SUBJECTS[subject].model, tuple(method for _, method in lines if method is not None)
+            )
+            for subject, lines in parts.items()
+        ),
+        seeds=(0,),  # what is timed does not depend on it
+    )
