@@ -9,6 +9,9 @@ from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
 from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.spot_experiment import SpotExperiment, SpotRun
+from attnrx.experiments.spot_methods import TokenMethod
+from attnrx.experiments.spot_speed import SpeedExperiment, SpeedRun
 from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import run_svda
 from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
@@ -27,8 +30,13 @@ __all__ = [
     "ReproducedTable",
     "Request",
     "Run",
+    "SpeedExperiment",
+    "SpeedRun",
+    "SpotExperiment",
+    "SpotRun",
     "SvdaExperiment",
     "SvdaRun",
+    "TokenMethod",
     "Trial",
     "Trials",
     "Unreached",

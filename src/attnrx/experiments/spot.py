@@ -1,7 +1,7 @@
 """One run of the SPOT experiment; whatever stopped it, the next call goes on."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ def _notes(experiment: SpotExperiment) -> list[str]:
     return notes
 
 
-def _plain(numbers: dict[str, float]) -> dict[str, Measure]:
-    return {name: plain_measure(value) for name, value in numbers.items()}
+def _plain(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
+    return {name: plain_measure(float(value)) for name, value in numbers.items()}
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from attnrx.experiments.spot_experiment import FineTuning, SpotExperiment
 from attnrx.experiments.spot_methods import TokenMethod
 from attnrx.experiments.spot_speed import SpeedExperiment
 
-ORIGINAL = TokenMethod("original", trained=False)
-DENSE = TokenMethod("dense")
+ORIGINAL = TokenMethod("all-tokens", trained=False)
+DENSE = TokenMethod("all-tokens-tuned")
 SPOT = TokenMethod("spot", "spot")
 
 # Table 2: without the mean over the layers, without the variance over them, without both.
