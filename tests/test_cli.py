@@ -153,6 +153,17 @@ def test_contenders_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace)
     assert call(*words, "--shares", "0.5").code != 0
 
 
+def test_contenders_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> None:
+    out = chain.root / "speeds.json"
+    words = ("bench", chain.run, "--contenders", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
+    found = record(*words, "--clock", "cpu", "--out", out)
+    assert [told["contender"] for told in found["speeds"]] == ["attnrx", "qk"] * 2
+    shown = call(*words, "--clock", "cpu", "--out", out)
+    assert "share of ideal" in shown.out and "2 rounds" in shown.out
+    refused = call(*words[:-6], "--batches", "1,many", "--out", out)
+    assert refused.code != 0 and "--batches '1,many': give whole numbers" in refused.err
+
+
 def test_diff_compares_files_of_one_kind(chain: SimpleNamespace) -> None:
     after = chain.root / "slim-diagnosis.json"
     record("diagnose", chain.slim, "--data", chain.data, "--out", after)

@@ -155,7 +155,7 @@ def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch hea
     """Gives the logarithm of the layer's attention; a head without directions attends uniformly."""
     eager = Eager()
     buckets = eager.buckets(layer.spec, tokens.shape[0] * tokens.shape[1])
-    found = {part.bucket: scores(part) for part in layer.scores(tokens, buckets)}
+    found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)
     logits = [found.get(bucket, flat.expand(-1, bucket.stop - bucket.start, -1, -1)) for bucket in buckets]

@@ -96,7 +96,7 @@ def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: 
     script = (
         "import sys, torch; from attnrx.models import load_model; torch.set_num_threads(1);"
         "model = load_model(sys.argv[1]); batch = torch.load(sys.argv[2]);"
-        "torch.save(model(batch).detach(), sys.argv[3])"
+        "torch.save(torch.no_grad()(model)(batch), sys.argv[3])"
     )
     batch = next(iter(images.batches(8))).images.double()
     torch.save(batch, tmp_path / "batch.pt")

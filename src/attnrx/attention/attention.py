@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from attnrx.attention.backends import Backend, Fused
+from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
-from attnrx.attention.head_linear import HeadLinear, HeadReadout
+from attnrx.attention.head_linear import HeadLinear, HeadReadout, Together, in_buckets
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
@@ -28,6 +29,7 @@ class Attention(nn.Module):
         self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
         self.output = HeadReadout(spec.reads, spec.width, spec.has_bias("output"))
         self.backend: Backend = backend or Fused()
+        self._together = Together()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Mixes the tokens."""
@@ -35,12 +37,18 @@ class Attention(nn.Module):
             return self.output(tokens[..., :0])
         buckets = self.backend.buckets(self.spec, tokens.shape[0] * tokens.shape[1])
         reads = self.backend.reads(self.spec)
-        features = self.value.padded(tokens, reads).split([sum(reads[bucket.heads]) for bucket in buckets], dim=-1)
-        values = [
-            part.unflatten(-1, (bucket.stop - bucket.start, reads[bucket.start])).transpose(1, 2)
-            for part, bucket in zip(features, buckets, strict=True)
-        ]
-        return self.output.padded(self.backend(buckets, self.scores(tokens, buckets), values), reads)
+        rows = self.scores.rows(buckets)
+        sides = ((self.scores.query, rows), (self.scores.key, rows), (self.value, reads))
+        query, key, value = self._together(tokens, sides)
+        values = [part.transpose(1, 2) for part in in_buckets(value, reads, buckets)]
+        return self.output.padded(self.backend(buckets, self.scores(query, key, buckets), values), reads)
+
+    def factors(
+        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
+    ) -> tuple[ScoreFactors, ...]:
+        """Gives the factors of the scores of every bucket that has directions."""
+        rows = self.scores.rows(buckets)
+        return self.scores(self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows), buckets)
 
     def spectrum(self) -> Spectrum:
         """Reads the score directions of the layer, one table per owner, biases as the last column, in float64."""

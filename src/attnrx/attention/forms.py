@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.head_linear import HeadLinear, padding_index
+from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
 from attnrx.attention.kept import Kept
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
+
+Features = Float[Tensor, "batch tokens rows"]
 
 
 class ScoreForm(nn.Module, ABC):
@@ -24,37 +26,34 @@ class ScoreForm(nn.Module, ABC):
         self.key = HeadLinear(spec.width, spec.rows, spec.has_bias("key"))
 
     @abstractmethod
-    def forward(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> tuple[ScoreFactors, ...]:
-        """Gives the factors of every bucket that has directions, in order; heads of rank 0 have none."""
+    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Gives the factors of every bucket that has directions, in order; heads of rank 0 have none.
 
-    def project(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Gives every bucket that has directions with its rows of query and key."""
-        rows = self._rows(buckets)
-        queries = self.query.buckets(tokens, rows, buckets)
-        keys = self.key.buckets(tokens, rows, buckets)
-        return [part for part in zip(buckets, queries, keys, strict=True) if part[0].rank]
+        `query` and `key` are what the two projections give, padded to `rows`.
+        """
 
-    def _rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Gives how many rows of query and key every owner must be projected to."""
         original = self.spec.norms == "original"
         wanted = [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
         return tuple(
             rows for bucket, rows in zip(buckets, wanted, strict=True) for _ in range(bucket.start, bucket.stop)
         )
 
+    def parts(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
+        """Gives every bucket that has directions with its rows of query and key."""
+        rows = self.rows(buckets)
+        sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
+        return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
+
 
 class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
-    def forward(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives the projected rows as they are."""
         return tuple(
-            ScoreFactors(bucket, q, k, None, self.spec.scale) for bucket, q, k in self.project(tokens, buckets)
+            ScoreFactors(bucket, q, k, None, self.spec.scale) for bucket, q, k in self.parts(query, key, buckets)
         )
 
 
@@ -65,18 +64,18 @@ class SharedForm(ScoreForm):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
-    def forward(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> tuple[ScoreFactors, ...]:
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Gives how many rows all heads share, padded to the width of the bucket; none are projected for rank 0."""
+        (bucket,) = buckets
+        return (bucket.width if bucket.rank else 0,)
+
+    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives the shared rows once, and the strengths of every head."""
         (bucket,) = buckets
         if not bucket.rank:
             return ()
-        wide = (bucket.width,)
-        query = self.query.padded(tokens, wide).unsqueeze(2)
-        key = self.key.padded(tokens, wide).unsqueeze(2)
         strength = F.pad(self.strength, (0, bucket.width - self.strength.shape[1]))
-        return (ScoreFactors(bucket, query, key, strength, self.spec.scale),)
+        return (ScoreFactors(bucket, query.unsqueeze(2), key.unsqueeze(2), strength, self.spec.scale),)
 
 
 class SvdaForm(ScoreForm):
@@ -91,14 +90,12 @@ class SvdaForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
         self._kept: Kept[dict[Bucket, Tensor]] = Kept()
 
-    def forward(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives unit rows and the strengths."""
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
-            for bucket, q, k in self.project(tokens, buckets)
+            for bucket, q, k in self.parts(query, key, buckets)
         )
 
     def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:

@@ -1,5 +1,6 @@
 """A linear projection whose heads may have different numbers of rows."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -34,32 +35,68 @@ class HeadLinear(nn.Module):
         own = (self.weight,) if self.bias is None else (self.weight, self.bias)
         if rows == self.rows:
             return self(tokens)
-        weight, bias = self._kept(rows, own, lambda: self._spread(rows))
+        weight, bias = self._kept(rows, own, lambda: self.spread(rows))
         return F.linear(tokens, weight, bias)
 
-    def buckets(
-        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
-    ) -> list[Float[Tensor, "batch tokens _ _"]]:
-        """Gives one tensor per bucket, [batch, tokens, heads of the bucket, rows], from a single matrix product.
-
-        `rows` says how many rows each head gets; rows beyond its own are zero.
-        """
-        features = self.padded(tokens, rows)
-        if len(buckets) == 1:
-            return [features.unflatten(-1, (len(rows), -1))]
-        widths = [sum(rows[bucket.heads]) for bucket in buckets]
-        parts = features.split(widths, dim=-1)
-        return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
+    @property
+    def joins(self) -> bool:
+        """Whether it may be computed by another's matrix product: nobody watches it, and `spread` is all it does."""
+        return not self._forward_hooks and not self._forward_pre_hooks
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Gives the rows with their bias, or zero, as the last column, in float64 on the CPU."""
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
-    def _spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Gives weight and bias with zero rows for the padding."""
+        if rows == self.rows:
+            return self.weight, self.bias
         index = padding_index(self.rows, rows).to(self.weight.device)
         weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
         return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
+
+
+Side = tuple[HeadLinear, tuple[int, ...]]
+"""A projection, and how many rows every head gets of it."""
+
+
+class Together:
+    """Several projections of the same tokens as one matrix product, where nobody asks for gradients.
+
+    One wide product is faster than several narrow ones, most of all for few tokens. Its weight is a copy of theirs,
+    kept beside them.
+    """
+
+    def __init__(self):
+        self._kept: Kept[tuple[Tensor, Tensor | None]] = Kept()
+
+    def __call__(self, tokens: Float[Tensor, "batch tokens width"], sides: Sequence[Side]) -> list[Tensor]:
+        """Gives what `padded` of every side gives."""
+        own = tuple(part for side, _ in sides for part in (side.weight, side.bias) if part is not None)
+        if not Kept.possible(own) or not all(side.joins for side, _ in sides):
+            return [side.padded(tokens, rows) for side, rows in sides]
+        widths = [rows for _, rows in sides]
+        weight, bias = self._kept(tuple(widths), own, lambda: _joined(sides))
+        return list(F.linear(tokens, weight, bias).split([sum(rows) for rows in widths], dim=-1))
+
+
+def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None]:
+    parts = [side.spread(rows) for side, rows in sides]
+    weight = torch.cat([weight for weight, _ in parts])
+    if all(bias is None for _, bias in parts):
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+
+
+def in_buckets(
+    features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
+) -> list[Float[Tensor, "batch tokens _ _"]]:
+    """Splits what was projected by bucket: [batch, tokens, owners of the bucket, rows] each."""
+    if len(buckets) == 1:
+        return [features.unflatten(-1, (len(rows), -1))]
+    parts = features.split([sum(rows[bucket.heads]) for bucket in buckets], dim=-1)
+    return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
 
 
 class HeadReadout(nn.Module):

@@ -38,9 +38,7 @@ class Kept(Generic[Value]):
 
     def __call__(self, key: Hashable, parameters: tuple[Tensor, ...], build: Callable[[], Value]) -> Value:
         """Gives the value, from memory where that is safe."""
-        if torch.compiler.is_compiling():
-            return build()
-        if torch.is_grad_enabled() or any(part.is_inference() for part in parameters):
+        if not self.possible(parameters):
             self._kept = None
             return build()
         state = (key, _steps.count, *((part.data_ptr(), part._version, part.dtype, part.device) for part in parameters))
@@ -50,6 +48,13 @@ class Kept(Generic[Value]):
             with torch.inference_mode(mode=False), torch.no_grad():
                 kept = self._kept = (state, build())
         return kept[1]
+
+    @staticmethod
+    def possible(parameters: tuple[Tensor, ...]) -> bool:
+        """Whether a value would be kept now."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        return not any(part.is_inference() for part in parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kept[Value]":
         return Kept()

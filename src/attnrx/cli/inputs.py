@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import attnrx as rx
 from attnrx.errors import InvalidInput
@@ -43,12 +43,34 @@ def outline(source: str) -> "nn.Module":
 
 def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
     """Loads a model onto the device that was asked for, or where it runs fastest."""
+    return placed(rx.load(source, weights=weights), device)
+
+
+def timed_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
+    """Gives a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
+    named = ":" in source and not Path(source).exists() and weights is None
+    return placed(rx.models.build_model(source, seed=0), device) if named else load_model(source, device, weights)
+
+
+def placed(model: "nn.Module", device: str | None) -> "nn.Module":
+    """Puts a model onto the device that was asked for, or where it runs fastest."""
     import torch
 
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = rx.load(source, weights=weights)
     try:
         return model.to(wanted)
     except (RuntimeError, AssertionError) as error:  # an unknown device is the former, torch without CUDA the latter
         reason = str(error).partition("\n")[0]
         raise InvalidInput(f"--device {wanted}: torch cannot use it here ({reason}). Take cpu.") from error
+
+
+Number = TypeVar("Number", int, float)
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    """Reads numbers with commas between them."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InvalidInput(f"{option} {text!r}: give {what} with commas between them.") from error

@@ -80,3 +80,24 @@ def add_out(parser: Parser, what: str, default: str | None = None) -> None:
     """Adds where the result goes; without a default it must be said."""
     said = f"{what} ({default})" if default else what
     parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=said)
+
+
+def add_contenders(parser: Parser, shares: str) -> None:
+    """Adds the contenders, and the shares or the MACs at which they meet."""
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        required=True,
+        metavar="NAME=RULE",
+        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], where {share} stands "
+        "for the share kept (once for all rules, and as the keep ratio in a POLICY such as evit:{share}@4,7,10), or "
+        "NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
+        "query, key, value, output, fc1 and fc2, or torch_pruning",
+    )
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument("--shares", metavar="S,S", help=f"shares kept ({shares})")
+    points.add_argument(
+        "--macs",
+        metavar="S,S",
+        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every contender at the largest {share} that costs no more",
+    )

@@ -4,7 +4,7 @@ from attnrx.costs.compressing import Compression
 from attnrx.costs.conditions import Conditions, device_name
 from attnrx.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
 from attnrx.costs.counting import count_params, count_product_macs
-from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latency
+from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.costs.layers import (
     direction_costs,
     factored_costs,
@@ -39,6 +39,7 @@ __all__ = [
     "Saving",
     "Timing",
     "TokenCosts",
+    "compare_latencies",
     "compare_latency",
     "compare_memory",
     "count_params",

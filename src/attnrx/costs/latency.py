@@ -1,6 +1,6 @@
 """How long a candidate takes beside its reference, measured in one run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -66,29 +66,47 @@ def compare_latency(
     protocol: LatencyProtocol | None = None,
 ) -> LatencyComparison:
     """Measures the forward pass of both models on the images; neither is changed."""
+    return compare_latencies({"candidate": candidate}, reference, images, protocol)["candidate"]
+
+
+def compare_latencies(
+    candidates: Mapping[str, nn.Module],
+    reference: nn.Module,
+    images: Float[Tensor, "batch channels height width"],
+    protocol: LatencyProtocol | None = None,
+) -> dict[str, LatencyComparison]:
+    """Measures the forward pass of several candidates and one reference, which all take turns; none is changed."""
+    if not candidates or "" in candidates:
+        raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")
     if not len(images):
         raise InvalidInput("measuring latency needs at least one image; the batch is empty.")
     protocol = protocol or LatencyProtocol()
     conditions = protocol.conditions
     with conditions.held():
         batch = conditions.place_images(images)
-        own: Callable[[], object] = partial(conditions.place(candidate), batch)
         other: Callable[[], object] = partial(conditions.place(reference), batch)
-        runs = {"candidate": own, "reference": other}
+        runs: dict[str, Callable[[], object]] = {
+            name: partial(conditions.place(candidate), batch) for name, candidate in candidates.items()
+        }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
-        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
-        return LatencyComparison(
-            candidate=Timing.of(seconds["candidate"]),
-            reference=Timing.of(seconds["reference"]),
-            ratio=Ratio.of(seconds["candidate"], seconds["reference"], protocol.seed),
-            candidate_kernel=profiled(own).attention_kernel,
-            reference_kernel=profiled(other).attention_kernel,
-            batch=len(images),
-            image_shape=tuple(images.shape[1:]),
-            rounds=protocol.rounds,
-            clock=clock,
-            conditions=conditions,
-            threads=torch.get_num_threads(),
-            hardware=conditions.hardware,
-            torch_version=torch.__version__,
-        )
+        # The reference is the empty name, which no candidate has.
+        seconds = interleave({**runs, "": other}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        reference_kernel = profiled(other).attention_kernel
+        return {
+            name: LatencyComparison(
+                candidate=Timing.of(seconds[name]),
+                reference=Timing.of(seconds[""]),
+                ratio=Ratio.of(seconds[name], seconds[""], protocol.seed),
+                candidate_kernel=profiled(run).attention_kernel,
+                reference_kernel=reference_kernel,
+                batch=len(images),
+                image_shape=tuple(images.shape[1:]),
+                rounds=protocol.rounds,
+                clock=clock,
+                conditions=conditions,
+                threads=torch.get_num_threads(),
+                hardware=conditions.hardware,
+                torch_version=torch.__version__,
+            )
+            for name, run in runs.items()
+        }

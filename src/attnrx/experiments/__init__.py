@@ -9,6 +9,7 @@ from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
 from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 from attnrx.experiments.spot_experiment import SpotExperiment, SpotRun
 from attnrx.experiments.spot_methods import TokenMethod
 from attnrx.experiments.spot_speed import SpeedExperiment, SpeedRun
@@ -18,6 +19,7 @@ from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx.experiments.table import ReproducedTable, make_table
 
 __all__ = [
+    "SPEED_COLUMNS",
     "Bench",
     "Contender",
     "DemoResult",
@@ -27,11 +29,14 @@ __all__ = [
     "IrrattExperiment",
     "IrrattRun",
     "Method",
+    "Rates",
     "ReproducedTable",
     "Request",
     "Run",
+    "Speed",
     "SpeedExperiment",
     "SpeedRun",
+    "Speeds",
     "SpotExperiment",
     "SpotRun",
     "SvdaExperiment",
@@ -41,9 +46,11 @@ __all__ = [
     "Trials",
     "Unreached",
     "compare_contenders",
+    "compare_speeds",
     "demo",
     "load_recipe",
     "make_table",
+    "noise_bench",
     "recipe_names",
     "reproduce",
     "run_svda",

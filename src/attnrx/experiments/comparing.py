@@ -141,7 +141,7 @@ def compare_contenders(
     found = Trials((), correct, _about(bench, contenders, len(labels)))
     for contender in contenders:
         maker = makers.of(contender)
-        for point in _points(contender, maker, before, shares, targets):
+        for point in points(contender, maker, before, shares, targets):
             if isinstance(point, Unreached):
                 found = replace(found, unreached=(*found.unreached, point))
                 say(" ".join((point.contender, point.cells[2])))
@@ -157,7 +157,7 @@ def compare_contenders(
     return found
 
 
-def _points(
+def points(
     contender: Contender, maker: Maker, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
     """Gives every share to be tried and the target that it was chosen for; what depends on no share is tried once."""

@@ -1,8 +1,7 @@
 """How many images a second a model answers when tokens leave it: every method beside the original, round by round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.config import from_dict, to_dict
-from attnrx.costs import Conditions, Ratio, Timing, interleave
+from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.errors import InvalidInput
 from attnrx.experiments.bench import answering_device
 from attnrx.experiments.experiment import Experiment, Run, Say, in_silence
@@ -19,7 +18,6 @@ from attnrx.experiments.pretrained_subject import outline_of
 from attnrx.experiments.spot_experiment import SMALL, TINY, SmallOriginal
 from attnrx.experiments.spot_methods import TokenMethod, token_price
 from attnrx.models import build_model, family_of
-from attnrx.shapes import Float, Tensor
 from attnrx.storage import write_json
 from attnrx.training import Reporter
 
@@ -40,7 +38,7 @@ class SpeedRun(Run):
 
 @dataclass(frozen=True)
 class SpeedExperiment(Experiment):
-    """Forward passes of one model with every method, and with all its tokens, taking turns on the same batch.
+    """Forward passes of one model with every method, and as its own library runs it, taking turns on the same batch.
 
     Weights, predictors and images are drawn from the seed and nothing is trained: time depends on how many tokens
     leave, not on which. Without a `model`, it is the `small` one. The device is an accelerator if there is one.
@@ -105,29 +103,31 @@ class SpeedExperiment(Experiment):
             return (TINY if self.tiny else self.small).build().eval()
         return build_model(self.model).eval()
 
+    def candidate(self, method: TokenMethod) -> nn.Module:
+        """The model that tokens leave by a method."""
+        model = self.timed()
+        method.attach_(model, self.seed)
+        return model
+
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "SpeedExperiment":
         """Gives the experiment that `to_dict` described."""
         return from_dict(record, (cls, TokenMethod, SmallOriginal))
 
 
-ALL_TOKENS = ""  # the original among the methods
-
-
 def _measured(experiment: SpeedExperiment) -> dict[str, Any]:
+    model, outline = experiment.timed(), experiment.outline()
+    family = family_of(model)
+    generator = torch.Generator().manual_seed(experiment.seed)
+    images = torch.randn(experiment.batch_size, *family.input_shape(model), generator=generator)
     conditions = Conditions(device=str(answering_device()))
-    with conditions.held():
-        seconds = interleave(
-            _passes(experiment, conditions),
-            rounds=experiment.rounds,
-            warmup=WARMUP,
-            clock="cuda" if conditions.on_cuda else "wall",
-        )
-    outline, dense = experiment.outline(), seconds[ALL_TOKENS]
+    protocol = LatencyProtocol(conditions, rounds=experiment.rounds, warmup=WARMUP, seed=experiment.seed)
+    candidates = {method.name: experiment.candidate(method) for method in experiment.methods}
+    timed = compare_latencies(candidates, family.shipped(model), images, protocol)
     rules = {
         method.name: {
             "paper": {name: plain_measure(value) for name, value in token_price(outline, method).items()},
-            "speed": _speed(seconds[method.name], dense, experiment),
+            "speed": _speed(timed[method.name]),
         }
         for method in experiment.methods
     }
@@ -140,7 +140,7 @@ def _measured(experiment: SpeedExperiment) -> dict[str, Any]:
             "name": "random pixels",
             "notes": [
                 f"timed on {conditions.hardware} ({threads} threads), batches of {experiment.batch_size} in float32, "
-                f"medians of {experiment.rounds} rounds"
+                f"medians of {experiment.rounds} rounds, beside the model as its own library runs it"
             ],
         },
         "rules": rules,
@@ -148,26 +148,10 @@ def _measured(experiment: SpeedExperiment) -> dict[str, Any]:
     }
 
 
-def _passes(experiment: SpeedExperiment, conditions: Conditions) -> dict[str, Callable[[], Tensor]]:
-    """Gives a forward pass of every method and of the original."""
-    model = experiment.timed()
-    shape = family_of(model).input_shape(model)
-    generator = torch.Generator().manual_seed(experiment.seed)
-    images = conditions.place_images(torch.randn(experiment.batch_size, *shape, generator=generator))
-    found: dict[str, Callable[[], Tensor]] = {ALL_TOKENS: partial(conditions.place(model), images)}
-    for method in experiment.methods:
-        own = experiment.timed()
-        method.attach_(own, experiment.seed)
-        found[method.name] = partial(conditions.place(own), images)
-    return found
-
-
-def _speed(
-    seconds: Float[Tensor, "rounds"], dense: Float[Tensor, "rounds"], experiment: SpeedExperiment
-) -> dict[str, Measure]:
+def _speed(timed: LatencyComparison) -> dict[str, Measure]:
     """Images a second, and how many times as many as the original answers."""
-    ratio = Ratio.of(dense, seconds, experiment.seed)
+    ratio = timed.ratio
     return {
-        "images": plain_measure(experiment.batch_size / Timing.of(seconds).median),
-        "ratio": {"value": ratio.value, "low": ratio.low, "high": ratio.high},
+        "images": plain_measure(timed.batch / timed.candidate.median),
+        "ratio": {"value": 1 / ratio.value, "low": 1 / ratio.high, "high": 1 / ratio.low},
     }

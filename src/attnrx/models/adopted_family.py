@@ -112,6 +112,10 @@ class AdoptedFamily(Family):
         self._require_rebuilt(adopted)
         return adopted
 
+    def shipped(self, model: nn.Module) -> nn.Module:
+        """Makes the model anew with its own library, whose attention it keeps."""
+        return self.create(self._adopted(model).origin)
+
     @abstractmethod
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
         """Makes a model by its name with fresh weights; on the meta device, it has none and can only be priced."""

@@ -63,9 +63,11 @@ class MapMoments:
 
 def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Gives the rows and the columns of some tokens."""
-    heads, count = maps.shape[1], kept.shape[1]
-    rows = maps.gather(2, kept[:, None, :, None].expand(-1, heads, -1, maps.shape[3]))
-    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, count, -1))
+    batch, heads, queries, keys = maps.shape
+    # Whole rows are copied at once, which gather, element by element, does not do.
+    first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
+    rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
+    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
 
 
 @dataclass(frozen=True)

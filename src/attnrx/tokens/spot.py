@@ -73,9 +73,11 @@ class SpotPredictor(nn.Module):
     def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch."""
         parts = [] if self.tokens is None else [self.tokens(seen.patches, seen.there)]
-        for attention in self._maps(seen):
-            found = attention.mean(1, keepdim=True) if self.spot.head_averaged else attention
-            parts.append(attention_features(found, seen.prefix, None if seen.whole else seen.there))
+        maps = self._maps(seen)
+        if self.spot.head_averaged:
+            maps = [each.mean(1, keepdim=True) for each in maps]
+        # All maps as further heads of one: a few wide passes instead of many narrow ones.
+        parts.append(attention_features(torch.cat(maps, dim=1), seen.prefix, None if seen.whole else seen.there))
         return self.scores(torch.cat(parts, dim=-1))
 
     def _maps(self, seen: Seen) -> list[Tensor]:
@@ -100,15 +102,18 @@ def attention_features(
     what it receives from them. Heads follow one another.
     """
     inner = attention[:, :, prefix:, prefix:]
-    rows = columns = inner
+    squares = inner * inner
     count: Tensor | int = inner.shape[-1]
-    if there is not None:
-        rows, columns = inner * there[:, None, None, :], inner * there[:, None, :, None]
+    if there is None:
+        sums = inner.sum(3), inner.sum(2), squares.sum(3), squares.sum(2)
+    else:
+        own = there[:, None, :, None]
+        sums = tuple(part.squeeze(3) for part in (inner @ own, inner.mT @ own, squares @ own, squares.mT @ own))
         count = there.sum(1)[:, None, None]
-    row_mean, column_mean = rows.sum(3) / count, columns.sum(2) / count
+    row_mean, column_mean, row_square, column_square = (part / count for part in sums)
     # The mean of squares less the square of the mean: one pass over a map less than the mean of squared deviations.
-    row_spread = ((rows * inner).sum(3) / count - row_mean.square()).clamp(min=0)
-    column_spread = ((columns * inner).sum(2) / count - column_mean.square()).clamp(min=0)
+    row_spread = (row_square - row_mean.square()).clamp(min=0)
+    column_spread = (column_square - column_mean.square()).clamp(min=0)
     scalars = (
         attention[:, :, 0, prefix:],
         attention[:, :, prefix:, 0],

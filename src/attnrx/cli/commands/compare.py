@@ -3,10 +3,9 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.inputs import chosen_images, load_model, numbers, splits_for
 from attnrx.cli.outcome import Outcome, Say, Table
-from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
-from attnrx.errors import InvalidInput
+from attnrx.cli.parser import Parser, add_contenders, add_data, add_model, add_out, add_running, add_split
 
 EXAMPLE = (
     "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --contenders 'truncatt=uniform_rank:{share}' "
@@ -23,23 +22,7 @@ def add(parser: Parser) -> None:
     add_out(parser, "the comparison, one JSON file")
     add_split(parser, "test")
     add_running(parser, 64)
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        required=True,
-        metavar="NAME=RULE",
-        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], where {share} stands "
-        "for the share kept (once for all rules, and as the keep ratio in a POLICY such as evit:{share}@4,7,10), or "
-        "NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
-        "query, key, value, output, fc1 and fc2, or torch_pruning",
-    )
-    points = parser.add_mutually_exclusive_group()
-    points.add_argument("--shares", metavar="S,S", help="shares kept (0.75,0.5,0.25)")
-    points.add_argument(
-        "--macs",
-        metavar="S,S",
-        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every contender at the largest {share} that costs no more",
-    )
+    add_contenders(parser, SHARES)
     parser.add_argument(
         "--calibration-images", type=int, default=96, metavar="N", help="training images to diagnose on (96)"
     )
@@ -47,8 +30,8 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Diagnoses once, then prescribes, realizes and measures every contender at every share, or at equal MACs."""
-    macs = () if arguments.macs is None else _shares("--macs", arguments.macs)
-    shares = () if macs else _shares("--shares", arguments.shares or SHARES)
+    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
+    shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
     model = load_model(arguments.model, arguments.device, arguments.weights)
     splits = splits_for(model, arguments)
@@ -66,10 +49,3 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     table = Table(COLUMNS, trials.rows)
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.storage.read_json(path), (table, original, f"comparison: {path}"))
-
-
-def _shares(option: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidInput(f"{option} {text!r}: give numbers in (0, 1] with commas between them.") from error

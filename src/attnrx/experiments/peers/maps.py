@@ -36,6 +36,11 @@ class FactoredHeads(HeadLinear):
         """Applies both."""
         return super().forward(self.first(tokens))
 
+    @property
+    def joins(self) -> bool:
+        """Never: tokens go through the first map before."""
+        return False
+
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens rows"]:

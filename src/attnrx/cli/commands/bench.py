@@ -1,0 +1,58 @@
+"""attnrx bench: a model and several ways of compressing it in, what the clock says of each out."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import attnrx as rx
+from attnrx.cli.inputs import numbers, timed_model
+from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.parser import Parser, add_contenders, add_model, add_out
+
+EXAMPLE = (
+    "attnrx bench timm:deit_small_patch16_224 --contenders 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
+    "--batches 1,8,64 --threads 1,2 --out speeds.json"
+)
+
+SHARES = "0.5"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    add_model(parser)
+    add_out(parser, "the speeds, one JSON file")
+    add_contenders(parser, SHARES)
+    parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="images at once (1,8,64)")
+    parser.add_argument("--threads", metavar="N,N", help="CPU threads (as many as torch takes)")
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--compiled", action="store_true", help="run all models through torch.compile")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="rounds in which all take turns (20)")
+    parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
+    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (cuda where there is one)")
+    parser.add_argument("--seed", type=int, default=0, help="feeds fresh weights and every random draw (0)")
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Diagnoses on noise, makes every contender, and times all in turns beside the model that the library ships."""
+    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
+    shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
+    contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
+    model = timed_model(arguments.model, arguments.device, arguments.weights)
+    device = str(next(model.parameters()).device)
+    conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.compiled)
+    threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, int)
+    protocols = tuple(
+        rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
+        for count in threads
+    )
+    rates = rx.experiments.Rates(numbers("--batches", arguments.batches, int), protocols, shares, macs)
+    bench = rx.experiments.noise_bench(model.to("cpu"), arguments.seed)
+    speeds = rx.experiments.compare_speeds(bench, contenders, rates, say, arguments.out)
+    latency = speeds.speeds[0].latency
+    told = (
+        f"{latency.hardware}, torch {latency.torch_version}, {latency.conditions.precision}, "
+        f"{'compiled' if latency.conditions.compiled else 'eager'}, {latency.clock} clock, {latency.rounds} rounds; "
+        "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
+    )
+    path = arguments.out
+    rows = tuple(each.cells for each in speeds.speeds)
+    return Outcome(rx.storage.read_json(path), (Table(rx.experiments.SPEED_COLUMNS, rows), told, f"speeds: {path}"))

@@ -1,0 +1,183 @@
+"""Several prescriptions on one model: what the clock says of each, beside the model as its own library runs it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.data import Normalization, from_tensors
+from attnrx.errors import InvalidInput
+from attnrx.experiments.comparing import Unreached, points
+from attnrx.experiments.contenders import Bench, Contender, Makers
+from attnrx.experiments.experiment import Say, in_silence
+from attnrx.flow import diagnose
+from attnrx.models import family_of
+from attnrx.storage import write_json
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one contender is at one share and batch size, beside the model as its library ships it.
+
+    `latency` holds the ratio of times; the speed-up is its inverse. `ideal` is the inverse of the share of the MACs,
+    which a speed-up reaches where every multiplication takes as long as before and nothing else takes any time.
+    """
+
+    contender: str
+    share: float
+    macs_share: float
+    latency: LatencyComparison
+
+    @property
+    def speedup(self) -> tuple[float, float, float]:
+        """How many times faster: the median over rounds, and its 95 % interval."""
+        ratio = self.latency.ratio
+        return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
+
+    @property
+    def ideal(self) -> float:
+        """What the share of the MACs promises."""
+        return 1 / self.macs_share
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows."""
+        latency, (value, low, high) = self.latency, self.speedup
+        return (
+            self.contender,
+            f"{100 * self.share:.4g} %",
+            str(latency.batch),
+            str(latency.threads),
+            f"{100 * self.macs_share:.1f} %",
+            f"{1000 * latency.reference.median:.1f}",
+            f"{1000 * latency.candidate.median:.1f}",
+            f"{value:.2f}x [{low:.2f}, {high:.2f}]",
+            f"{self.ideal:.2f}x",
+            f"{100 * value / self.ideal:.0f} %",
+        )
+
+
+SPEED_COLUMNS = (
+    "contender",
+    "kept",
+    "batch",
+    "threads",
+    "MACs",
+    "shipped ms",
+    "own ms",
+    "speed-up",
+    "ideal",
+    "share of ideal",
+)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """All speeds that were measured on one model, and how."""
+
+    speeds: tuple[Speed, ...]
+    about: dict[str, Any]
+
+    def save(self, path: Path | str) -> Path:
+        """Writes one JSON file."""
+        told = [
+            {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
+            for each in self.speeds
+        ]
+        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": told})
+
+    def to_markdown(self) -> str:
+        """Gives a table: one line for every contender and batch size."""
+        lines = [f"| {' | '.join(SPEED_COLUMNS)} |", "|" + "---|" * len(SPEED_COLUMNS)]
+        return "\n".join((*lines, *(f"| {' | '.join(each.cells)} |" for each in self.speeds)))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is timed: every contender at these shares, or at these shares of the MACs, on batches of so many images.
+
+    Each is timed under every protocol.
+    """
+
+    batches: tuple[int, ...]
+    protocols: tuple[LatencyProtocol, ...]
+    shares: tuple[float, ...] = ()
+    macs: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if not self.batches or not self.protocols or min(self.batches) < 1:
+            raise InvalidInput(
+                f"batches of {self.batches} images under {len(self.protocols)} protocols: give at least one of each, "
+                "and at least one image a batch."
+            )
+        asked = (*self.shares, *self.macs)
+        if not asked or any(not 0 < share <= 1 for share in asked):
+            raise InvalidInput(f"the shares {self.shares} and the MACs {self.macs}: give at least one, all in (0, 1].")
+
+
+def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
+    """Gives a bench for speed alone, whose images are noise: they say what a prescription leaves out, not how much.
+
+    Ranks that follow an energy or a divergence do depend on the images, and so do the times of what has such ranks.
+    """
+    channels, height, width = family_of(model).input_shape(model)
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
+    noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
+    return Bench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
+
+
+def compare_speeds(
+    bench: Bench,
+    contenders: Sequence[Contender],
+    rates: Rates,
+    say: Say = in_silence,
+    out: Path | str | None = None,
+) -> Speeds:
+    """Makes every contender at every share, or at equal MACs, and times them all in turns with the shipped model.
+
+    The model of the bench itself always takes part, as "attnrx": nothing is left out of it, but its attention is ours.
+    What is known so far is saved to `out` after every batch size.
+    """
+    family = family_of(bench.model)
+    shipped, before = family.shipped(bench.model), family.costs(bench.model)
+    made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
+    for name, share, macs_share, model in _made(bench, contenders, (rates.shares, rates.macs), say):
+        made[f"{name} {share}"] = (name, share, macs_share / before.macs, model)
+    found = Speeds((), _about(bench, contenders))
+    for protocol in rates.protocols:
+        for batch in rates.batches:
+            images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
+            latencies = compare_latencies({key: each[-1] for key, each in made.items()}, shipped, images, protocol)
+            measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
+            found = replace(found, speeds=(*found.speeds, *measured))
+            for speed in measured:
+                say(f"{speed.contender}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
+            if out is not None:
+                found.save(out)
+    return found
+
+
+def _made(
+    bench: Bench, contenders: Sequence[Contender], asked: tuple[Sequence[float], Sequence[float]], say: Say
+) -> Iterator[tuple[str, float, float, nn.Module]]:
+    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
+    for contender in contenders:
+        maker = makers.of(contender)
+        for point in points(contender, maker, before, *asked):
+            if isinstance(point, Unreached):
+                say(f"{point.contender} {point.cells[2]}: left out")
+            else:
+                yield contender.name, point[0], maker.costs(point[0]).macs, maker.make(point[0])
+
+
+def _about(bench: Bench, contenders: Sequence[Contender]) -> dict[str, Any]:
+    return {
+        "diagnosis": dict(bench.diagnosis.about),
+        "contenders": [asdict(contender) for contender in contenders],
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,81 @@
+"""Contenders on the clock."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cases
+from attnrx.costs import Conditions, LatencyProtocol
+from attnrx.errors import InvalidInput
+from attnrx.experiments import Contender, Rates, compare_speeds, noise_bench
+from attnrx.models import build_model, family_of
+from attnrx.storage import read_json
+
+PROTOCOL = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")
+
+
+def test_every_contender_is_timed_at_every_batch_size(tmp_path: Path) -> None:
+    bench = noise_bench(cases.model(cases.CONFIGS["dense"]).float())
+    contenders = [Contender.parse("ranks=uniform_rank:0.5"), Contender.parse("drop=tokens=random:{share}@2")]
+    out = tmp_path / "speeds.json"
+    found = compare_speeds(bench, contenders, Rates((1, 3), (PROTOCOL,), shares=(0.9, 0.5)), out=out)
+    named = [(each.contender, each.share, each.latency.batch) for each in found.speeds]
+    once = [("attnrx", 1.0), ("ranks", 1.0), ("drop", 0.9), ("drop", 0.5)]
+    assert named == [(name, share, batch) for batch in (1, 3) for name, share in once]
+    attnrx, ranks, mild, hard = found.speeds[:4]
+    assert attnrx.ideal == 1 < mild.ideal < hard.ideal
+    assert ranks.ideal > 1
+    for each in found.speeds:
+        value, low, high = each.speedup
+        assert 0 < low <= value <= high
+        assert value == pytest.approx(1 / each.latency.ratio.value)
+    record = read_json(out)
+    assert [told["of_ideal"] for told in record["speeds"]] == [each.speedup[0] / each.ideal for each in found.speeds]
+    assert found.to_markdown().count("\n") == 9
+
+
+def test_speeds_are_beside_the_model_that_the_library_ships() -> None:
+    timm = pytest.importorskip("timm")
+    name, changes = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2, "embed_dim": 12, "num_heads": 2}
+    adopted = build_model(f"timm:{name}", **changes)
+    shipped = family_of(adopted).shipped(adopted)
+    assert type(shipped) is type(timm.create_model(name, **changes))
+    assert not any("scores" in key for key in shipped.state_dict())
+    assert sum(p.numel() for p in shipped.parameters()) == sum(p.numel() for p in adopted.parameters())
+    own = cases.model(cases.CONFIGS["dense"])
+    assert {key: value.shape for key, value in family_of(own).shipped(own).state_dict().items()} == {
+        key: value.shape for key, value in own.state_dict().items()
+    }
+
+
+def test_what_cannot_be_reached_is_said_and_left_out() -> None:
+    said: list[str] = []
+    bench = noise_bench(cases.model(cases.CONFIGS["dense"]).float())
+    rates = Rates((1,), (PROTOCOL,), macs=(0.01,))
+    found = compare_speeds(bench, [Contender.parse("qk=total_rank:{share}")], rates, said.append)
+    assert [each.contender for each in found.speeds] == ["attnrx"]
+    assert "qk cannot cost 1 % of the MACs: left out" in said
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"batches": ()},
+        {"batches": (0,)},
+        {"protocols": ()},
+        {"shares": ()},
+        {"shares": (0.0,)},
+        {"shares": (), "macs": (1.5,)},
+    ],
+)
+def test_rates_that_say_nothing_are_refused(asked: dict[str, tuple]) -> None:
+    with pytest.raises(InvalidInput, match="give at least one"):
+        Rates(**{"batches": (1,), "protocols": (PROTOCOL,), "shares": (0.5,), **asked})
+
+
+def test_the_images_are_noise_of_the_size_that_the_model_reads() -> None:
+    bench = noise_bench(cases.model(cases.CONFIGS["dense"]).float(), seed=3, images=5)
+    batch = next(iter(bench.test.batches(8))).images
+    assert batch.shape == (5, *family_of(bench.model).input_shape(bench.model))
+    assert torch.equal(batch, next(iter(noise_bench(bench.model, seed=3, images=5).test.batches(8))).images)

@@ -1,0 +1,58 @@
+"""Queries, keys and values as one matrix product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnrx.attention import Attention
+from attnrx.spec import AttentionSpec
+
+SPECS = {
+    "dense": AttentionSpec("dense", 12, 4, (4, 4, 4), (0, 1, 2), 0.5, 4, "none"),
+    "no query bias": AttentionSpec("dense", 12, 4, (4, 4, 4), (0, 1, 2), 0.5, 4, "none", biases=("value", "output")),
+    "no bias": AttentionSpec("dense", 12, 4, (4, 4, 4), (0, 1, 2), 0.5, 4, "none", biases=()),
+    "ragged": AttentionSpec("svda", 12, 4, (4, 1, 2), (0, 1, 2), 0.5, 4, "kept", value_ranks=(4, 2, 1)),
+    "rank 0": AttentionSpec("dense", 12, 4, (0, 0, 0), (0, 1, 2), 0.5, 4, "none"),
+}
+TOKENS = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def fresh(name: str) -> Attention:
+    torch.manual_seed(0)
+    layer = Attention(SPECS[name]).double().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+def products(layer: Attention, monkeypatch: pytest.MonkeyPatch) -> int:
+    shapes: list[tuple[int, ...]] = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *given: shapes.append(given[1].shape) or linear(*given))
+    layer(TOKENS)
+    return len(shapes)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_one_product_gives_what_three_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fresh(name)
+    expected = layer(TOKENS)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(TOKENS), expected, rtol=1e-12, atol=1e-12)
+        assert products(layer, monkeypatch) == 2  # the other is the output projection
+
+
+def test_gradients_go_through_three_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products(fresh("dense"), monkeypatch) == 4
+
+
+def test_a_projection_that_is_watched_is_computed_by_itself() -> None:
+    layer, seen = fresh("dense"), []
+    hook = layer.scores.key.register_forward_hook(lambda *given: seen.append(given[-1]))
+    with torch.no_grad():
+        expected = layer(TOKENS)
+        assert len(seen) == 1
+        hook.remove()
+        torch.testing.assert_close(layer(TOKENS), expected, rtol=1e-12, atol=1e-12)
+    assert len(seen) == 1
