@@ -9,8 +9,7 @@ Expected: 0.3 points of top-1 lost at most by SPOT on DeiT and 1.5 on LV-ViT-T, 
     (2.9, without its predictors), and EViT, whose tokens leave inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6
     on LV-ViT-S (4.7)
 Tolerance: 0.3 points for top-1; the printed digit for GFLOPS
-Time: the paper trains 80 epochs of ImageNet on eight GPUs for each line. ViT-Tiny, one epoch of ImageNette: about ten
-    minutes on two CPU cores for each line and seed
+Time: that of spot/table2 for every line; ViT-Tiny, one epoch of ImageNette, some minutes on two CPU cores (not measured)
 Hardware: GPUs for DeiT and LV-ViT (needs ImageNet in the folder that ATTNRX_DATA names; one LV-ViT at a
     time, with its published --weights); a CPU for --only vit_tiny and --only cifar10_small
 """
