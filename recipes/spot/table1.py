@@ -7,9 +7,10 @@ Expected: 0.3 points of top-1 lost at most by SPOT on DeiT and 1.5 on LV-ViT-T, 
     number is in expected.json. GFLOPS follow in closed form, but for these: LV-ViT-T at a keep ratio of 0.7 costs 2.3
     (printed 2.0, which 0.5 gives), LV-ViT-S 4.7 (4.5, which it costs without the predictors), DynamicViT on DeiT-S 3.0
     (2.9, without its predictors), and EViT, whose tokens leave inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6
-    on LV-ViT-S (4.7)
+    on LV-ViT-S (4.7). Every trained line learns by the same losses; those of A-ViT's own paper are not here
 Tolerance: 0.3 points for top-1; the printed digit for GFLOPS
-Time: that of spot/table2 for every line; ViT-Tiny, one epoch of ImageNette, some minutes on two CPU cores (not measured)
+Time: that of spot/table2 for every line; ViT-Tiny, one epoch of ImageNette, is a matter of minutes on a CPU (not
+    measured)
 Hardware: GPUs for DeiT and LV-ViT (needs ImageNet in the folder that ATTNRX_DATA names; one LV-ViT at a
     time, with its published --weights); a CPU for --only vit_tiny and --only cifar10_small
 """
