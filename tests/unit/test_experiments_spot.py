@@ -144,6 +144,12 @@ def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Choose another folder"), alone(tmp_path / "file" / "run"):
+        pass
+
+
 def test_changes_are_told_and_settings_round_trip():
     protocol = SUBJECTS["deit_small"]
     changed = protocol.changed({"weights": "w.safetensors", "epochs": 2})

@@ -12,6 +12,7 @@ from torch import nn
 from attnrx.checks import Accuracy, Comparison, Fidelity
 from attnrx.config import to_dict
 from attnrx.data import Splits
+from attnrx.errors import CheckpointError
 from attnrx.evidence import Evidence
 from attnrx.experiments.bench import answering_device, evidence_at
 from attnrx.experiments.experiment import Say, in_silence
@@ -140,7 +141,8 @@ def _notes(experiment: SpotExperiment) -> list[str]:
         steps = experiment.epochs * (tuning.images // experiment.batch_size)
         notes.append(f"fine-tuned for {steps} steps of {experiment.batch_size} images, the same for all seeds")
     if experiment.made:
-        notes.append(f"the original is a small model, trained for {experiment.original.epochs} epochs and never tuned")
+        epochs = experiment.original.epochs
+        notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
     if method.trained and method.learned and method.soft:
         notes.append("SPViT and dTPS draw hard in training, as DynamicViT does, and are soft only when they answer")
     return notes
@@ -155,7 +157,12 @@ def alone(folder: Path) -> Iterator[None]:
     """Waits until no other process works in the folder; the system lets go of it however this one ends."""
     import fcntl  # not on every system, and needed only here
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as handle:
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("w")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}. Choose another folder.") from error
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
