@@ -10,6 +10,9 @@ from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
 from attnrx.experiments.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
+from attnrx.experiments.spot_experiment import SpotExperiment, SpotRun
+from attnrx.experiments.spot_methods import TokenMethod
+from attnrx.experiments.spot_speed import SpeedExperiment, SpeedRun
 from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import run_svda
 from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
@@ -31,9 +34,14 @@ __all__ = [
     "Request",
     "Run",
     "Speed",
+    "SpeedExperiment",
+    "SpeedRun",
     "Speeds",
+    "SpotExperiment",
+    "SpotRun",
     "SvdaExperiment",
     "SvdaRun",
+    "TokenMethod",
     "Trial",
     "Trials",
     "Unreached",

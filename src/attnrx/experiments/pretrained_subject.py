@@ -1,12 +1,15 @@
 """The pre-trained model of an experiment, as its settings name it: its outline, itself, or a tiny stand-in."""
 
+from functools import lru_cache
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from attnrx.data import Splits
 from attnrx.experiments.generated import generated_splits
 from attnrx.flow import load
-from attnrx.models import LIBRARIES, build_model, family_of
+from attnrx.models import build_model, family_of
 from attnrx.spec import AttentionSpec
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
@@ -15,8 +18,12 @@ TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 def outline_of(model: str) -> nn.Module:
     """Gives the shapes of a model without its weights, where its name says them; else loads it."""
     library, colon, _ = model.partition(":")
-    if not colon or library not in LIBRARIES or library == "hf":
-        return load(model)
+    named = colon and library != "hf" and not Path(model).exists()
+    return _without_weights(model) if named else load(model)
+
+
+@lru_cache(maxsize=8)  # making one costs more than a tiny run, and many runs price the same
+def _without_weights(model: str) -> nn.Module:
     with torch.device("meta"):
         return build_model(model)
 

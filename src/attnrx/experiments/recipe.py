@@ -42,7 +42,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from, one per scenario.
+    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from.
+
+    A scenario may have several runs: a row is filled by those that measured its rule.
 
     `seeds` are those of the paper's protocol. `draw` makes a page of pictures of the runs, for a figure.
     """
@@ -60,7 +62,7 @@ class Recipe:
         if missing or not self.rows or not self.columns or not self.seeds:
             raise InvalidInput(
                 f"the recipe {self.title!r} has {len(self.rows)} rows, {len(self.columns)} columns, "
-                f"{len(self.seeds)} seeds and no protocol for {missing or 'anything'}; give one experiment for each "
+                f"{len(self.seeds)} seeds and no protocol for {missing or 'anything'}; give experiments for every "
                 "scenario of its rows, and at least one of everything else."
             )
 

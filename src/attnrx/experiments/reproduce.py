@@ -76,23 +76,24 @@ def reproduce(name: str, *, reporter: Reporter | None = None, say: Say = in_sile
     file, request = load_recipe(name), Request.of(options)
     protocols = _chosen(file, request)
     seeds = request.seeds or file.recipe.seeds
-    wanted = [request.experiment(protocol, seed) for protocol in protocols for seed in seeds]
-    runs = _run_all(wanted, request, reporter, say)
+    asked = [(protocol, request.experiment(protocol, seed)) for protocol in protocols for seed in seeds]
+    runs = _run_all([experiment for _, experiment in asked], request, reporter, say)
     by_scenario = {
         protocol.scenario: [run for run in runs if run.experiment.scenario == protocol.scenario]
         for protocol in protocols
     }
-    table = make_table(file, by_scenario, _deviations(file, wanted, runs))
+    table = make_table(file, by_scenario, _deviations(file, asked, runs))
     table.save(request.folder)
     return table
 
 
 def _chosen(file: RecipeFile, request: Request) -> list[Experiment]:
-    known = {protocol.scenario: protocol for protocol in file.recipe.protocol}
+    known = [protocol.scenario for protocol in file.recipe.protocol]
     for scenario in request.scenarios:
         if scenario not in known:
             raise UnknownName(f"scenario of the recipe {file.name}", scenario, known)
-    return [protocol for name, protocol in known.items() if not request.scenarios or name in request.scenarios]
+    wanted = request.scenarios or known
+    return [protocol for protocol in file.recipe.protocol if protocol.scenario in wanted]
 
 
 def _run_all(wanted: list[Experiment], request: Request, reporter: Reporter | None, say: Say) -> list[Run]:
@@ -136,15 +137,14 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
             os._exit(1)  # the queue may hold more runs, which nobody waits for
 
 
-def _deviations(file: RecipeFile, wanted: Sequence[Experiment], runs: Sequence[Run]) -> list[str]:
-    """Tells what differs from the protocol, once for all seeds of a scenario, and what the runs had to say."""
-    protocols = {protocol.scenario: protocol for protocol in file.recipe.protocol}
+def _deviations(file: RecipeFile, asked: Sequence[tuple[Experiment, Experiment]], runs: Sequence[Run]) -> list[str]:
+    """Tells what differs from the protocol, once for all runs of a scenario, and what the runs had to say."""
     found: dict[str, None] = {}
-    for experiment in wanted:
-        found |= dict.fromkeys(experiment.deviations(protocols[experiment.scenario]))
+    for protocol, experiment in asked:
+        found |= dict.fromkeys(experiment.deviations(protocol))
     for run in runs:
         found |= dict.fromkeys(f"{run.experiment.scenario}: {note}" for note in run.notes)
-    seeds, usual = {experiment.seed for experiment in wanted}, file.recipe.seeds
+    seeds, usual = {experiment.seed for _, experiment in asked}, file.recipe.seeds
     if seeds != set(usual):
         found[f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"] = None
     return list(found)

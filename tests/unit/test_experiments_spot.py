@@ -1,0 +1,187 @@
+"""The SPOT experiments on tiny models: what is trained and by what, runs that go on, originals that are shared."""
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.config import to_dict
+from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.experiments.spot import alone
+from attnrx.experiments.spot_experiment import FineTuning, SpotExperiment
+from attnrx.experiments.spot_methods import TokenMethod, token_price
+from attnrx.experiments.spot_speed import SpeedExperiment
+from attnrx.experiments.spot_tables import SUBJECTS, at, projected, untrained
+from attnrx.flow import load
+from attnrx.models import reduction_of
+from attnrx.training import Silent
+
+SPOT, RANDOM = TokenMethod("spot", "spot"), TokenMethod("random", "random")
+TOME, ORIGINAL = TokenMethod("tome", "tome", trained=False), TokenMethod("all", trained=False)
+
+
+@pytest.fixture(autouse=True)
+def single_precision(exact_arithmetic: None) -> None:
+    """Runs are made as a user makes them."""
+    torch.set_default_dtype(torch.float32)
+
+
+def tiny(method: TokenMethod, seed: int = 42) -> SpotExperiment:
+    return replace(SUBJECTS["cifar10_small"], method=method, seed=seed).as_tiny()
+
+
+def made(experiment: SpotExperiment, root: Path):
+    return experiment.run(root / experiment.place, reporter=Silent())
+
+
+@pytest.mark.parametrize(("depth", "stages"), [(12, (4, 7, 10)), (16, (5, 9, 13)), (4, (2, 3, 4))])
+def test_stages_are_one_layer_after_each_quarter(depth: int, stages: tuple[int, ...]):
+    policy = at(SPOT, 0.5).policy(depth)
+    assert policy is not None
+    assert policy.layers == stages
+    assert policy.keep == (0.5, 0.25, 0.125)
+    assert ORIGINAL.policy(depth) is None
+
+
+def test_patches_that_leave_by_chance_are_drawn_from_the_seed():
+    assert [str(RANDOM.policy(4, seed)) for seed in (0, 7)] == ["random:0.7@2,3,4", "random(seed=7):0.7@2,3,4"]
+
+
+def test_methods_that_cannot_be_are_refused():
+    with pytest.raises(InvalidInput, match="predictors that must be trained"):
+        untrained(projected(0))
+    with pytest.raises(UnknownName, match="spot"):
+        TokenMethod("a", "spott")
+    with pytest.raises(InvalidInput, match="test_images=0"):
+        replace(SUBJECTS["vit_tiny"], test_images=0)
+
+
+def test_what_every_method_learns_by():
+    tuning = FineTuning(similarity=10.0)
+    names = {
+        method.name: [type(loss).__name__ for loss in tuning.losses(method, "teacher", None)]
+        for method in (SPOT, RANDOM, TokenMethod("dense"))
+    }
+    assert names == {
+        "spot": ["Task", "Distillation", "KeepRatio", "TokenSimilarity"],
+        "random": ["Task", "Distillation"],
+        "dense": ["Task", "Distillation"],
+    }
+    weights = [loss.weight for loss in tuning.losses(SPOT, "teacher", None)]
+    assert weights == [1.0, 0.5, 2.0, 10.0]  # Eq. 15, Appendix 6.2
+    config = tuning.config(tuning.losses(SPOT, "teacher", "w"), 80, 512, 1)
+    assert (config.learning_rate, config.predictor_learning_rate, config.seed) == (1e-3, 10.0, 1)
+    unlabelled = replace(tuning, task=False).losses(RANDOM, "teacher", None)
+    assert not tuning.config(unlabelled, 1, 8, 0).reads_labels
+
+
+def test_the_original_is_trained_once_and_never_changed(tmp_path: Path):
+    asked = ((SPOT, 1), (SPOT, 2), (TOME, 1), (ORIGINAL, 1))
+    runs = [made(tiny(method, seed), tmp_path) for method, seed in asked]
+    shared = tmp_path / "spot" / "cifar10_small-tiny"
+    assert {path.name for path in shared.iterdir() if path.is_dir()} == {"all", "spot", "tome"}
+    assert [path.name for path in (tmp_path / "spot" / "originals").iterdir() if path.is_dir()] == [shared.name]
+    assert len({run.record["model"]["fingerprint"] for run in runs}) == 1
+    change = runs[3].measure("all", "measured", "accuracy_change")
+    assert change is not None and change["value"] == 0
+    assert [(run.folder / "train").exists() for run in runs] == [True, True, False, False]
+
+
+def test_seeds_draw_other_predictors(tmp_path: Path):
+    stages = []
+    for seed in (1, 2):
+        run = made(tiny(SPOT, seed), tmp_path)
+        reduction = reduction_of(load(run.folder / "train"))
+        assert reduction is not None and str(reduction.policy) == "spot:0.7@2,3,4"
+        stages.append(torch.cat([tensor.flatten() for tensor in reduction.stages.state_dict().values()]))
+    assert not torch.equal(*stages)
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
+    experiment = tiny(SPOT)
+    first = made(experiment, tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model*") if path.is_file()}
+    for name in ("result.json", "evidence.json"):
+        (first.folder / name).unlink()
+    again = made(experiment, tmp_path)
+    assert again.record == first.record
+    assert times and times == {path: path.stat().st_mtime_ns for path in times}
+    assert again.experiment == experiment
+    with pytest.raises(CheckpointError, match="epochs was 1 and is now 2"):
+        experiment.changed({"epochs": 2}).run(first.folder)
+
+
+def test_a_method_with_a_failed_neighbour_is_made_all_the_same(tmp_path: Path):
+    broken = tiny(SPOT)
+    (tmp_path / broken.place).mkdir(parents=True)
+    (tmp_path / broken.place / "settings.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        made(broken, tmp_path)
+    assert made(tiny(SPOT, 43), tmp_path).measure("spot", "measured", "accuracy") is not None
+
+
+def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
+    """The lock is one of the system, by open file: two threads that open it are as two processes."""
+    order, entered = [], threading.Event()
+
+    def second() -> None:
+        entered.set()
+        with alone(tmp_path / "run"):
+            order.append("second")
+
+    with alone(tmp_path / "run"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        entered.wait(60)
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        order.append("first")
+    waiting.join(60)
+    assert order == ["first", "second"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Choose another folder"), alone(tmp_path / "file" / "run"):
+        pass
+
+
+def test_changes_are_told_and_settings_round_trip():
+    protocol = SUBJECTS["deit_small"]
+    changed = protocol.changed({"weights": "w.safetensors", "epochs": 2})
+    assert changed.deviations(protocol) == [
+        "deit_small: weights from a file (w.safetensors)",
+        "deit_small: 2 epochs of fine-tuning instead of 80",
+    ]
+    assert SpotExperiment.from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
+
+
+def test_an_lvvit_without_weights_is_no_original():
+    with pytest.raises(InvalidInput, match="--weights"):
+        SUBJECTS["lvvit_small"].pretrained()
+
+
+def test_prices_follow_the_policy():
+    outline = SUBJECTS["cifar10_small"].outline()
+    dense, spot, small = (token_price(outline, method) for method in (ORIGINAL, SPOT, projected(0)))
+    assert (dense["percent"], dense["predictors"], dense["patches_3"]) == (100, 0, 64)
+    assert (spot["patches_1"], spot["patches_2"], spot["patches_3"]) == (44, 31, 21)
+    assert dense["gmacs"] > spot["gmacs"] > small["gmacs"] and spot["predictors"] > small["predictors"] > 0
+    assert spot["tokens"] == (65 + 45 + 32 + 22) / 4
+
+
+def test_speeds_are_timed_beside_the_original(tmp_path: Path):
+    experiment = SpeedExperiment("small", None, (SPOT, ORIGINAL)).as_tiny()
+    run = experiment.run(tmp_path)
+    for name in ("spot", "all"):
+        ratio, images = run.measure(name, "speed", "ratio"), run.measure(name, "speed", "images")
+        assert ratio is not None and 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+        assert images is not None and images["value"] > 0
+    assert experiment.run(tmp_path).record == run.record
+    assert run.experiment == experiment
+    with pytest.raises(InvalidInput, match="rounds=1"):
+        replace(experiment, rounds=1)
