@@ -143,8 +143,6 @@ def _notes(experiment: SpotExperiment) -> list[str]:
     if experiment.made:
         epochs = experiment.original.epochs
         notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
-    if method.trained and method.learned and method.soft:
-        notes.append("SPViT and dTPS draw hard in training, as DynamicViT does, and are soft only when they answer")
     return notes
 
 

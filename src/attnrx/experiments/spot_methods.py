@@ -10,7 +10,7 @@ from attnrx.errors import InvalidInput
 from attnrx.models import family_of, shape_of
 from attnrx.prescription import TokenPrescription
 from attnrx.realization import realize_tokens_
-from attnrx.tokens import Random, Soft, TokenPolicy, parse_policy
+from attnrx.tokens import Random, TokenPolicy, parse_policy
 
 QUARTERS = (1, 2, 3)
 
@@ -37,12 +37,6 @@ class TokenMethod:
         """Whether it has predictors."""
         policy = self.policy(4)
         return policy is not None and policy.reducer.learned
-
-    @property
-    def soft(self) -> bool:
-        """Whether something of what leaves stays."""
-        policy = self.policy(4)
-        return policy is not None and isinstance(policy.reducer, Soft)
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
         """The policy for a model of so many layers; patches that leave by chance are drawn from the seed."""
