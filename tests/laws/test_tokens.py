@@ -12,7 +12,7 @@ import cases
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
-from attnrx.tokens import DTPS, REDUCERS, AViT, MapMoments, Reducer, Spot, TokenPolicy, policy_from_dict
+from attnrx.tokens import DTPS, REDUCERS, AViT, MapMoments, Reducer, Spot, TokenPolicy, parts, policy_from_dict
 from cases import REDUCTIONS
 from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
 
@@ -87,6 +87,33 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(*trails, strict=True))
     added = REDUCTIONS[kind].extra
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps that outgrow the cache are taken in a few images at a time: here one, and two of the three."""
+    model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), by)
+    whole, trail = logits(model), reduction_of(model).run.trail  # type: ignore[union-attr]
+    spec = family_of(model).attention(model)[0].spec
+    one = len(spec.heads) * 17 * 17 * 8
+    for bytes_at_once in (1, 2 * one):
+        monkeypatch.setattr(parts, "CACHED", bytes_at_once)
+        torch.testing.assert_close(logits(model), whole, rtol=1e-12, atol=1e-12)
+        again = reduction_of(model).run.trail  # type: ignore[union-attr]
+        assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
+
+
+def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CACHED", 2 * 3 * 5 * 7 * 4)
+    images = torch.zeros(5, 1, dtype=torch.float32)
+    with torch.no_grad():
+        found = parts.parts_of(images, 3, 5, 7)
+        assert found == (parts.Part(0, 2, 5), parts.Part(2, 4, 5), parts.Part(4, 5, 5))
+        assert [part is not None and part.is_last for part in found] == [False, False, True]
+        assert len(parts.parts_of(images, 30, 50, 70)) == 5
+        assert parts.parts_of(images, 1, 1, 1) == (None,)
+    assert parts.parts_of(images, 3, 5, 7) == (None,)  # with gradients
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)

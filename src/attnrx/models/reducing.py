@@ -14,7 +14,7 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens import MapMoments, Reduction, Seen, Shape, TokenPolicy, policy_from_dict, sampled_keep
+from attnrx.tokens import MapMoments, Part, Reduction, Seen, Shape, TokenPolicy, policy_from_dict, sampled_keep
 
 BY = ("mask", "compress")
 
@@ -32,7 +32,7 @@ class TokenRun:
         self.places: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
-        self.tap = Tap()
+        self.taps: list[Tap] = []
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.drawn: list[Float[Tensor, "batch patches"]] = []
 
@@ -82,22 +82,35 @@ class TokenReduction(nn.Module):
         before = self.run.accumulated
         self.run.accumulated = scores if before is None else before + scores
 
-    def show(self, heads: tuple[int, ...], tap: Tap) -> None:
-        """Takes in what a layer with these heads of the original model showed.
+    def show(self, heads: tuple[int, ...], tap: Tap, decides: bool = True) -> None:
+        """Takes in what a layer with these heads of the original model showed, of all images or of some.
 
         A compressed layer stores its heads in another order, and not those that were removed. The reducer sees every
-        head in its place, and a removed one as the mask has it: it attends to all tokens alike.
+        head in its place, and a removed one as the mask has it: it attends to all tokens alike. What it showed is held
+        where the next stage `decides` by it.
         """
         if heads != tuple(range(self.shape.heads)):
+            sizes = self.sizes()
+            sizes = sizes if sizes is None or tap.part is None else sizes[tap.part.images]
             tap = replace(
                 tap,
-                attention=_in_place(tap.attention, heads, self.shape.heads, self.sizes()),
-                class_attention=_in_place(tap.class_attention, heads, self.shape.heads, self.sizes()),
+                attention=_in_place(tap.attention, heads, self.shape.heads, sizes),
+                class_attention=_in_place(tap.class_attention, heads, self.shape.heads, sizes),
             )
-        self.run.tap = tap
+        if decides:
+            self.run.taps = [tap] if tap.part is None or tap.part.start == 0 else [*self.run.taps, tap]
         if "moments" in self.policy.reducer.needs and tap.attention is not None:
-            before = self.run.moments
-            self.run.moments = MapMoments.of(tap.attention) if before is None else before.then(tap.attention)
+            self._take_in(tap.attention, tap.part)
+
+    def _take_in(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
+        """Adds a layer's maps to the moments."""
+        run = self.run
+        if part is None:
+            run.moments = MapMoments.of(attention) if run.moments is None else run.moments.then(attention)
+            return
+        if run.moments is None:
+            run.moments = MapMoments.room(attention, part.batch)
+        run.moments.write_(attention, part)
 
     def decide(self, stage: int, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
         """Lets the reducer decide, and gives the tokens that go on."""
@@ -110,7 +123,7 @@ class TokenReduction(nn.Module):
         if count >= self.shape.layout.patches:  # nothing leaves, so nothing may change
             run.trail.append(run.places)
             return tokens
-        tap = run.tap
+        tap = Tap.joined(run.taps)
         showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated)
         whole = self.by == "compress" and not self.draws
         seen = Seen(tokens, prefix, sizes, run.places, *showed, whole=whole)
@@ -212,7 +225,8 @@ def _tap_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     wanted = _wanted(policy, index)
     sized = reduction.counts_sizes or policy.reducer.learned
     if wanted or (sized and index >= policy.layers[0]):
-        layer.backend = Tapped(reduction.sizes, partial(reduction.show, layer.spec.heads), wanted)
+        show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
+        layer.backend = Tapped(reduction.sizes, show, wanted)
         if wanted and not layer.spec.heads:
             layer.register_forward_hook(partial(_show_no_heads, layer.backend))
 

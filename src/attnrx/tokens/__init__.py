@@ -11,6 +11,7 @@ from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
+from attnrx.tokens.parts import Part, images_of, parts_of
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
@@ -53,6 +54,7 @@ __all__ = [
     "EViT",
     "MapMoments",
     "Packaging",
+    "Part",
     "Predicting",
     "Random",
     "Reducer",
@@ -68,7 +70,9 @@ __all__ = [
     "TokenPolicy",
     "ZeroTPrune",
     "attention_features",
+    "images_of",
     "parse_policy",
+    "parts_of",
     "policy_from_dict",
     "sampled_keep",
 ]

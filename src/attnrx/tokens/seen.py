@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.shapes import Float, Int, Tensor
+from attnrx.tokens.parts import Part
 
 
 @dataclass
@@ -33,6 +34,27 @@ class MapMoments:
         else:
             total, squares = self.total.add_(attention), self.squares.addcmul_(attention, attention)
         return MapMoments(total, squares, self.count + 1)
+
+    @classmethod
+    def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int) -> "MapMoments":
+        """Makes room for the sums of a batch of so many images, of which these are some; `write_` fills it."""
+        shape = (batch, *attention.shape[1:])
+        return cls(attention.new_empty(shape), attention.new_empty(shape), 0)
+
+    def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
+        """Takes in one more layer for some images; with the last ones it counts."""
+        total, squares = self.total[part.images], self.squares[part.images]
+        if self.count:
+            total.add_(attention)
+            squares.addcmul_(attention, attention)
+        else:
+            total.copy_(attention)
+            torch.mul(attention, attention, out=squares)
+        self.count += part.is_last
+
+    def of_images(self, images: slice) -> "MapMoments":
+        """Gives the moments of some images."""
+        return MapMoments(self.total[images], self.squares[images], self.count)
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Gives the moments between the tokens that are left."""

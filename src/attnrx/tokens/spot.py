@@ -7,6 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
+from attnrx.tokens.parts import images_of, parts_of
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
 from attnrx.tokens.reducer import Predicting, Shape
 from attnrx.tokens.seen import Seen
@@ -73,22 +74,24 @@ class SpotPredictor(nn.Module):
     def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch."""
         parts = [] if self.tokens is None else [self.tokens(seen.patches, seen.there)]
-        maps = self._maps(seen)
+        assert seen.attention is not None
+        few = [self._features(seen, images_of(part)) for part in parts_of(seen.attention, *seen.attention.shape[1:])]
+        parts.append(few[0] if len(few) == 1 else torch.cat(few))
+        return self.scores(torch.cat(parts, dim=-1))
+
+    def _features(self, seen: Seen, images: slice) -> Float[Tensor, "part patches features"]:
+        """Gives what the maps say of the patches of some images."""
+        assert seen.attention is not None
+        assert seen.moments is not None
+        moments, maps = seen.moments.of_images(images), [seen.attention[images]]
+        if self.spot.mean:
+            maps.append(moments.mean)
+        if self.spot.variance:
+            maps.append(moments.variance)
         if self.spot.head_averaged:
             maps = [each.mean(1, keepdim=True) for each in maps]
         # All maps as further heads of one: a few wide passes instead of many narrow ones.
-        parts.append(attention_features(torch.cat(maps, dim=1), seen.prefix, None if seen.whole else seen.there))
-        return self.scores(torch.cat(parts, dim=-1))
-
-    def _maps(self, seen: Seen) -> list[Tensor]:
-        assert seen.attention is not None
-        assert seen.moments is not None
-        maps = [seen.attention]
-        if self.spot.mean:
-            maps.append(seen.moments.mean)
-        if self.spot.variance:
-            maps.append(seen.moments.variance)
-        return maps
+        return attention_features(torch.cat(maps, dim=1), seen.prefix, None if seen.whole else seen.there[images])
 
 
 def attention_features(
@@ -102,14 +105,14 @@ def attention_features(
     what it receives from them. Heads follow one another.
     """
     inner = attention[:, :, prefix:, prefix:]
-    squares = inner * inner
+    rows = columns = inner
     count: Tensor | int = inner.shape[-1]
-    if there is None:
-        sums = inner.sum(3), inner.sum(2), squares.sum(3), squares.sum(2)
-    else:
-        own = there[:, None, :, None]
-        sums = tuple(part.squeeze(3) for part in (inner @ own, inner.mT @ own, squares @ own, squares.mT @ own))
+    if there is not None:
+        rows, columns = inner * there[:, None, None, :], inner * there[:, None, :, None]
         count = there.sum(1)[:, None, None]
+    row_squares = rows * inner
+    column_squares = row_squares if there is None else columns * inner
+    sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
     # The mean of squares less the square of the mean: one pass over a map less than the mean of squared deviations.
     row_spread = (row_square - row_mean.square()).clamp(min=0)

@@ -1,6 +1,6 @@
 """A backend that counts tokens by their size, and passes on what a token reducer needs to see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,22 +10,44 @@ from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import Part, images_of, parts_of
 
 
 @dataclass(frozen=True)
 class Tap:
-    """What one layer showed: its attention, or only that of the first token, and the mean of its heads' keys."""
+    """What one layer showed: its attention, or only that of the first token, and the mean of its heads' keys.
+
+    `part` says of which images of the batch, None of all.
+    """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
+    part: Part | None = None
+
+    @classmethod
+    def joined(cls, taps: Sequence["Tap"]) -> "Tap":
+        """Puts together what a layer showed part by part."""
+        if len(taps) < 2:
+            return taps[0] if taps else cls()
+        return cls(
+            _together([tap.attention for tap in taps]),
+            _together([tap.class_attention for tap in taps]),
+            _together([tap.keys for tap in taps]),
+        )
+
+
+def _together(parts: list[Tensor | None]) -> Tensor | None:
+    shown = [part for part in parts if part is not None]
+    return torch.cat(shown) if shown else None
 
 
 class Tapped(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys". Without sizes and without a wish for the whole map the fused kernel is used.
+    "class_attention", "keys". Without sizes and without a wish for the whole map the fused kernel is used. Whole maps
+    are shown part by part, where that keeps them in the cache.
     """
 
     def __init__(
@@ -50,21 +72,40 @@ class Tapped(Backend):
         sizes = self.sizes()
         query, key = factors.folded()
         if sizes is not None or "attention" in self.wanted:
-            attention = sized_softmax((query * factors.scale) @ key.transpose(-1, -2), sizes)
-            self.pass_on(attention, factors)
-            return attention @ value
+            return self._written_out(factors, value, sizes)
         if self.wanted:
             first = torch.softmax((query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale, dim=-1)
             self.pass_on(first, factors)
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
 
-    def pass_on(self, attention: Float[Tensor, "batch heads queries tokens"], factors: ScoreFactors) -> None:
+    def _written_out(
+        self,
+        factors: ScoreFactors,
+        value: Float[Tensor, "batch heads tokens reads"],
+        sizes: Float[Tensor, "batch tokens"] | None,
+    ) -> Float[Tensor, "batch heads tokens reads"]:
+        query, key = factors.folded()
+        outputs = []
+        for part in parts_of(value, query.shape[1], query.shape[2], key.shape[2]):
+            own = images_of(part)
+            logits = (query[own] * factors.scale) @ key[own].transpose(-1, -2)
+            attention = sized_softmax(logits, None if sizes is None else sizes[own])
+            self.pass_on(attention, factors, part)
+            outputs.append(attention @ value[own])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def pass_on(
+        self,
+        attention: Float[Tensor, "part heads queries tokens"],
+        factors: ScoreFactors,
+        part: Part | None = None,
+    ) -> None:
         """Shows what was asked for, of attention whose first row is that of the class token."""
         found = {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
-            found["keys"] = factors.key.mean(2)
+            found["keys"] = factors.key[images_of(part)].mean(2)
         if self.wanted:
-            self.show(Tap(**{name: found[name] for name in self.wanted}))
+            self.show(Tap(**{name: found[name] for name in self.wanted}, part=part))
 
 
 def sized_softmax(
