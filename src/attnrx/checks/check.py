@@ -17,6 +17,8 @@ class Check(ABC):
     """
 
     name: ClassVar[str]
+    on_request: ClassVar[bool] = False
+    """Whether it must be asked for by name: it needs an input of its own, or takes long."""
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
