@@ -9,6 +9,7 @@ from attnrx.experiments.irratt_experiment import IrrattExperiment, IrrattRun
 from attnrx.experiments.irratt_methods import Method
 from attnrx.experiments.recipe import load_recipe, recipe_names
 from attnrx.experiments.reproduce import Request, reproduce
+from attnrx.experiments.spot_transfer import SpotTransferExperiment, SpotTransferRun
 from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import run_svda
 from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
@@ -27,6 +28,8 @@ __all__ = [
     "ReproducedTable",
     "Request",
     "Run",
+    "SpotTransferExperiment",
+    "SpotTransferRun",
     "SvdaExperiment",
     "SvdaRun",
     "Trial",
