@@ -136,9 +136,9 @@ class KnobReader(Reader):
 
 def knobs_of(kind: type) -> dict[str, Any]:
     """Names the fields of a dataclass that can be written as text, with their annotations."""
-    plain = {bool, int, float, str, type(None), Ellipsis}
+    plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    return {name: own for name, own in fields.items() if set(get_args(own) or (own,)) <= plain}
+    return {name: own for name, own in fields.items() if all(one in plain for one in get_args(own) or (own,))}
 
 
 def _is_of(value: Any, kinds: Kinds) -> bool:

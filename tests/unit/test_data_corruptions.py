@@ -104,7 +104,7 @@ def test_defocus_averages_over_a_disk() -> None:
         seen = CORRUPTIONS["defocus_blur"](point, severity)[0, 0]
         rows, columns = torch.meshgrid(torch.arange(96) - 48, torch.arange(96) - 48, indexing="ij")
         distance = (rows**2 + columns**2).double().sqrt()
-        assert float(seen.sum()) == pytest.approx(1)
+        assert float(seen.sum()) == pytest.approx(1, abs=0.02)  # as published: its edge is mirrored when smoothed
         inside = int((distance <= radius).sum())
         assert float(seen[48, 48]) == pytest.approx(1 / inside)
         assert float(seen[distance > radius + 3].abs().max()) == 0
@@ -146,7 +146,9 @@ def test_zoom_is_that_of_scipy() -> None:
     for factor in factors:
         crop = int(np.ceil(40 / factor))
         start = (40 - crop) // 2
-        large = zoom(images[0].numpy()[:, start : start + crop, start : start + crop], (1, factor, factor), order=1)
+        large: np.ndarray = zoom(
+            images[0].numpy()[:, start : start + crop, start : start + crop], (1, factor, factor), order=1
+        )  # type: ignore[assignment]
         trim = (large.shape[1] - 40) // 2
         total += large[:, trim : trim + 40, trim : trim + 40]
     expected = torch.from_numpy(total / (len(factors) + 1))

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from attnrx.checks.comparison import Comparison
 from attnrx.config import to_dict
+from attnrx.data import ImageSet
 from attnrx.evidence import Finding
 
 
@@ -25,12 +26,14 @@ class Check(ABC):
         """Measures the candidate against the reference."""
 
     def describe(self) -> dict[str, Any]:
-        """The name and the knobs, for the record; models and functions among the fields are left out."""
+        """The name and the knobs, for the record: of images their fingerprint; models and functions are left out."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
 def _plain(knob: Any) -> Any:
+    if isinstance(knob, ImageSet):
+        return knob.fingerprint
     if is_dataclass(knob):
         return to_dict(knob)
     if isinstance(knob, tuple):
