@@ -6,8 +6,20 @@ from functools import partial
 
 import torch
 
-from attnrx.checks import Accuracy, Bounds, Calibration, Check, Controls, Costs, Fidelity, Latency, Robustness
+from attnrx.checks import (
+    Accuracy,
+    Bounds,
+    Calibration,
+    Check,
+    Controls,
+    Costs,
+    Fidelity,
+    Latency,
+    Robustness,
+    Transfer,
+)
 from attnrx.costs import LatencyProtocol
+from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
 from attnrx.models import (
     LVViT,
@@ -178,6 +190,15 @@ def images(config: TransformerConfig, count: int = 5, seed: int = 1) -> torch.Te
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def pixels(config: ViTConfig, count: int, seed: int = 3) -> MemoryImages:
+    """Random pictures with random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, config.channels, config.image_size, config.image_size)
+    raw = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    labels = torch.randint(config.classes, (count,), generator=generator)
+    return from_tensors("random", raw, labels, Normalization(config.mean, config.std))
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A pattern of kept ranks: how many directions each head keeps, and which heads stay."""
@@ -229,5 +250,6 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
     "bounds": lambda vit, given: Bounds(images=6),
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit), must_beat=()),
-    "robustness": lambda vit, given: Robustness(("noise", "jpeg"), (1, 5)),
+    "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
+    "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
 }

@@ -8,19 +8,10 @@ from torch import nn
 
 import cases
 from attnrx.checks import Comparison
-from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.models import VisionTransformer
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-
-
-def pixels(config: cases.ViTConfig, count: int, seed: int = 3) -> MemoryImages:
-    """Random pictures with random labels."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, config.channels, config.image_size, config.image_size)
-    raw = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    labels = torch.randint(config.classes, (count,), generator=generator)
-    return from_tensors("random", raw, labels, Normalization(config.mean, config.std))
+from cases import pixels
 
 
 def weakest_removed(vit: VisionTransformer, count: int) -> Prescription:

@@ -193,6 +193,21 @@ def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNames
     assert failed.code == 1 and "FAILS" in failed.out
 
 
+def test_knobs_of_checks_are_told_with_them_and_spoilt_images_have_tables(chain: SimpleNamespace) -> None:
+    words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--out", chain.root / "spoilt.json")
+    asked = "robustness(severities=3/5,corruptions=gaussian_noise/fog),transfer(per_class=2,epochs=2)"
+    found = record(*words, "--checks", asked)
+    spoilt = [each["details"] for each in found["findings"] if each["check"] == "robustness"]
+    told = {(each["corruption"], each["severity"]) for each in spoilt if "severity" in each}
+    assert told == {(name, severity) for name in ("gaussian_noise", "fog") for severity in (3, 5)}
+    (change,) = [each for each in found["findings"] if (each["check"], each["unit"]) == ("transfer", "points")]
+    assert change["details"]["training_images"] == 6
+    assert found["about"]["checks"][1]["per_class"] == 2
+    shown = call(*words, "--checks", asked).out
+    for line in ("spoilt at severity 3", "spoilt at severity 5", "fog", "mean of 2", "over all severities"):
+        assert line in shown
+
+
 def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamespace) -> None:
     same = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--strength-init", 3, "--seed", 1)
     again = record("train", "svda:digits", "--data", chain.data, "--out", chain.run, *same)
@@ -232,6 +247,8 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("realize {run} --prescription {rx} --out {run}", 2, "never changed"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
         ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),
+        ("verify {slim} --reference {run} --data {data} --checks robustness(severities=6)", 2, "1 is the mildest"),
+        ("verify {slim} --reference {run} --data {data} --checks transfer(per_class=99)", 2, "ask for fewer"),
         ("report --out x.html", 2, "nothing to show"),
         ("train svda:digits --data {data} --out x --losses target_rnak:4", 2, "target_rank"),
         ("train svda:digits --data {data} --out x --epochs 0", 2, "must be positive"),

@@ -1,11 +1,14 @@
 """Small languages, such as those of rules and of policies: text cut into tokens, which a reader takes one by one."""
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, get_args, get_origin
 
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, UnknownName
+
+WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,70 @@ class Reader:
     def problem(self, start: int, problem: str) -> InvalidInput:
         """Makes the error for a problem at this place in the text."""
         return self.language.problem(self.text, start, problem)
+
+
+Kinds = tuple[type, ...]  # the types that a value may have
+
+
+class KnobReader(Reader):
+    """Reads knobs in brackets, `(knob=value,knob=value)`, whose values are those of the fields of a dataclass."""
+
+    def read_knobs(self, name: Token, knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the knobs of a part, if any are given; `knobs` are their annotations."""
+        given: dict[str, Any] = {}
+        if self.take("("):
+            self._read_knob(name, knobs, given)
+            while self.take(","):
+                self._read_knob(name, knobs, given)
+            self.expect(")", "')'")
+        return given
+
+    def read_value(self, kinds: Kinds) -> Any:
+        """Takes one value: a number, true, false, none or a word."""
+        here = self.tokens[self.position]
+        if self.take("number"):
+            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else float(here.text)
+        word = self.expect("name", "a value: a number, true, false, none or a name")
+        return WORDS.get(word.text, word.text)
+
+    def _read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any]) -> None:
+        knob = self.expect("name", f"a knob of {name.text}")
+        if not knobs:
+            raise self.problem(knob.start, f"{name.text} has no knobs")
+        if knob.text not in knobs:
+            raise UnknownName(f"knob of {name.text}", knob.text, knobs)
+        if knob.text in given:
+            raise self.problem(knob.start, f"{knob.text} is given twice")
+        self.expect("=", f"'=' after {knob.text}")
+        annotation = knobs[knob.text]
+        if get_origin(annotation) is tuple:
+            given[knob.text] = self._read_several(name, knob, get_args(annotation)[:1])
+        else:
+            given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
+
+    def _read_several(self, name: Token, knob: Token, kinds: Kinds) -> tuple[Any, ...]:
+        values = [self._read_one(name, knob, kinds)]
+        while self.take("/"):
+            values.append(self._read_one(name, knob, kinds))
+        return tuple(values)
+
+    def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
+        here = self.tokens[self.position]
+        value = self.read_value(kinds)
+        if not _is_of(value, kinds):
+            wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise self.problem(here.start, f"{knob.text} of {name.text} is {wanted}, not {here.text}")
+        return float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
+
+
+def knobs_of(kind: type) -> dict[str, Any]:
+    """Names the fields of a dataclass that can be written as text, with their annotations."""
+    plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    return {name: own for name, own in fields.items() if all(one in plain for one in get_args(own) or (own,))}
+
+
+def _is_of(value: Any, kinds: Kinds) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)

@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.checks import Robustness
-from attnrx.data import CORRUPTIONS, Normalization
+import cases
+from attnrx.checks import Comparison, Robustness
+from attnrx.data import CORRUPTION_GROUPS, CORRUPTIONS, Normalization
 from attnrx.errors import InvalidInput, UnknownName
-from comparisons import Setting
+from attnrx.models import attach_tokens_, family_of
+from attnrx.tokens import TokenPolicy, ToMe
+from comparisons import Setting, pixels
 
 
 @pytest.fixture
@@ -16,22 +19,54 @@ def setting() -> Setting:
     return Setting.of("svda")
 
 
-def test_every_corruption_and_severity_is_reported_and_one_over_all(setting: Setting):
+class Tokens:
+    """A model of three colours, and the same with tokens that leave by mask and by compression."""
+
+    def __init__(self) -> None:
+        self.config = cases.ViTConfig.uniform("dense", width=12, depth=3, heads=3, **{**cases.TINY, "channels": 3})
+        self.reference = cases.model(self.config)
+        self.made = {by: self._reduced(by) for by in ("mask", "compress")}
+
+    def _reduced(self, by: str) -> torch.nn.Module:
+        made = cases.model(self.config)
+        attach_tokens_(made, family_of(made), TokenPolicy.staged(ToMe(), 0.5, (2, 3)), by)
+        return made
+
+    def comparison(self, by: str = "compress", images: int = 24) -> Comparison:
+        return Comparison(self.made[by], self.reference, pixels(self.config, images))
+
+
+def test_every_corruption_and_severity_is_reported_and_their_means(setting: Setting):
     findings = Robustness()(setting.comparison(setting.compressed, images=12))
-    assert len(findings) == 4 * 5 + 1
-    assert len({finding.claim for finding in findings}) == 21
-    told = {(f.details["corruption"], f.details["severity"]) for f in findings[:-1]}
-    assert told == {(name, severity) for name in CORRUPTIONS for severity in range(1, 6)}
-    mean = sum(finding.value for finding in findings[:-1]) / 20
+    single = [finding for finding in findings if "severity" in finding.details]
+    assert len(single) == 4 * 5 and len(findings) == 20 + 5 + 1
+    assert len({finding.claim for finding in findings}) == 26
+    mean = sum(finding.value for finding in single) / 20
     assert findings[-1].value == pytest.approx(mean)
+    third = [finding.value for finding in single if finding.details["severity"] == 3]
+    told = [finding.value for finding in findings if finding.details.get("severities") == [3]]
+    assert told == [pytest.approx(sum(third) / 4)]
+
+
+def test_the_common_ones_have_a_mean_of_their_own():
+    findings = Robustness(("all",), (3,), images=4)(Tokens().comparison())
+    single = {f.details["corruption"]: f for f in findings if "severity" in f.details}
+    assert tuple(single) == CORRUPTION_GROUPS["all"] and len(single) == 19
+    common, every = findings[-2:]
+    assert (
+        common.details["corruptions"] == list(CORRUPTION_GROUPS["common"]) and len(common.details["corruptions"]) == 15
+    )
+    assert common.value == pytest.approx(sum(single[name].value for name in CORRUPTION_GROUPS["common"]) / 15)
+    told = [single[name].details["candidate_accuracy"] for name in single]
+    assert every.details["candidate_accuracy"] == pytest.approx(sum(told) / 19)
 
 
 def test_a_finding_is_what_the_models_answer_to_those_images(setting: Setting):
     comparison = setting.comparison(setting.compressed, images=30, batch_size=30)
-    finding, _ = Robustness(("noise",), (3,))(comparison)
+    finding, _ = Robustness(("gaussian_noise",), (3,))(comparison)
     (batch,) = comparison.data.batches(30)
     normalization = Normalization((0.5,), (0.5,))
-    spoilt = CORRUPTIONS["noise"](normalization.invert(batch.images), 3, torch.Generator().manual_seed(0))
+    spoilt = CORRUPTIONS["gaussian_noise"](normalization.invert(batch.images), 3, torch.Generator().manual_seed(0))
     images = normalization.apply(spoilt).double()
     with torch.no_grad():
         before, after = (m(images).argmax(-1) for m in (comparison.reference, comparison.candidate))
@@ -42,16 +77,32 @@ def test_a_finding_is_what_the_models_answer_to_those_images(setting: Setting):
 
 
 def test_the_images_are_spoilt_alike_in_batches_of_any_size(setting: Setting):
-    check = Robustness(("noise", "contrast"), (5,))
-    small, large = (check(setting.comparison(setting.compressed, 32, batch_size=size)) for size in (16, 32))
-    assert [f.value for f in small] == [f.value for f in large]
+    check = Robustness(("gaussian_noise", "shot_noise", "glass_blur", "fog", "contrast"), (5,))
+    small, large = (check(setting.comparison(setting.compressed, 32, batch_size=size)) for size in (3, 32))
+    assert [f.details for f in small] == [f.details for f in large]
+
+
+def test_models_whose_tokens_leave_are_asked_like_all_others():
+    check, tokens = Robustness(("impulse_noise", "spatter"), (1, 4)), Tokens()
+    masked, compressed = (check(tokens.comparison(by)) for by in ("mask", "compress"))
+    assert masked == compressed
+    assert any(finding.details["agreement"]["value"] < 100 for finding in compressed if "severity" in finding.details)
+
+
+def test_several_candidates_in_one_pass_are_each_as_alone():
+    check, tokens = Robustness(("snow", "saturate"), (2,)), Tokens()
+    together = check.of_each({"same": tokens.reference, **tokens.made}, tokens.comparison())
+    assert together["compress"] == check(tokens.comparison("compress"))
+    assert {finding.value for finding in together["same"]} == {0.0}
 
 
 def test_only_the_first_images_are_used_and_a_limit_makes_a_claim(setting: Setting):
-    findings = Robustness(("blur",), (1,), images=7, most_drop=100.0)(setting.comparison(setting.compressed))
+    check = Robustness(("gaussian_blur",), (1,), images=7, most_drop=100.0)
+    findings = check(setting.comparison(setting.compressed))
     assert {finding.n for finding in findings} == {7}
-    assert findings[-1].holds is True
-    assert Robustness(("blur",), (1,), most_drop=0.0)(setting.comparison(setting.compressed))[-1].holds is False
+    assert findings[-1].holds is True and findings[0].holds is None
+    check = Robustness(("gaussian_blur",), (1,), most_drop=0.0)
+    assert check(setting.comparison(setting.compressed))[-1].holds is False
 
 
 def test_data_on_another_scale_is_refused(setting: Setting):
@@ -61,9 +112,16 @@ def test_data_on_another_scale_is_refused(setting: Setting):
         Robustness()(comparison)
 
 
+def test_names_of_several_are_unfolded_and_nothing_is_asked_twice():
+    check = Robustness(("fog", "extra", "spatter"), (3, 1, 3))
+    assert check.corruptions == ("fog", "speckle_noise", "gaussian_blur", "spatter", "saturate")
+    assert check.severities == (1, 3)
+    assert check.describe()["corruptions"] == list(check.corruptions)
+
+
 def test_unknown_corruptions_and_severities_are_refused():
-    with pytest.raises(UnknownName, match="did you mean 'noise'"):
-        Robustness(("nois",))
+    with pytest.raises(UnknownName, match="did you mean 'gaussian_noise'"):
+        Robustness(("gausian_noise",))
     with pytest.raises(InvalidInput, match="1 is the mildest"):
         Robustness(severities=(0, 1))
     with pytest.raises(InvalidInput, match="at least one"):

@@ -17,14 +17,18 @@ from attnrx.checks.costs import Costs
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.robustness import Robustness
+from attnrx.checks.text import Asked, parse_checks_text
+from attnrx.checks.transfer import Transfer
 
 CHECKS: dict[str, type[Check]] = {
-    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Robustness)
+    check.name: check
+    for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Robustness, Transfer)
 }
 
 __all__ = [
     "CHECKS",
     "Accuracy",
+    "Asked",
     "Bounds",
     "Calibration",
     "Check",
@@ -35,9 +39,16 @@ __all__ = [
     "Latency",
     "Predictions",
     "Robustness",
+    "Transfer",
     "aggregate",
+    "parse_checks",
     "standard",
 ]
+
+
+def parse_checks(text: str) -> tuple[Asked, ...]:
+    """Reads checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
+    return parse_checks_text(text, CHECKS)
 
 
 def standard(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from attnrx.checks.comparison import Comparison
 from attnrx.config import to_dict
+from attnrx.data import ImageSet
 from attnrx.evidence import Finding
 
 
@@ -17,18 +18,22 @@ class Check(ABC):
     """
 
     name: ClassVar[str]
+    on_request: ClassVar[bool] = False
+    """Whether it must be asked for by name: it needs an input of its own, or takes long."""
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Measures the candidate against the reference."""
 
     def describe(self) -> dict[str, Any]:
-        """The name and the knobs, for the record; models and functions among the fields are left out."""
+        """The name and the knobs, for the record: of images their fingerprint; models and functions are left out."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
 
 def _plain(knob: Any) -> Any:
+    if isinstance(knob, ImageSet):
+        return knob.fingerprint
     if is_dataclass(knob):
         return to_dict(knob)
     if isinstance(knob, tuple):

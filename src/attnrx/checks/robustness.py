@@ -1,36 +1,45 @@
 """Robustness: whether the candidate bears spoilt images as its reference does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions, answer
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
-from attnrx.data import CORRUPTIONS, SEVERITIES, Batch, Corruption, Normalization
+from attnrx.data import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Batch, Corruption, Normalization
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Bool, Tensor
 
 # How far outside [0, 1] pixels may lie after the normalization was undone: its rounding.
 ROUNDING = 1e-3
+# One of each sort, for whoever does not choose.
+FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
+
+Right = Mapping[tuple[str, int], Bool[Tensor, "images"]]  # which images are classified as labelled
+Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # in words, and the corruptions and severities that are averaged
 
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """The paired change of accuracy on spoilt images, one finding per corruption and severity and one over all.
+    """The paired change of accuracy on spoilt images: for every corruption and severity, and their means.
 
-    Each finding also tells both accuracies and how often the models agree. Both models see the very same spoilt images,
-    whatever the batch size; only the first `images` (None: all) are used. `most_drop` limits, in points, what the
-    candidate loses over all corruptions, in the same sense as the accuracy check; None only reports.
+    `corruptions` are names of CORRUPTIONS, or of several at once: "common" (the fifteen of ImageNet-C), "extra" (its
+    other four), "all". Each finding also tells both accuracies; one for a corruption at a severity, how often the
+    models agree, too. There is a mean over everything, and where that says more, over the common ones and for every
+    severity. All models see the very same spoilt images, whatever the batch size; only the first `images` (None: all)
+    are used. `most_drop` limits, in points, what the candidate loses over all corruptions, in the same sense as the
+    accuracy check; None only reports.
     """
 
     name: ClassVar[str] = "robustness"
-    corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
+    corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES
     images: int | None = 2000
     most_drop: float | None = None
@@ -42,59 +51,98 @@ class Robustness(Check):
                 "give at least one of each."
             )
         for name in self.corruptions:
-            if name not in CORRUPTIONS:
-                raise UnknownName("corruption", name, CORRUPTIONS)
+            if name not in CORRUPTIONS and name not in CORRUPTION_GROUPS:
+                raise UnknownName("corruption", name, (*CORRUPTIONS, *CORRUPTION_GROUPS))
         if not set(self.severities) <= set(SEVERITIES):
             raise InvalidInput(f"Robustness(severities={self.severities}): choose from {SEVERITIES}, 1 is the mildest.")
+        named = (single for name in self.corruptions for single in CORRUPTION_GROUPS.get(name, (name,)))
+        object.__setattr__(self, "corruptions", tuple(dict.fromkeys(named)))
+        object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Spoils the images in every way and lets both models answer."""
+        return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
+
+    def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
+        """Gives the findings of several candidates: images are spoilt, and answered by the reference, only once."""
         comparison = comparison.taking(self.images)
-        findings, changes = [], []
-        for name in self.corruptions:
+        models = {"": comparison.reference, **candidates}
+        findings: dict[str, list[Finding]] = {name: [] for name in candidates}
+        right: dict[str, dict[tuple[str, int], Tensor]] = {name: {} for name in models}
+        for corruption in self.corruptions:
             for severity in self.severities:
-                predictions = self._predict(CORRUPTIONS[name], severity, comparison)
-                findings.append(self._finding(name, severity, predictions, comparison.seed))
-                changes.append(predictions.correct("candidate").double() - predictions.correct("reference").double())
-        return (*findings, self._overall(torch.stack(changes).mean(0), comparison.seed))
+                predictions = _predict(models, CORRUPTIONS[corruption], severity, comparison)
+                for name in models:
+                    right[name][corruption, severity] = predictions.correct(name)
+                for name, own in findings.items():
+                    own.append(_finding(corruption, severity, name, predictions, comparison.seed))
+        return {name: (*own, *self._means(right[""], right[name], comparison.seed)) for name, own in findings.items()}
 
-    def _predict(self, corruption: Corruption, severity: int, comparison: Comparison) -> Predictions:
-        models = {"reference": comparison.reference, "candidate": comparison.candidate}
-        logits: dict[str, list[Tensor]] = {role: [] for role in models}
-        labels = []
-        with evaluating(models.values()):
-            for batch, images in _spoilt(corruption, severity, comparison):
-                labels.append(batch.labels.cpu())
-                for role, model in models.items():
-                    logits[role].append(answer(model, images).cpu())
-        return Predictions({role: torch.cat(parts) for role, parts in logits.items()}, torch.cat(labels))
+    def _means(self, before: Right, after: Right, seed: int) -> list[Finding]:
+        """Gives the means; the last is over everything, and may be a claim."""
+        parts = self._parts()
+        limits = [None] * (len(parts) - 1) + [self.most_drop]
+        return [_mean(part, before, after, limit, seed) for part, limit in zip(parts, limits, strict=True)]
 
-    def _finding(self, corruption: str, severity: int, predictions: Predictions, seed: int) -> Finding:
-        before, after = predictions.correct("reference"), predictions.correct("candidate")
-        agreeing = int((predictions.classes("reference") == predictions.classes("candidate")).sum())
-        agreement = proportion(agreeing, len(predictions)).scaled(100.0)
-        details = {
-            "quantity": "accuracy change",
-            "corruption": corruption,
-            "severity": severity,
-            "reference_accuracy": 100 * float(before.double().mean()),
-            "candidate_accuracy": 100 * float(after.double().mean()),
-            "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
-            "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
-        }
-        where = f" under {corruption} of severity {severity}"
-        finding = change_of_accuracy(self.name, where, paired_change(before, after, seed), None)
-        return replace(finding, n=len(predictions), seed=seed, details=details)
+    def _parts(self) -> list[Part]:
+        """Names what is averaged over: everything, and where there is more, its common part and each severity."""
+        common = tuple(name for name in CORRUPTION_GROUPS["common"] if name in self.corruptions)
+        groups = [("all corruptions", self.corruptions)]
+        if common == CORRUPTION_GROUPS["common"] and set(common) < set(self.corruptions):
+            groups.insert(0, ("the common corruptions", common))
+        each = tuple((severity,) for severity in self.severities) if len(self.severities) > 1 else ()
+        parts = []
+        for words, corruptions in groups:
+            parts += [(f" over {words} of severity {own[0]}", corruptions, own) for own in each]
+            parts.append((f" over {words}", corruptions, self.severities))
+        return parts
 
-    def _overall(self, changes: Float[Tensor, "images"], seed: int) -> Finding:
-        details = {
-            "quantity": "overall accuracy change",
-            "corruptions": list(self.corruptions),
-            "severities": list(self.severities),
-        }
-        change = mean_change(changes, seed)
-        finding = change_of_accuracy(self.name, " over all corruptions", change, self.most_drop)
-        return replace(finding, n=len(changes), seed=seed, details=details)
+
+def _predict(
+    models: Mapping[str, nn.Module], corruption: Corruption, severity: int, comparison: Comparison
+) -> Predictions:
+    logits: dict[str, list[Tensor]] = {role: [] for role in models}
+    labels = []
+    with evaluating(models.values()):
+        for batch, images in _spoilt(corruption, severity, comparison):
+            labels.append(batch.labels.cpu())
+            for role, model in models.items():
+                logits[role].append(answer(model, images).cpu())
+    return Predictions({role: torch.cat(parts) for role, parts in logits.items()}, torch.cat(labels))
+
+
+def _finding(corruption: str, severity: int, name: str, predictions: Predictions, seed: int) -> Finding:
+    before, after = predictions.correct(""), predictions.correct(name)
+    agreeing = int((predictions.classes("") == predictions.classes(name)).sum())
+    agreement = proportion(agreeing, len(predictions)).scaled(100.0)
+    details = {
+        "quantity": "accuracy change",
+        "corruption": corruption,
+        "severity": severity,
+        "reference_accuracy": 100 * float(before.double().mean()),
+        "candidate_accuracy": 100 * float(after.double().mean()),
+        "agreement": {"value": agreement.value, "low": agreement.low, "high": agreement.high},
+        "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
+    }
+    where = f" under {corruption} of severity {severity}"
+    finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None)
+    return replace(finding, n=len(predictions), seed=seed, details=details)
+
+
+def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed: int) -> Finding:
+    """Averages image by image, so that the interval is over images."""
+    where, corruptions, severities = part
+    keys = [(corruption, severity) for corruption in corruptions for severity in severities]
+    first, then = (torch.stack([own[key] for key in keys]).double().mean(0) for own in (before, after))
+    details = {
+        "quantity": "mean accuracy change",
+        "corruptions": list(corruptions),
+        "severities": list(severities),
+        "reference_accuracy": 100 * float(first.mean()),
+        "candidate_accuracy": 100 * float(then.mean()),
+    }
+    finding = change_of_accuracy(Robustness.name, where, mean_change(then - first, seed), most_drop)
+    return replace(finding, n=len(first), seed=seed, details=details)
 
 
 def _spoilt(corruption: Corruption, severity: int, comparison: Comparison) -> Iterator[tuple[Batch, Tensor]]:

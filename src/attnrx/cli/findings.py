@@ -7,8 +7,8 @@ HOLDS = {True: "holds", False: "FAILS", None: ""}
 
 
 def findings_table(evidence: "rx.Evidence") -> Table:
-    """Gives the findings, those with a limit first; single corruptions and severities are left to the file."""
-    shown = [finding for finding in evidence.findings if "severity" not in finding.details]
+    """Gives the findings, those with a limit first; what is only reported of spoilt images has tables of its own."""
+    shown = [finding for finding in evidence.findings if finding.check != "robustness" or finding.holds is not None]
     ordered = sorted(shown, key=lambda finding: finding.holds is None)
     rows = tuple(
         (
@@ -21,6 +21,34 @@ def findings_table(evidence: "rx.Evidence") -> Table:
         for finding in ordered
     )
     return Table(("finding", "value", "95 % interval", "limit", ""), rows)
+
+
+def robustness_tables(evidence: "rx.Evidence") -> tuple[Table, ...]:
+    """Gives a table for every severity: each corruption with both accuracies, and their means."""
+    found = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
+    single = [finding for finding in found if "severity" in finding.details]
+    severities = sorted({finding.details["severity"] for finding in single})
+    tables = []
+    for severity in severities:
+        own = [finding for finding in single if finding.details["severity"] == severity]
+        means = [finding for finding in found if finding.details.get("severities") == [severity]]
+        lines = [_spoilt(finding.details["corruption"], finding) for finding in own]
+        lines += [_spoilt(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
+        tables.append(Table(SPOILT, tuple(lines), f"accuracy on images spoilt at severity {severity}, in %"))
+    if len(severities) > 1:
+        means = [finding for finding in found if finding.details.get("severities") == severities]
+        lines = [_spoilt(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
+        tables.append(Table(SPOILT, tuple(lines), "over all severities"))
+    return tuple(tables)
+
+
+SPOILT = ("corruption", "reference", "candidate", "change", "95 % interval")
+
+
+def _spoilt(name: str, finding: "rx.Finding") -> tuple[str, ...]:
+    told = [f"{finding.details[role]:.1f}" for role in ("reference_accuracy", "candidate_accuracy")]
+    low, high = finding.low or 0.0, finding.high or 0.0
+    return (name, *told, f"{finding.value:+.1f}", f"[{low:+.1f}, {high:+.1f}]")
 
 
 def measured(value: float, unit: str = "") -> str:

@@ -10,7 +10,7 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 
 from attnrx.data.augmentation import Augmentation
 from attnrx.data.catalogue import DATASETS, DatasetCard
-from attnrx.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
+from attnrx.data.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.loading import load_data
 from attnrx.data.memory import MemoryImages, from_tensors
@@ -20,6 +20,7 @@ from attnrx.data.splits import Splits
 
 __all__ = [
     "CORRUPTIONS",
+    "CORRUPTION_GROUPS",
     "DATASETS",
     "SEVERITIES",
     "Augmentation",

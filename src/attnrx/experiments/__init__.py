@@ -13,6 +13,7 @@ from attnrx.experiments.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compa
 from attnrx.experiments.spot_experiment import SpotExperiment, SpotRun
 from attnrx.experiments.spot_methods import TokenMethod
 from attnrx.experiments.spot_speed import SpeedExperiment, SpeedRun
+from attnrx.experiments.spot_transfer import SpotTransferExperiment, SpotTransferRun
 from attnrx.experiments.spread import spread_over_epochs
 from attnrx.experiments.svda import run_svda
 from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
@@ -39,6 +40,8 @@ __all__ = [
     "Speeds",
     "SpotExperiment",
     "SpotRun",
+    "SpotTransferExperiment",
+    "SpotTransferRun",
     "SvdaExperiment",
     "SvdaRun",
     "TokenMethod",

@@ -17,7 +17,7 @@ from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import LVViT, LVViTConfig
 from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
-from attnrx.models.observing import evaluating, observing, observing_mlp
+from attnrx.models.observing import evaluating, head_features, observing, observing_mlp
 from attnrx.models.reducing import (
     TokenReduction,
     attach_tokens_,
@@ -74,6 +74,7 @@ __all__ = [
     "described_tokens",
     "evaluating",
     "family_of",
+    "head_features",
     "initialize_",
     "load_model",
     "lvvit_config",

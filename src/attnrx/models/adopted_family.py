@@ -36,6 +36,8 @@ class AdoptedFamily(Family):
     """The MLPs of two linear maps, fc1 and fc2, with an activation between them; others stay as they are."""
     head_names: tuple[str, ...]
     """Where the classifier and the norm before it are, seen from the source; those that a model lacks are skipped."""
+    classifier_names: tuple[str, ...]
+    """Which of them classify; two, where a distillation token answers too."""
     pooled_names: tuple[str, ...] = ()
     """Which of them see one pooled token instead of all."""
 
@@ -213,6 +215,12 @@ class AdoptedFamily(Family):
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         """The norm after the last layer."""
         return self.last_norm(self._adopted(model).source)
+
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        """Every classifier that the source has."""
+        named = dict(self._adopted(model).source.named_modules())
+        found = (named.get(name) for name in self.classifier_names)
+        return tuple(head for head in found if isinstance(head, nn.Linear))
 
     def _positions(self, adopted: Adopted) -> int:
         (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride

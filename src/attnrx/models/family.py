@@ -67,6 +67,10 @@ class Family(ABC):
         """What gives the tokens that the answer is read off."""
 
     @abstractmethod
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        """The linear maps that answer for the whole image, from one token or a mean; () where the model has none."""
+
+    @abstractmethod
     def costs(
         self,
         model: nn.Module,

@@ -80,6 +80,7 @@ class HuggingFaceFamily(AdoptedFamily):
     adapter_type = HuggingFaceAttention
     attention_name = "attention"
     mlp_types = ("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP")
+    classifier_names = CLASSIFIERS
     head_names = (*CLASSIFIERS, *sorted({f"{layout.body}.layernorm" for layout in LAYOUTS.values()}))
 
     def load(self, source: Path | str, **changes: Any) -> Adopted:

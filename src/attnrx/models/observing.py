@@ -1,6 +1,6 @@
 """Watching every attention layer of a model while it runs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -51,6 +51,20 @@ def _show(
 def _readout(layer: Attention) -> Float[Tensor, "heads reads width"]:
     heads, reads = len(layer.spec.heads), max((*layer.spec.reads, 1))
     return layer.output.spread((reads,) * heads).detach().T.unflatten(0, (heads, reads))
+
+
+def head_features(
+    model: nn.Module, heads: Sequence[nn.Linear], images: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "batch features"]:
+    """Runs the model and gives what its heads are given, side by side where there are several."""
+    seen: dict[nn.Module, Tensor] = {}
+    handles = [head.register_forward_pre_hook(lambda head, given: seen.update({head: given[0]})) for head in heads]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.cat([seen[head] for head in heads], dim=-1)
 
 
 @contextmanager

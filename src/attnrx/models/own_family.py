@@ -89,6 +89,10 @@ class OwnFamily(Family, Generic[Config]):
         """The norm after the last layer."""
         return self._own(model).norm
 
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        """The classifier of the class token, or of the mean."""
+        return (self._own(model).classifier,)  # type: ignore[return-value]
+
     def _own(self, model: nn.Module) -> Transformer[Config]:
         if not isinstance(model, self.model_type):
             raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")

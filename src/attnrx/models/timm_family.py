@@ -56,6 +56,7 @@ class TimmFamily(AdoptedFamily):
     attention_name = "attn"
     mlp_types = ("Mlp",)
     head_names = ("norm", "fc_norm", "head", "head_dist")
+    classifier_names = ("head", "head_dist")
     pooled_names = ("fc_norm",)
 
     def load(

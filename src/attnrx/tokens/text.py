@@ -11,17 +11,15 @@ parse_policy(str(policy)) == policy.written.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.reading import Language, Reader, Token
+from attnrx.reading import WORDS, KnobReader, Language, Token
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.reducer import Reducer
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
-WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 EVERY = "every"
 DEEPEST = 20  # brackets, far from where nesting would exhaust Python's stack
 
@@ -35,7 +33,7 @@ def parse_policy_text(text: str, registry: Mapping[str, type[Reducer]]) -> Token
     return _Reader(text, registry).read_policy()
 
 
-class _Reader(Reader):
+class _Reader(KnobReader):
     """Reads tokens from left to right; every method takes the tokens of its part of the grammar."""
 
     language = LANGUAGE
@@ -76,12 +74,7 @@ class _Reader(Reader):
             raise UnknownName("token reducer", name.text, self.registry)
         kind = self.registry[name.text]
         knobs = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        given: dict[str, Any] = {}
-        if self.take("("):
-            self.read_knob(name, knobs, given)
-            while self.take(","):
-                self.read_knob(name, knobs, given)
-            self.expect(")", "')'")
+        given = self.read_knobs(name, {knob: field.type for knob, field in knobs.items()})
         missing = [
             knob
             for knob, field in knobs.items()
@@ -93,30 +86,12 @@ class _Reader(Reader):
             raise self.problem(name.start, f"{name.text} needs {' and '.join(missing)}")
         return kind(**given)
 
-    def read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any]) -> None:
-        knob = self.expect("name", f"a knob of {name.text}")
-        if not knobs:
-            raise self.problem(knob.start, f"{name.text} has no knobs")
-        if knob.text not in knobs:
-            raise UnknownName(f"knob of {name.text}", knob.text, knobs)
-        if knob.text in given:
-            raise self.problem(knob.start, f"{knob.text} is given twice")
-        self.expect("=", f"'=' after {knob.text}")
-        here, kinds = self.tokens[self.position], _kinds(knobs[knob.text].type)
-        value = self.read_value(kinds)
-        if not _is_of(value, kinds):
-            wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise self.problem(here.start, f"{knob.text} of {name.text} is {wanted}, not {here.text}")
-        given[knob.text] = float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
-
     def read_value(self, kinds: tuple[type, ...]) -> Any:
+        """Takes a reducer, too, where one may stand."""
         here = self.tokens[self.position]
-        if self.take("number"):
-            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else float(here.text)
-        word = self.expect("name", "a value: a number, true, false, none or a name")
-        if any(issubclass(kind, Reducer) for kind in kinds) and word.text not in WORDS:
-            return self.read_reducer(word)
-        return WORDS.get(word.text, word.text)
+        if here.kind == "name" and here.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
+            return self.read_reducer(self.expect("name", "a reducer"))
+        return super().read_value(kinds)
 
     def read_ratio(self) -> float:
         return float(self.expect("number", "a keep ratio, e.g. 0.7").text)
@@ -126,14 +101,3 @@ class _Reader(Reader):
         if not layer.text.isdigit():
             raise self.problem(layer.start, f"{layer.text} is not the number of a layer")
         return int(layer.text)
-
-
-def _kinds(annotation: Any) -> tuple[type, ...]:
-    """Gives the types that a knob may have."""
-    return get_args(annotation) or (annotation,)
-
-
-def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)

@@ -1,6 +1,7 @@
 """attnrx reproduce: the name of a recipe in, a table beside the paper's numbers out."""
 
 from argparse import Namespace
+from typing import Any
 
 import attnrx as rx
 from attnrx.cli.outcome import Outcome, Say
@@ -21,6 +22,8 @@ KNOBS = (
     "dataset",
     "label_column",
     "test_column",
+    "check",
+    "candidates",
 )
 
 
@@ -46,6 +49,10 @@ def add(parser: Parser) -> None:
     knobs.add_argument("--data", dest="dataset", metavar="NAME", help="a known name, hf:owner/name, or a path")
     knobs.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
     knobs.add_argument("--test-column", metavar="COLUMN", help="test only on rows that this column marks as true")
+    knobs.add_argument("--check", metavar="CHECK", help="with its knobs, e.g. 'transfer(per_class=50)'")
+    knobs.add_argument(
+        "--candidates", nargs="+", metavar="NAME=POLICY", help="with =FOLDER behind it, if it was trained and saved"
+    )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
@@ -61,7 +68,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         tiny=arguments.tiny,
         folder=arguments.out,
         jobs=arguments.jobs,
-        **{knob: getattr(arguments, knob) for knob in KNOBS},
+        **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
     )
     kinds = ".md, .json and .html" if table.page else ".md and .json"
     return Outcome(table.to_records(), (table.to_markdown(), f"also in {arguments.out}/{table.name}{kinds}"))
@@ -72,3 +79,7 @@ def _seeds(text: str) -> tuple[int, ...]:
         return tuple(int(seed) for seed in text.split(","))
     except ValueError:
         raise UsageError(f"--seeds {text}: give whole numbers set apart by commas, e.g. 42,43,44.") from None
+
+
+def _value(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given

@@ -1,18 +1,18 @@
 """attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim does not hold."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.findings import findings_table
+from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_data, add_running, add_split
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +34,12 @@ def add(parser: Parser) -> None:
     made_from.add_argument("--diagnosis", metavar="FILE", help="needed for controls")
     made_from.add_argument("--masked", metavar="MODEL", help="the masked model (realized from the prescription)")
     chosen = parser.add_argument_group("checks")
-    chosen.add_argument("--checks", metavar="NAME,NAME", help="accuracy, fidelity ... (all but controls)")
+    chosen.add_argument(
+        "--checks",
+        metavar="CHECKS",
+        help="with their knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or "
+        "transfer(per_class=50) (all but controls and transfer)",
+    )
     chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
     chosen.add_argument("--draws", type=int, default=10, metavar="N", help="random controls (10)")
     chosen.add_argument("--most-drop", type=float, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
@@ -45,10 +50,10 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Verifies and writes the evidence."""
     _require_place(arguments)
-    names = _check_names(arguments)
+    asked = _asked(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
-    checks = _checks(names, case, arguments)
+    checks = _checks(asked, case, arguments)
     say(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     given = case.prescription
     evidence = rx.verify(
@@ -67,7 +72,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     limited = [finding for finding in evidence.findings if finding.holds is not None]
     verdict = f"{len(limited) - len(evidence.failures)} of {len(limited)} claims hold"
     record = {"evidence": str(path), **rx.storage.read_json(path)}
-    return Outcome(record, (findings_table(evidence), verdict, f"evidence: {path}"), code=0 if evidence.holds else 1)
+    tables = (findings_table(evidence), *robustness_tables(evidence))
+    return Outcome(record, (*tables, verdict, f"evidence: {path}"), code=0 if evidence.holds else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +108,15 @@ class _Case:
         """The realization in one word, if it is known."""
         return "mask" if self.how.get("by") == "mask" else self.how.get("norms")
 
-    def controls(self, draws: int, seed: int) -> "rx.checks.Controls":
+    def inputs(self, check: str, arguments: Namespace) -> dict[str, Any]:
+        """Gives what a check needs beside its knobs."""
+        if check == "controls":
+            return self._controls(arguments.draws, arguments.seed)
+        if check == "transfer":
+            return {"training": self.splits.train, "classes": len(self.splits.class_names)}
+        return {}
+
+    def _controls(self, draws: int, seed: int) -> dict[str, Any]:
         """Gives controls that are prescribed at the same ranks and realized as the candidate was."""
         if self.prescription is None or self.diagnosis is None or not self.how:
             raise InvalidInput(
@@ -114,7 +128,7 @@ class _Case:
         how = {"by": self.how["by"], "norms": self.how["norms"]}
         realize = partial(rx.realize, self.reference, **how, calibration=calibration)
         prescriptions = rx.control_prescriptions(self.diagnosis, self.prescription, draws=draws, seed=seed)
-        return rx.checks.Controls(prescriptions, realize)
+        return {"prescriptions": prescriptions, "realize": realize}
 
 
 def _require_place(arguments: Namespace) -> None:
@@ -137,23 +151,27 @@ def _beside(arguments: Namespace) -> Path:
     return Path(arguments.candidate) / "prescription.json"
 
 
-def _check_names(arguments: Namespace) -> list[str]:
+def _asked(arguments: Namespace) -> "list[rx.checks.Asked]":
+    """Reads what was asked for: without a word, every check that needs none."""
     known = rx.checks.CHECKS
-    asked = arguments.checks.split(",") if arguments.checks else [name for name in known if name != "controls"]
-    for name in asked:
-        if name not in known:
-            raise UnknownName("check", name, known)
-    return [*asked, "controls"] if arguments.controls and "controls" not in asked else asked
+    if arguments.checks is not None:
+        asked = list(rx.checks.parse_checks(arguments.checks))
+    else:
+        asked = [rx.checks.Asked(name) for name, check in known.items() if not check.on_request]
+    missing = arguments.controls and "controls" not in [one.name for one in asked]
+    return [*asked, rx.checks.Asked("controls")] if missing else asked
 
 
-def _checks(names: list[str], case: _Case, arguments: Namespace) -> "list[rx.checks.Check]":
-    """Builds the checks; only those with an option or an input of their own are not simply their defaults."""
-    special: dict[str, Callable[[], rx.checks.Check]] = {
-        "controls": lambda: case.controls(arguments.draws, arguments.seed),
-    }
-    if arguments.most_drop is not None:
-        special["accuracy"] = lambda: rx.checks.Accuracy(arguments.most_drop)
-    return [special.get(name, rx.checks.CHECKS[name])() for name in names]
+def _checks(asked: "Sequence[rx.checks.Asked]", case: _Case, arguments: Namespace) -> "list[rx.checks.Check]":
+    """Builds the checks with their knobs and inputs."""
+    built = []
+    for one in asked:
+        knobs = dict(one.knobs)
+        if one.name == "accuracy" and arguments.most_drop is not None:
+            knobs["most_drop"] = arguments.most_drop
+        make: Any = rx.checks.CHECKS[one.name]
+        built.append(make(**knobs, **case.inputs(one.name, arguments)))
+    return built
 
 
 def _save(evidence: "rx.Evidence", case: _Case, arguments: Namespace) -> Path:

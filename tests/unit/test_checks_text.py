@@ -1,0 +1,63 @@
+"""Checks as text: what is asked for is read, with knobs of the right kinds, and what cannot be read is said."""
+
+import pytest
+
+from attnrx.checks import CHECKS, Robustness, parse_checks, standard
+from attnrx.errors import AttnrxError
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("accuracy", {"accuracy": {}}),
+        ("accuracy, costs", {"accuracy": {}, "costs": {}}),
+        ("accuracy(most_drop=2),fidelity", {"accuracy": {"most_drop": 2.0}, "fidelity": {}}),
+        ("controls(must_beat=random/largest)", {"controls": {"must_beat": ("random", "largest")}}),
+        ("accuracy(most_drop=none)", {"accuracy": {"most_drop": None}}),
+        (
+            "robustness( severities = 1/3 , corruptions=fog/extra, images=none )",
+            {"robustness": {"severities": (1, 3), "corruptions": ("fog", "extra"), "images": None}},
+        ),
+        (
+            "transfer(per_class=50,seeds=7,learning_rate=1e-3)",
+            {"transfer": {"per_class": 50, "seeds": (7,), "learning_rate": 1e-3}},
+        ),
+    ],
+)
+def test_a_text_is_read(text: str, read: dict) -> None:
+    assert {asked.name: dict(asked.knobs) for asked in parse_checks(text)} == read
+
+
+def test_a_check_is_made_of_what_was_read() -> None:
+    (asked,) = parse_checks("robustness(severities=3,corruptions=common)")
+    made = Robustness(**asked.knobs)
+    assert made.severities == (3,) and len(made.corruptions) == 15
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "found 'the end'"),
+        ("acuracy", "did you mean 'accuracy'"),
+        ("accuracy,", "the name of a check"),
+        ("accuracy costs", "',' and another check"),
+        ("accuracy,accuracy", "asked for twice"),
+        ("robustness(severity=3)", "did you mean 'severities'"),
+        ("robustness(severities=2.5)", "severities of robustness is int, not 2.5"),
+        ("robustness(severities=3,severities=4)", "severities is given twice"),
+        ("robustness(severities=)", "a value"),
+        ("robustness(severities=3", "')'"),
+        ("costs(x=1)", "costs has no knobs"),
+        ("transfer(training=x)", "unknown knob of transfer 'training'"),
+        ("accuracy;costs", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
+    with pytest.raises(AttnrxError) as caught:
+        parse_checks(text)
+    assert said in str(caught.value)
+
+
+def test_what_is_only_on_request_is_not_standard() -> None:
+    assert {name for name, check in CHECKS.items() if check.on_request} == {"controls", "transfer"}
+    assert {check.name for check in standard()} == {name for name, check in CHECKS.items() if not check.on_request}
