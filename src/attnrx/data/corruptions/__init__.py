@@ -3,9 +3,10 @@
 They are those of ImageNet-C, and for small images of Tiny-ImageNet-C and CIFAR-C: Hendrycks and Dietterich,
 "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019. Written here from its
 definitions in PyTorch: of the packages that hold them, imagecorruptions 1.1.2 fails on three of the nineteen with
-today's NumPy and scikit-image, and corrupt_tta 0.1.7, which runs them all, wants OpenCV and scikit-image. The amounts are those of the published code; `frost` and the water of `spatter` are not
-what was published (each says why). The published files were stored as JPEG of quality 85 after all, which is not done
-here. So a number compares models on the same images, and is not one of the benchmark's.
+today's NumPy and scikit-image, and corrupt_tta 0.1.7, which runs them all, wants OpenCV and scikit-image. The amounts
+are those of the published code; `frost` and the water of `spatter` are not what was published (each says why). The
+published files were stored as JPEG of quality 85 after all, which is not done here. So a number compares models on the
+same images, and is not one of the benchmark's.
 """
 
 from collections.abc import Callable, Mapping
