@@ -192,14 +192,7 @@ def _tried(
 
 
 def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
-    return {
-        "diagnosis": dict(bench.diagnosis.about),
-        "data": bench.test.fingerprint,
-        "images": images,
-        "seed": bench.seed,
-        "contenders": [asdict(contender) for contender in contenders],
-        "torch": torch.__version__,
-    }
+    return {**bench.told(contenders), "data": bench.test.fingerprint, "images": images}
 
 
 def _measured(

@@ -1,8 +1,11 @@
 """Contenders: ways of compressing a model as text, and as something that prices and makes the model at any share."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.budget import costs_at, least_share
@@ -112,6 +115,15 @@ class Bench:
     test: ImageSet
     seed: int = 0
     batch_size: int = 64
+
+    def told(self, contenders: Sequence[Contender]) -> dict[str, Any]:
+        """Tells what contenders were made from and with, as JSON-ready values."""
+        return {
+            "diagnosis": dict(self.diagnosis.about),
+            "seed": self.seed,
+            "contenders": [asdict(contender) for contender in contenders],
+            "torch": torch.__version__,
+        }
 
 
 @dataclass(frozen=True)

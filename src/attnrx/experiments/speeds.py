@@ -144,11 +144,11 @@ def compare_speeds(
     What is known so far is saved to `out` after every batch size.
     """
     family = family_of(bench.model)
-    shipped, before = family.shipped(bench.model), family.costs(bench.model)
+    shipped = family.shipped(bench.model)
     made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
-    for name, share, macs_share, model in _made(bench, contenders, (rates.shares, rates.macs), say):
-        made[f"{name} {share}"] = (name, share, macs_share / before.macs, model)
-    found = Speeds((), _about(bench, contenders))
+    for each in _made(bench, contenders, rates, say):
+        made[f"{each[0]} {each[1]}"] = each
+    found = Speeds((), bench.told(contenders))
     for protocol in rates.protocols:
         for batch in rates.batches:
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
@@ -163,21 +163,13 @@ def compare_speeds(
 
 
 def _made(
-    bench: Bench, contenders: Sequence[Contender], asked: tuple[Sequence[float], Sequence[float]], say: Say
+    bench: Bench, contenders: Sequence[Contender], rates: Rates, say: Say
 ) -> Iterator[tuple[str, float, float, nn.Module]]:
     before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
     for contender in contenders:
         maker = makers.of(contender)
-        for point in points(contender, maker, before, *asked):
+        for point in points(contender, maker, before, rates.shares, rates.macs):
             if isinstance(point, Unreached):
                 say(f"{point.contender} {point.cells[2]}: left out")
             else:
-                yield contender.name, point[0], maker.costs(point[0]).macs, maker.make(point[0])
-
-
-def _about(bench: Bench, contenders: Sequence[Contender]) -> dict[str, Any]:
-    return {
-        "diagnosis": dict(bench.diagnosis.about),
-        "contenders": [asdict(contender) for contender in contenders],
-        "torch": torch.__version__,
-    }
+                yield contender.name, point[0], maker.costs(point[0]).macs / before.macs, maker.make(point[0])
