@@ -46,8 +46,8 @@ class Tapped(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys". Without sizes and without a wish for the whole map the fused kernel is used. Whole maps
-    are shown part by part, where that keeps them in the cache.
+    "class_attention", "keys". Where nobody wishes for the whole map, and no gradient for the sizes, the fused kernel is used.
+    Whole maps are shown part by part, where that keeps them in the cache.
     """
 
     def __init__(
@@ -71,12 +71,15 @@ class Tapped(Backend):
         """Computes the read-out and shows what was asked for."""
         sizes = self.sizes()
         query, key = factors.folded()
-        if sizes is not None or "attention" in self.wanted:
+        learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
+        if learned or "attention" in self.wanted:
             return self._written_out(factors, value, sizes)
         if self.wanted:
-            first = torch.softmax((query[:, :, :1] @ key.transpose(-1, -2)) * factors.scale, dim=-1)
-            self.pass_on(first, factors)
-        return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+            first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
+            self.pass_on(sized_softmax(first, sizes), factors)
+        # A token that has left counts for -inf. One that never leaves is always there, so no row is without any.
+        counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
 
     def _written_out(
         self,
