@@ -67,6 +67,7 @@ from attnrx.tokens import (
     Spot,
     SPViT,
     ToMe,
+    Ward,
     ZeroTPrune,
 )
 
@@ -130,6 +131,8 @@ REDUCTIONS: dict[str, Reducer] = {
     "attention_received": AttentionReceived(),
     "evit": EViT(),
     "tome": ToMe(),
+    "ward": Ward(),
+    "ward-means": Ward(lengths=False),
     "dynamicvit": DynamicViT(),
     "spot": Spot(),
     "spot-no-tokens": Spot(projected=0, variance=False),

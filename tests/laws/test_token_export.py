@@ -19,7 +19,7 @@ from cases import PATTERNS, REDUCTIONS
 FIRST = list({type(REDUCTIONS[kind]): kind for kind in reversed(REDUCTIONS)}.values())
 PAIRS = [("vit", kind) for kind in REDUCTIONS]
 PAIRS += [(name, kind) for name in ("dense", "hf vit", "lvvit") for kind in FIRST if fits(name, REDUCTIONS[kind])]
-STAGED = ("random", "tome", "spot")
+STAGED = ("random", "tome", "ward", "spot")
 
 
 def exported(model: nn.Module, dynamic: bool) -> nn.Module:

@@ -133,8 +133,8 @@ def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     assert torch.equal(logits(kept), logits(model))
 
 
-# Random goes by the place of a token alone, and ToMe by whether it is even or odd.
-@pytest.mark.parametrize("kind", [kind for kind in REDUCTIONS if kind not in ("random", "tome")])
+# Random goes by the place of a token alone, and merging by whether it is even or odd.
+@pytest.mark.parametrize("kind", [kind for kind in REDUCTIONS if kind not in ("random", "tome", "ward", "ward-means")])
 def test_the_order_of_the_patches_does_not_matter(kind: str) -> None:
     """Shuffled patches with their positions give the same answer: a reducer goes by what a token is."""
     model = reduced("vit", TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")

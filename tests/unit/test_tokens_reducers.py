@@ -23,6 +23,7 @@ from attnrx.tokens import (
     SPViT,
     TokenLayout,
     ToMe,
+    Ward,
     ZeroTPrune,
 )
 from attnrx.tokens.policy import TokenPolicy
@@ -204,3 +205,26 @@ def test_a_soft_reducer_of_something_that_has_no_scores_is_refused() -> None:
     object.__setattr__(soft, "scores", ToMe())  # past the type checks of the tests, which users do not have
     with pytest.raises(InvalidInput, match="ToMe gives no scores"):
         soft.__post_init__()
+
+
+def test_ward_merges_where_the_tokens_change_least_and_keeps_their_length() -> None:
+    # The first set is at 0 and at (8, 0), the second at (1, 0) and at (0, 6), which stands for three patches.
+    given = seen([[0.0, 0.0], [1.0, 0.0], [8.0, 0.0], [0.0, 6.0]], [1.0, 1.0, 1.0, 3.0])
+    # 0 into (1, 0) adds 1/2; (8, 0) into (1, 0) adds 49/2, into (0, 6) 3/4 * 100.
+    means = decided(Ward(lengths=False), given, 3)
+    assert means.kept.tolist() == [[1, 2, 3]]
+    torch.testing.assert_close(means.tokens, torch.tensor([[[0.5, 0.0], [8.0, 0.0], [0.0, 6.0]]]))
+    torch.testing.assert_close(means.sizes, torch.tensor([[2.0, 1.0, 3.0]]))
+    two = decided(Ward(lengths=False), given, 2)  # both of the first set leave
+    torch.testing.assert_close(two.tokens, torch.tensor([[[3.0, 0.0], [0.0, 6.0]]]))
+    turned = seen([[3.0, 0.0], [0.0, 4.0]], [1.0, 3.0])
+    (token,) = decided(Ward(), turned, 1).tokens[0]
+    assert token.norm().item() == pytest.approx((3 + 3 * 4) / 4)  # as long as they were in the mean
+    torch.testing.assert_close(token / token.norm(), torch.tensor([3.0, 12.0]) / math.hypot(3, 12))
+
+
+def test_size_decides_what_ward_merges() -> None:
+    tokens = [[0.0], [3.0], [10.0], [12.0]]
+    # 0 into 3 adds 9/2; 10 into 12 adds 2 where both are single, and 10 where both stand for five.
+    single, heavy = (seen(tokens, [1.0, 1.0, size, size]) for size in (1.0, 5.0))
+    assert [decided(Ward(), given, 3).kept.tolist() for given in (single, heavy)] == [[[0, 1, 3]], [[1, 2, 3]]]

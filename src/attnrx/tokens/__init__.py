@@ -22,6 +22,7 @@ from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.spvit import SPViT
 from attnrx.tokens.text import parse_policy_text
 from attnrx.tokens.tome import ToMe
+from attnrx.tokens.ward import Ward
 from attnrx.tokens.zero_tprune import ZeroTPrune
 
 # Every reducer by its name in text.
@@ -32,6 +33,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "attention_received": AttentionReceived,
     "evit": EViT,
     "tome": ToMe,
+    "ward": Ward,
     "dynamicvit": DynamicViT,
     "spot": Spot,
     "zero_tprune": ZeroTPrune,
@@ -68,6 +70,7 @@ __all__ = [
     "ToMe",
     "TokenLayout",
     "TokenPolicy",
+    "Ward",
     "ZeroTPrune",
     "attention_features",
     "images_of",

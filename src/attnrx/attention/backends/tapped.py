@@ -46,8 +46,8 @@ class Tapped(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys". Where nobody wishes for the whole map, and no gradient for the sizes, the fused kernel is used.
-    Whole maps are shown part by part, where that keeps them in the cache.
+    "class_attention", "keys". Where nobody wishes for the whole map, nor for a gradient of the sizes, the fused kernel
+    is used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
     def __init__(

@@ -1,0 +1,54 @@
+"""Ward: the patches whose merging changes the tokens least become one."""
+
+from dataclasses import dataclass
+
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.merging import Merging, Tables, rows_of
+from attnrx.tokens.reducer import Shape
+from attnrx.tokens.seen import Seen
+
+
+@dataclass(frozen=True)
+class Ward(Merging):
+    """Merges where the tokens themselves change least (ours; the criterion is that of Ward, 1963).
+
+    Putting a patch of size a and one of size b into their mean adds a b / (a + b) |x - y|^2 to the squared error of
+    all tokens. Large groups are therefore merged late, and no layer has to show anything: what is compared is what goes
+    on. With `lengths`, a merged token is as long as what it was made of was in the mean: a mean of vectors is shorter
+    than they are, and what the layers add to it would weigh more.
+    """
+
+    lengths: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What of the layers before it must see: nothing."""
+        return ()
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of comparing the two sets by their tokens, in every round."""
+        return self.compared(shape.width, patches, count)
+
+    def tables(self, seen: Seen) -> Tables:
+        """Gives the patches and their lengths."""
+        lengths = {"lengths": seen.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
+        return {"patches": seen.patches, **lengths}
+
+    def closeness(
+        self, tables: Tables, sizes: Float[Tensor, "batch patches"], first: Tensor, second: Tensor
+    ) -> Float[Tensor, "batch first second"]:
+        """Gives the squared error that merging would add, negative."""
+        patches = tables["patches"]
+        x, y = rows_of(patches, first), rows_of(patches, second)
+        square = (x * x).sum(-1)[..., None] + (y * y).sum(-1)[:, None]
+        apart = (square - 2 * (x @ y.transpose(1, 2))).clamp_min(0)
+        a, b = sizes.gather(1, first)[..., None], sizes.gather(1, second)[:, None]
+        return -apart * (a * b / (a + b))
+
+    def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
+        """Gives the patches, as long as they should be."""
+        patches = tables["patches"]
+        if "lengths" not in tables:
+            return patches
+        own = patches.norm(dim=-1, keepdim=True)
+        return patches * (tables["lengths"] / own.clamp_min(1e-6))
