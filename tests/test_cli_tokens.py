@@ -211,3 +211,32 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
     priced = record("costs", made.run, "--prescription", out)
     (spent,) = found["budget"]["spent"]
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.6 < spent <= 0.7
+
+
+def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace) -> None:
+    folder, slim = made.root / "plan", made.root / "planned"
+    ways = ("--images", "16", "--other-images", "6", "--trials", "2", "--axes", "scores,tokens", "--batch-size", "8")
+    told = record("plan", made.run, "--target", "macs=0.8x", "--data", made.data, *ways, "--out", folder)
+    assert told["price"] <= 0.8 and told["explained"] and len(told["front"]) > 1
+    file = folder / "prescription.json"
+    realized = record("realize", made.run, "--prescription", file, "--out", slim)
+    assert realized["macs_down_percent"] == pytest.approx(100 * (1 - told["price"]), abs=0.1)
+    words = ("verify", slim, "--reference", made.run, "--data", made.data, "--checks", "promises")
+    verified = json.loads(call(*words, "--prescription", file, "--json").out)
+    assert {finding["details"]["quantity"] for finding in verified["findings"]} >= {"promised_divergence"}
+    assert (
+        "of the original's macs"
+        in call(
+            "plan",
+            made.run,
+            "--target",
+            "macs=0.8x",
+            "--data",
+            made.data,
+            *ways,
+            "--diagnosis",
+            made.diagnosis,
+            "--out",
+            folder,
+        ).out
+    )

@@ -35,6 +35,7 @@ _HOMES = {
     "load_data": "attnrx.data",
     "matching": "attnrx.flow",
     "measure_divergence": "attnrx.flow",
+    "plan": "attnrx.flow",
     "prescribe": "attnrx.flow",
     "prescribe_within": "attnrx.flow",
     "realize": "attnrx.flow",
@@ -48,6 +49,7 @@ _HOMES = {
 # Parts of the package that can be reached by name, for what has no public name of its own: `attnrx.models.family_of`.
 _ROOMS = (
     "budget",
+    "planning",
     "checks",
     "costs",
     "data",

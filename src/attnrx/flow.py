@@ -18,6 +18,7 @@ from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose, told_or_read
 from attnrx.models import described_tokens, family_of, load_model, model_fingerprint, save_model
+from attnrx.planning import plan
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "matching",
     "measure_divergence",
+    "plan",
     "prescribe",
     "prescribe_within",
     "prescribed_tokens",

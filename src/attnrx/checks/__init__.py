@@ -16,13 +16,14 @@ from attnrx.checks.controls import Controls
 from attnrx.checks.costs import Costs
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
+from attnrx.checks.promises import Promises
 from attnrx.checks.robustness import Robustness
 from attnrx.checks.text import Asked, parse_checks_text
 from attnrx.checks.transfer import Transfer
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check
-    for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Robustness, Transfer)
+    for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises, Robustness, Transfer)
 }
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Fidelity",
     "Latency",
     "Predictions",
+    "Promises",
     "Robustness",
     "Transfer",
     "aggregate",

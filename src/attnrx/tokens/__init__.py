@@ -20,7 +20,7 @@ from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.spvit import SPViT
-from attnrx.tokens.text import parse_policy_text
+from attnrx.tokens.text import parse_policy_text, parse_reducer_text
 from attnrx.tokens.tome import ToMe
 from attnrx.tokens.ward import Ward
 from attnrx.tokens.zero_tprune import ZeroTPrune
@@ -75,6 +75,7 @@ __all__ = [
     "attention_features",
     "images_of",
     "parse_policy",
+    "parse_reducer",
     "parts_of",
     "policy_from_dict",
     "sampled_keep",
@@ -88,6 +89,11 @@ def parse_policy(text: str) -> TokenPolicy:
     image's patches. `tome:13@every` lets 13 patches leave before every layer but the first.
     """
     return parse_policy_text(text, REDUCERS)
+
+
+def parse_reducer(text: str) -> Reducer:
+    """Reads a reducer alone, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
+    return parse_reducer_text(text, REDUCERS)
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:

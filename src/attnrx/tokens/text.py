@@ -33,6 +33,14 @@ def parse_policy_text(text: str, registry: Mapping[str, type[Reducer]]) -> Token
     return _Reader(text, registry).read_policy()
 
 
+def parse_reducer_text(text: str, registry: Mapping[str, type[Reducer]]) -> Reducer:
+    """Builds the reducer that a text names, without the stages of a policy."""
+    reader = _Reader(text, registry)
+    reducer = reader.read_reducer(reader.expect("name", "the name of a reducer"))
+    reader.expect("end", "the end; the stages of the policy are chosen elsewhere")
+    return reducer
+
+
 class _Reader(KnobReader):
     """Reads tokens from left to right; every method takes the tokens of its part of the grammar."""
 

@@ -8,6 +8,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a model, or go on with a run that was stopped",
     "diagnose": "read the spectra and indicators of every layer and head off a model",
     "prescribe": "decide which directions and heads a model can do without",
+    "plan": "share one budget out over ranks and tokens, for a target of latency, MACs, parameters or accuracy",
     "realize": "carry a prescription out, as a mask or as a smaller model",
     "verify": "collect evidence of what a candidate costs against its reference",
     "report": "write everything that was found into one HTML page",

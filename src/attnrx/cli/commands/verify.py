@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
         "--checks",
         metavar="CHECKS",
         help="with their knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or "
-        "transfer(per_class=50) (all but controls and transfer)",
+        "transfer(per_class=50); promises, of a plan (all but controls, promises and transfer)",
     )
     chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
     chosen.add_argument("--draws", type=int, default=10, metavar="N", help="random controls (10)")

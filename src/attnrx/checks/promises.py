@@ -1,0 +1,106 @@
+"""Promises: what a plan said of latency and accuracy, held to account on other images and another run of the clock."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.checks.check import Check
+from attnrx.checks.comparison import Comparison
+from attnrx.costs import Conditions, LatencyProtocol, compare_latency
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Finding
+from attnrx.models import family_of
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Promises(Check):
+    """What the plan behind the prescription expected, beside what is found.
+
+    Divergence, agreement and change of accuracy hold if the mean over these images is no worse than the end of the
+    interval that the plan gives for as many; the latency, against the model as its library ships it, if it is at most
+    the share `within` above what was promised. Precision, threads, clock and images at once are those of the plan.
+    """
+
+    name: ClassVar[str] = "promises"
+    on_request: ClassVar[bool] = True
+    within: float = 0.1
+    rounds: int = 20
+
+    def __post_init__(self):
+        if self.within < 0 or self.rounds < 2:
+            raise InvalidInput(f"Promises(within={self.within}, rounds={self.rounds}): give 0 or more, and two rounds.")
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Compares what was promised."""
+        record = None if comparison.prescription is None else comparison.prescription.about.get("plan")
+        if record is None:
+            raise InvalidInput(
+                "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
+            )
+        found = _found(comparison)
+        findings = [_finding(name, record["expected"][name], own) for name, own in found.items()]
+        if record["measured"] is not None:
+            findings.append(self._latency(comparison, record["measured"]))
+        return tuple(findings)
+
+    def _latency(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
+        conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
+        protocol = LatencyProtocol(conditions, self.rounds, clock=promised["clock"])
+        family = family_of(comparison.reference)
+        shape = family.input_shape(comparison.reference)
+        images = torch.randn(promised["batch"], *shape, generator=torch.Generator().manual_seed(0))
+        shipped = family.shipped(comparison.reference)
+        measured = compare_latency(comparison.candidate, shipped, images, protocol)
+        limit = promised["ratio"] * (1 + self.within)
+        return Finding(
+            self.name,
+            "time of a forward pass against the original as its library ships it, at most as promised",
+            measured.ratio.value,
+            "x",
+            limit=limit,
+            holds=measured.ratio.value <= limit,
+            low=measured.ratio.low,
+            high=measured.ratio.high,
+            n=measured.rounds,
+            seed=protocol.seed,
+            details={"quantity": "promised_latency", "promised": dict(promised), "within": self.within},
+        )
+
+
+def _found(comparison: Comparison) -> dict[str, Float[Tensor, "images"]]:
+    predictions = comparison.predictions
+    before, after = (predictions.logits[role].double().log_softmax(-1) for role in ("reference", "candidate"))
+    was, now = before.argmax(-1), after.argmax(-1)
+    return {
+        "divergence": (before.exp() * (before - after)).sum(-1),
+        "agreement": (was == now).double(),
+        "change": (now == predictions.labels).double() - (was == predictions.labels).double(),
+    }
+
+
+# What the finding says, its unit, its scale, and whether more of it is worse.
+CLAIMS = {
+    "divergence": ("KL divergence from the original, at most as the plan said", "nats", 1.0, True),
+    "agreement": ("agreement with the original, at least as the plan said", "%", 100.0, False),
+    "change": ("change of top-1 accuracy, at least as the plan said", "points", 100.0, False),
+}
+
+
+def _finding(quantity: str, expected: Mapping[str, float], found: Float[Tensor, "images"]) -> Finding:
+    claim, unit, scale, more_is_worse = CLAIMS[quantity]
+    n, value = len(found), float(found.mean())
+    half = 1.96 * expected["spread"] * (1 / expected["images"] + 1 / n) ** 0.5
+    limit = expected["value"] + (half if more_is_worse else -half)
+    return Finding(
+        Promises.name,
+        claim,
+        scale * value,
+        unit,
+        limit=scale * limit,
+        holds=value <= limit if more_is_worse else value >= limit,
+        n=n,
+        details={"quantity": f"promised_{quantity}", "promised": scale * expected["value"], "within": scale * half},
+    )

@@ -1,0 +1,86 @@
+"""What the original answers to some images, and how far a candidate's answers are from that."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet
+from attnrx.errors import DataError
+from attnrx.models import evaluating
+from attnrx.shapes import Float, Int, Tensor
+
+Pixels = Float[Tensor, "batch channels height width"]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a candidate is from the original, image by image.
+
+    `divergence` is KL(original || candidate) of the answers in nats, `agrees` whether both name the same class, and
+    `change` +1 where the candidate alone is right, -1 where it alone is wrong, 0 elsewhere.
+    """
+
+    divergence: Float[Tensor, "images"]
+    agrees: Float[Tensor, "images"]
+    change: Float[Tensor, "images"]
+
+    @property
+    def mean(self) -> float:
+        """The mean divergence."""
+        return float(self.divergence.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Images that are kept, batch by batch, and what the original answers to them."""
+
+    batches: tuple[Tensor, ...]
+    labels: Int[Tensor, "images"]
+    logs: Float[Tensor, "images classes"]
+
+    @classmethod
+    def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
+        """Asks the original."""
+        weight = next(model.parameters())
+        pixels, labels, logs = [], [], []
+        with evaluating([model]):
+            for batch in images.batches(batch_size, device=weight.device):
+                pixels.append(batch.images.to(weight.dtype))
+                labels.append(batch.labels.cpu())
+                logs.append(log_probabilities(model(pixels[-1])))
+        if not pixels:
+            raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
+        return cls(tuple(pixels), torch.cat(labels), torch.cat(logs))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def measure(self, candidate: nn.Module) -> Deviation:
+        """Asks a candidate, and compares."""
+        with evaluating([candidate]):
+            return self.deviation([log_probabilities(candidate(batch)) for batch in self.batches])
+
+    def deviation(self, answered: Sequence[Tensor]) -> Deviation:
+        """Compares what was answered batch by batch."""
+        other = torch.cat(list(answered))
+        before, after = self.logs.argmax(-1), other.argmax(-1)
+        change = (after == self.labels).double() - (before == self.labels).double()
+        return Deviation(divergences(self.logs, other), (before == after).double(), change)
+
+    def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
+        """Gives every batch with what the original answered."""
+        yield from zip(self.batches, self.logs.split([len(batch) for batch in self.batches]), strict=True)
+
+
+def log_probabilities(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
+    """Gives the logarithms of the answers, in float64 on the CPU."""
+    return torch.log_softmax(logits.double(), dim=-1).cpu()
+
+
+def divergences(
+    logs: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Gives KL(first || second) of every image, in nats."""
+    return (logs.exp() * (logs - other)).sum(-1).clamp_min(0)

@@ -1,0 +1,183 @@
+"""Prices by the clock: how long a block takes at every rank and number of tokens, measured on this machine."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.costs import Conditions, LatencyProtocol, interleave
+from attnrx.costs.conditions import PRECISIONS
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import family_of
+from attnrx.models.blocks import block_names
+from attnrx.planning.damages import Say
+from attnrx.planning.prices import Prices
+from attnrx.planning.space import TOKENS, Choices, Space
+from attnrx.realization import realize
+
+# The shares of the tokens at which blocks are timed; between them the time is taken to lie on straight lines.
+TIMED = (0.15, 0.3, 0.5, 0.75, 1.0)
+ROUNDS, WARMUP = 7, 2
+REFERENCE = "original"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What is timed: batches of so many images, under these conditions, by a clock of `costs.CLOCKS`."""
+
+    batch: int = 32
+    conditions: Conditions = field(default_factory=Conditions)
+    name: str = "wall"
+    rounds: int = ROUNDS
+
+    def __post_init__(self):
+        if self.batch < 1 or self.rounds < 2:
+            raise InvalidInput(f"batches of {self.batch}, {self.rounds} rounds: give an image and two rounds or more.")
+
+    @property
+    def protocol(self) -> LatencyProtocol:
+        """The same for two whole models that take turns."""
+        return LatencyProtocol(self.conditions, 3 * self.rounds, clock=self.name)
+
+    def images(self, space: Space) -> torch.Tensor:
+        """Noise: the time depends on how many images there are, not on what they show."""
+        shape = family_of(space.model).input_shape(space.model)
+        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
+    """Times one block of every kind at every level and at several numbers of tokens, and whole models beside it.
+
+    Each time is divided by that of the original's block in the same round. `whole` is the model as its library ships
+    it; what is outside the blocks, and what letting tokens leave takes at every stage, are the differences between
+    whole models and their blocks. No level is offered that is not faster than those that keep more.
+
+    Raises:
+        NotSupported: The layers are not all of one shape.
+    """
+    family = family_of(space.model)
+    if len({layer.spec for layer in family.attention(space.model)}) > 1:
+        raise NotSupported("the layers of this model are not all of one shape, so one block does not price the others.")
+    tokens = space.shape.layout.tokens
+    grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
+    timer = _Timer(space, clock, grid)
+    attention = np.zeros((len(space.levels), len(space.levels), len(grid)))
+    for scores in (0, *space.available("scores")):
+        for values in (0, *space.available("values")):
+            attention[scores, values] = timer.block({"scores": scores, "values": values})
+        say(f"prices: scores at {space.levels[scores]:g}")
+    mlp = np.zeros((len(space.levels), len(grid)))
+    for level in space.available("mlp"):
+        mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
+    attention, mlp = _never_slower(attention, space), _never_slower_mlp(mlp, space)
+    every = np.arange(tokens + 1)
+    wide = _between(every, grid, attention)[None].repeat(space.depth, 0)
+    narrow = _between(every, grid, mlp)[None].repeat(space.depth, 0)
+    return timer.whole(wide, narrow)
+
+
+class _Timer:
+    """Times blocks and models under one set of conditions, in units of the original's block at all its tokens."""
+
+    def __init__(self, space: Space, clock: Clock, grid: list[int]):
+        self.space, self.clock, self.grid = space, clock, grid
+        self.family = family_of(space.model)
+        self.original = self._block(space.model)
+        width = space.shape.width
+        generator = torch.Generator().manual_seed(0)
+        self.rows = {n: torch.randn(clock.batch, n, width, generator=generator) for n in grid}
+
+    def _block(self, model: nn.Module) -> Callable[[torch.Tensor], Any]:
+        return self.clock.conditions.place(model.get_submodule(block_names(model, self.family)[0]))
+
+    def block(self, levels: Mapping[str, int]) -> np.ndarray:
+        """Gives the times of a block at every number of tokens."""
+        block = self._block(self._at(levels)) if any(levels.values()) else self.original
+        runs = {str(n): partial(block, self._placed(rows)) for n, rows in self.rows.items()}
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, self._placed(self.rows[self.grid[-1]]))})
+        return np.array([seconds[str(n)] for n in self.grid])
+
+    def _placed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self.clock.conditions.device, PRECISIONS[self.clock.conditions.precision])
+
+    def _at(self, levels: Mapping[str, int]) -> nn.Module:
+        choices = Choices.nothing(self.space.depth)
+        for axis, level in levels.items():
+            if level:
+                choices = choices.with_level(axis, 0, level)
+        return realize(self.space.model, self.space.prescription(choices))
+
+    def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Gives the median over rounds of every time divided by the reference's of the same round."""
+        with self.clock.conditions.held():
+            seconds = interleave(runs, rounds=self.clock.rounds, warmup=WARMUP, clock=self.clock.name)
+        return {name: float((own / seconds[REFERENCE]).median()) for name, own in seconds.items()}
+
+    def whole(self, attention: np.ndarray, mlp: np.ndarray) -> Prices:
+        """Times whole models, and gives all prices."""
+        space, conditions = self.space, self.clock.conditions
+        images = conditions.place_images(self.clock.images(space))
+        models = {"shipped": self.family.shipped(space.model), "own": space.model}
+        dropping = self._dropping() if TOKENS in space.axes else None
+        if dropping is not None:
+            models["dropping"] = realize(space.model, space.prescription(dropping))
+        runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
+        rows = self._placed(self.rows[self.grid[-1]])
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        blocks = float(space.depth * attention[0, 0, 0, -1])
+        layout = space.shape.layout
+        stages = np.zeros((space.depth, layout.tokens + 1))
+        prices = Prices(
+            "latency",
+            "blocks",
+            seconds["shipped"],
+            max(seconds["own"] - blocks, 0.0),
+            attention,
+            mlp,
+            stages,
+            layout.prefix,
+            layout.patches,
+        )
+        if dropping is not None:
+            expected = prices.total(dropping) * prices.whole
+            seen = [layout.tokens - gone for gone in (0, *dropping.left[:-1])]
+            at_work = sum(own for own, count in zip(seen, dropping.leaving, strict=True) if count)
+            each = max(seconds["dropping"] - expected, 0.0) / at_work
+            stages += each * np.arange(layout.tokens + 1)
+        return prices
+
+    def _dropping(self) -> Choices:
+        """As many patches before every layer but the first, half of them in all."""
+        depth, patches = self.space.depth, self.space.patches
+        return replace(Choices.nothing(depth), leaving=(0, *((patches // (2 * (depth - 1)),) * (depth - 1))))
+
+
+def _never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
+    """Prices a level at what the next larger rank costs where the clock did not find it faster."""
+    scores, values = (0, *space.available("scores")), (0, *space.available("values"))
+    found = attention.copy()
+    for at, one in enumerate(scores):
+        for place, other in enumerate(values):
+            if at:
+                found[one, other] = np.minimum(found[one, other], found[scores[at - 1], other])
+            if place:
+                found[one, other] = np.minimum(found[one, other], found[one, values[place - 1]])
+    return found
+
+
+def _never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+    levels, found = (0, *space.available("mlp")), mlp.copy()
+    for before, level in pairwise(levels):
+        found[level] = np.minimum(found[level], found[before])
+    return found
+
+
+def _between(every: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
+    flat = times.reshape(-1, len(grid))
+    lines = [np.interp(every, [0, *grid], [0.0, *row]) if row.any() else np.zeros(len(every)) for row in flat]
+    return np.stack(lines).reshape(*times.shape[:-1], len(every))

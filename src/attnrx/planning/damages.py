@@ -1,0 +1,179 @@
+"""What every choice of a plan does to the answers: measured alone, one layer at a time, and taken to add up."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from attnrx.models import Family, attach_tokens_, evaluating, family_of
+from attnrx.models.blocks import block_names
+from attnrx.planning.answers import Answers, Pixels, divergences, log_probabilities
+from attnrx.planning.resuming import as_output, recorded, resumed
+from attnrx.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.prescription import OutputPrescription
+from attnrx.realization import realize
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens import TokenPolicy
+
+Say = Callable[[str], None]
+Weights = Mapping[str, np.ndarray]
+
+# The levels (places in LEVELS) at which the answers are measured, and the shares of the patches that leave.
+PROBED = (2, 4)
+LEAVING = (1 / 24, 1 / 8, 1 / 3)
+LEAST = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Damages:
+    """The mean divergence of the answers that each choice alone brings about, in nats.
+
+    `ranks` is [layer, level] for every axis. Of the tokens `places` and `tokens` [layer, place] hold the logarithms of
+    what was measured at some numbers of patches that leave; between and beyond, the divergence grows as a power of
+    their number. Where fewer patches are there than at first, the same share of them does the same damage.
+    """
+
+    ranks: Mapping[str, np.ndarray]
+    places: np.ndarray
+    tokens: np.ndarray
+    patches: int
+    _known: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False)
+
+    def of_leaving(self, layer: int, count: int, present: int) -> float:
+        """Gives what it costs that so many of the patches that are there leave before a layer."""
+        if not count:
+            return 0.0
+        key = (layer, count, present)
+        if key not in self._known:
+            place = math.log(count * self.patches / present)
+            self._known[key] = math.exp(_on_line(place, self.places, self.tokens[layer]))
+        return self._known[key]
+
+    def total(self, choices: Choices, weights: Weights) -> float:
+        """Adds up what all choices cost; `weights` [layer] multiply those of an axis."""
+        found, present = 0.0, self.patches
+        for layer, count in enumerate(choices.leaving):
+            for axis in RANKS:
+                found += float(self.ranks[axis][layer, getattr(choices, axis)[layer]] * weights[axis][layer])
+            found += self.of_leaving(layer, count, present) * float(weights[TOKENS][layer])
+            present -= count
+        return found
+
+
+def measure_damages(space: Space, answers: Answers, say: Say) -> Damages:
+    """Measures every axis at a few levels in every layer alone; the error that ranks leave out says what lies between.
+
+    The layers before the one that is changed are run once for all; what a rank leaves out is the energy of the
+    directions beyond it, in the metric of the data, which the prescriptions know.
+    """
+    probes = {
+        (axis, level): realize(space.model, piece)
+        for axis in RANKS
+        for level in PROBED
+        if level in space.available(axis) and (piece := space.piece(axis, level)) is not None
+    }
+    counts = sorted({max(space.step, round(share * space.patches)) for share in LEAVING})
+    counts = counts if TOKENS in space.axes else []
+    measured = {key: np.zeros(space.depth) for key in probes}
+    leaving = np.zeros((space.depth, len(counts)))
+    passing = _Passing(space, family_of(space.model))
+    with evaluating([space.model, *probes.values()]):
+        for done, (images, logs) in enumerate(answers.parts(), 1):
+            passing.take(images, logs)
+            for key, probe in probes.items():
+                measured[key] += passing.with_block_of(probe)
+            for place, count in enumerate(counts):
+                leaving[:, place] += passing.with_leaving(count)
+            say(f"damages: {done} of {len(answers.batches)} batches")
+    ranks = {axis: _curves(space, axis, measured, len(answers)) for axis in RANKS}
+    logs = np.log(np.maximum(leaving / len(answers), LEAST))
+    return Damages(ranks, np.log(np.array(counts or [1], dtype=float)), logs, space.patches)
+
+
+class _Passing:
+    """One batch, what every block of the original was given and gave, and what changes when one block is another."""
+
+    def __init__(self, space: Space, family: Family):
+        self.space, self.family = space, family
+
+    def take(self, images: Pixels, logs: Float[Tensor, "batch classes"]) -> None:
+        self.images, self.logs = images, logs
+        with recorded(self.space.model, self.family) as blocks:
+            self.space.model(images)
+            self.inputs = [given for given, _ in blocks]
+            self.kind = blocks[0][1]
+
+    def with_block_of(self, other: nn.Module) -> np.ndarray:
+        """Sums the divergences over the images when a layer is that of another model, layer by layer."""
+        found = np.zeros(len(self.inputs))
+        for layer, name in enumerate(block_names(other, self.family)):
+            output = other.get_submodule(name)(self.inputs[layer])
+            found[layer] = self._from(self.space.model, output, layer + 1)
+        return found
+
+    def with_leaving(self, count: int) -> np.ndarray:
+        """Sums the divergences over the images when so many patches leave before a layer, layer by layer."""
+        found, reducer = np.zeros(len(self.inputs)), self.space.reducer
+        assert reducer is not None
+        needs = set(reducer.needs)
+        for layer in range(1, len(self.inputs)):
+            changed = copy.deepcopy(self.space.model)
+            keep = (self.space.patches - count) / self.space.patches
+            attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
+            # What a reducer must see, it must be shown: by the layer before, or by all of them.
+            start = 0 if needs & {"moments", "accumulated"} else layer - 1 if needs else layer
+            found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
+        return found
+
+    def _from(self, model: nn.Module, given: Any, layer: int) -> float:
+        with resumed(model, self.family, given, layer):
+            return float(divergences(self.logs, log_probabilities(model(self.images))).sum())
+
+
+def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int) -> np.ndarray:
+    """Gives [layer, level]: through what was measured, in proportion to the error left out."""
+    found = np.zeros((space.depth, len(space.levels)))
+    known = {level: sums / images for (own, level), sums in measured.items() if own == axis}
+    if not known:
+        return found
+    errors = {level: _errors(space, axis, level) for level in space.available(axis)}
+    for layer in range(space.depth):
+        places = np.log([max(errors[level][layer], 1e-30) for level in known])
+        logs = np.log([max(own[layer], LEAST) for own in known.values()])
+        for level, own in errors.items():
+            found[layer, level] = math.exp(_on_line(math.log(max(own[layer], 1e-30)), places, logs))
+    return np.maximum.accumulate(found, axis=1)
+
+
+def _errors(space: Space, axis: str, level: int) -> list[float]:
+    piece = space.piece(axis, level)
+    assert piece is not None
+    if axis == "scores":  # what a prescription says of directions that leave need not be their strengths
+        layers = zip(space.spectra, piece.layers, strict=True)
+        return [float((own.strength.square() * own.used * ~layer.keep).sum()) for own, layer in layers]
+    return [_left_out(layer.mlp if axis == "mlp" else (layer.values,)) for layer in piece.layers]
+
+
+def _left_out(outputs: tuple[OutputPrescription | None, ...]) -> float:
+    """The energy of the directions that some maps do without."""
+    return sum(_beyond(output) for output in outputs if output is not None)
+
+
+def _beyond(output: OutputPrescription) -> float:
+    energies = output.strength.square().sort(dim=-1, descending=True).values
+    return sum(float(own[rank:].sum()) for own, rank in zip(energies, output.ranks, strict=True))
+
+
+def _on_line(place: float, places: np.ndarray, values: np.ndarray) -> float:
+    """Goes along straight lines between the points, and on beyond the last of either end; one point has slope 1."""
+    order = np.argsort(places)
+    xs, ys = places[order], values[order]
+    if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:
+        return float(ys[0] + place - xs[0])
+    at = int(np.clip(np.searchsorted(xs, place) - 1, 0, len(xs) - 2))
+    slope = (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])
+    return float(ys[at] + max(slope, 0.0) * (place - xs[at]))

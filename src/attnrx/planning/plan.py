@@ -1,0 +1,87 @@
+"""A plan: what was sought, what was chosen and why, what it will cost, and what else could have been had."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from attnrx.prescription import Prescription
+from attnrx.storage import write_json
+
+KIND, SCHEMA = "attnrx plan", 1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is promised of one quantity: its mean over images, how much it differs from image to image, and on how many
+    images that was found. They are no images that the plan was made on.
+    """
+
+    value: float
+    spread: float
+    images: int
+
+    def interval(self, images: int) -> tuple[float, float]:
+        """Where the mean over so many other images will lie, with a probability of 95 %."""
+        half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
+        return self.value - half, self.value + half
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan of the front: its price as a share of the original's, and the divergence predicted and measured."""
+
+    price: float
+    damage: float
+    divergence: float
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A prescription for a target, with its promises.
+
+    `price` is the share of the original's cost that the tables predict, `measured` what the clock said when the plan
+    was made (for latency). `expected` holds the divergence in nats, the agreement and the change of the top-1
+    accuracy, the last two as shares. `explained` has one line for every choice, `front` other plans, cheapest last.
+    """
+
+    prescription: Prescription
+    target: str
+    spend: str
+    price: float
+    expected: Mapping[str, Expected]
+    explained: tuple[str, ...]
+    front: tuple[Point, ...]
+    measured: Mapping[str, Any] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def promises(self) -> dict[str, Any]:
+        """What `verify` holds to account, as JSON-ready values; the prescription carries them."""
+        return {
+            "target": self.target,
+            "spend": self.spend,
+            "price": self.price,
+            "expected": {name: asdict(own) for name, own in self.expected.items()},
+            "measured": None if self.measured is None else dict(self.measured),
+        }
+
+    @property
+    def promising(self) -> Prescription:
+        """The prescription with the promises in its record."""
+        return replace(self.prescription, about={**self.prescription.about, "plan": self.promises})
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes plan.json and the prescription beside it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.promising.save(folder / "prescription.json")
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            **self.promises,
+            "explained": list(self.explained),
+            "front": [asdict(point) for point in self.front],
+            "about": dict(self.about),
+        }
+        return write_json(folder / "plan.json", record)

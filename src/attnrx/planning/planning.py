@@ -1,0 +1,283 @@
+"""Making a plan: prices and damages, the closed form, the search, and a measured promise."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.costs import compare_latency
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models import family_of, require_all_tokens
+from attnrx.planning.allocating import Step, allocate
+from attnrx.planning.answers import Answers, Deviation
+from attnrx.planning.clock import Clock, timed_prices
+from attnrx.planning.damages import Damages, Say, measure_damages
+from attnrx.planning.plan import Expected, Plan, Point
+from attnrx.planning.prices import Prices, counted_prices
+from attnrx.planning.refining import RANGE, Search, Trial, knobs_of, refine_plan, weights_of
+from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.planning.target import DROP, Target
+from attnrx.realization import realize
+from attnrx.tokens import Reducer, parse_reducer
+
+# A plan for the clock is made again with a smaller target until the clock agrees, so often.
+ATTEMPTS = 4
+CARE = 0.99
+# Plans of the front, from the whole model to the target.
+FRONT = 5
+# Halvings of the share in which a drop is sought.
+HALVINGS = 6
+
+
+def silent(told: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a plan may use: its axes, the reducer of the tokens, how it is searched for, and what is timed.
+
+    `batch_size` is how many images are answered at once; `say` hears what is going on.
+    """
+
+    axes: tuple[str, ...] = AXES
+    reducer: str = "ward"
+    search: Search = field(default_factory=Search)
+    clock: Clock = field(default_factory=Clock)
+    batch_size: int = 32
+    say: Say = silent
+
+    def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
+        """Gives all plans: ragged ranks where arithmetic counts, even ones where the clock does."""
+        reducer: Reducer | None = parse_reducer(self.reducer) if TOKENS in self.axes else None
+        form = "uniform_rank" if target.spend == "latency" else "total_rank"
+        return Space(model, diagnosis, reducer, self.axes, form)
+
+
+def plan(
+    model: nn.Module,
+    diagnosis: Diagnosis,
+    target: Target | str,
+    images: ImageSet,
+    others: ImageSet,
+    *,
+    ways: Ways | None = None,
+) -> Plan:
+    """Shares one budget out over ranks and tokens, for the least divergence of the answers.
+
+    What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it does
+    to the answers is measured on `images`, each alone. The closed form takes whatever saves most for its damage;
+    because damages do not quite add up, a search then weighs them, by the divergence of whole plans on `images`. What
+    is promised is measured on `others`, which nothing was chosen by; labels are used there, and for a target of
+    accuracy.
+
+    Raises:
+        NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
+    """
+    sought = Target.parse(target) if isinstance(target, str) else target
+    require_all_tokens(model, "plan for")
+    ways = ways or Ways()
+    made = _Making(ways.space(model, diagnosis, sought), ways, sought, images)
+    best, most = made.for_drop() if sought.of == DROP else made.for_cost(sought.most)
+    return made.finished(best, most, Answers.of(model, others, ways.batch_size))
+
+
+class _Making:
+    """All that is known while one plan is made."""
+
+    def __init__(self, space: Space, ways: Ways, target: Target, images: ImageSet):
+        self.space, self.ways, self.target, self.say = space, ways, target, ways.say
+        self.answers = Answers.of(space.model, images, ways.batch_size)
+        self.timed: dict[str, Any] | None = None
+        self.trials: tuple[Trial, ...] = ()
+
+    @cached_property
+    def prices(self) -> Prices:
+        if self.target.spend == "latency":
+            return timed_prices(self.space, self.ways.clock, self.say)
+        return counted_prices(self.space, self.target.spend)
+
+    @cached_property
+    def damages(self) -> Damages:
+        return measure_damages(self.space, self.answers, self.say)
+
+    @cached_property
+    def first(self) -> dict[str, float]:
+        """Where the search begins: how much the damages of an axis count, by those of the others, when they add up."""
+        return dict.fromkeys(knobs_of(self.space), 0.0)
+
+    def steps(self, most: float, knobs: dict[str, float]) -> tuple[Step, ...]:
+        return allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs))
+
+    def realized(self, choices: Choices) -> nn.Module:
+        return realize(self.space.model, self.space.prescription(choices))
+
+    def measured(self, choices: Choices) -> Deviation:
+        return self.answers.measure(self.realized(choices))
+
+    def calibrated(self, most: float) -> dict[str, float]:
+        """Weighs every axis by how far what it does altogether is from the sum of what its layers do alone."""
+        knobs = dict(self.first)
+        if len(self.space.axes) < 2:
+            return knobs
+        choices = self.steps(most, knobs)[-1].choices
+        factors = {axis: self._factor(axis, choices) for axis in self.space.axes}
+        base = factors.get(TOKENS) or next((own for own in factors.values() if own), 1.0)
+        for axis, own in factors.items():
+            if axis in knobs and own:
+                knobs[axis] = max(-RANGE, min(RANGE, math.log2(own / base)))
+        return knobs
+
+    def _factor(self, axis: str, choices: Choices) -> float | None:
+        own = Choices.nothing(self.space.depth)
+        own = replace(own, **{"leaving" if axis == TOKENS else axis: _of(choices, axis)})
+        if not any(_of(own, axis)):
+            return None
+        alone = self.damages.total(own, weights_of(self.space, self.first))
+        return max(self.measured(own).mean, 1e-6) / max(alone, 1e-6)
+
+    def for_cost(self, most: float) -> tuple[Trial, float]:
+        """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
+        best, allowed, said = self._searched(most), most, []
+        if self.target.spend != "latency":
+            return best, most
+        for _ in range(ATTEMPTS):
+            said.append(self._clocked(best))
+            if said[-1] <= most:
+                return best, allowed
+            self.say(f"the clock says {said[-1]:.3f} where {best.step.price:.3f} was predicted: less is allowed")
+            allowed *= CARE * most / said[-1]
+            best = self._at(allowed, best.knobs)
+        raise NotSupported(
+            f"{self.target} cannot be promised: of plans priced at {most:.3f} and less the clock said "
+            f"{', '.join(f'{ratio:.3f}' for ratio in said)} of the original's latency. Measure on a machine that does "
+            "nothing else, or ask for less."
+        )
+
+    def _at(self, most: float, knobs: dict[str, float]) -> Trial:
+        """Makes and measures the plan at a cost and a weighing."""
+        step = self.steps(most, knobs)[-1]
+        trial = Trial(knobs, step, self.measured(step.choices).mean)
+        self.say(f"plan at {step.price:.3f}: {trial.divergence:.4f} nats")
+        return trial
+
+    def _searched(self, most: float) -> Trial:
+        asked = f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.ways.reducer}"
+        measure = partial(self._at, most)
+        self.trials = refine_plan(self.space, self.ways.search, asked, measure, self.calibrated(most))
+        return min(self.trials, key=lambda trial: trial.divergence)
+
+    def _clocked(self, trial: Trial) -> float:
+        """Times a plan beside the model as its library ships it, and gives the ratio."""
+        clock, model = self.ways.clock, self.space.model
+        shipped = family_of(model).shipped(model)
+        found = compare_latency(self.realized(trial.step.choices), shipped, clock.images(self.space), clock.protocol)
+        self.timed = {
+            "ratio": found.ratio.value,
+            "low": found.ratio.low,
+            "high": found.ratio.high,
+            "batch": clock.batch,
+            "threads": found.threads,
+            "hardware": found.hardware,
+            "precision": clock.conditions.precision,
+            "clock": found.clock,
+            "rounds": found.rounds,
+            "torch": found.torch_version,
+        }
+        return found.ratio.value
+
+    def for_drop(self) -> tuple[Trial, float]:
+        """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""
+        low, high, found = 0.0, 1.0, None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            try:
+                step = self.steps(middle, self.first)[-1]
+            except NotSupported:
+                low = middle
+                continue
+            change = self.measured(step.choices).change.mean().item()
+            self.say(f"plan at {step.price:.3f}: {100 * change:+.1f} points")
+            if -100 * change <= self.target.most:
+                high, found = middle, step
+            else:
+                low = middle
+        if found is None:
+            raise NotSupported(f"no plan keeps the drop within {self.target.most:g} points; allow more.")
+        return self._searched(high), high
+
+    def finished(self, best: Trial, most: float, others: Answers) -> Plan:
+        """Measures what is promised on images that nothing was chosen by, and tells why."""
+        choices, space = best.step.choices, self.space
+        deviation = others.measure(self.realized(choices))
+        if self.target.of == DROP and self.target.spend == "latency":
+            self._clocked(best)
+        about = {
+            "axes": list(space.axes),
+            "reducer": self.ways.reducer if TOKENS in space.axes else None,
+            "form": space.form,
+            "images": len(self.answers),
+            "other_images": len(others),
+            "knobs": best.knobs,
+            "trials": [
+                {"knobs": trial.knobs, "price": trial.step.price, "divergence": trial.divergence}
+                for trial in self.trials
+            ],
+            "torch": torch.__version__,
+        }
+        return Plan(
+            space.prescription(choices),
+            str(self.target),
+            self.target.spend,
+            best.step.price,
+            expected_of(deviation),
+            explained(space, self.prices, self.damages, choices),
+            self._front(best, most),
+            self.timed,
+            about,
+        )
+
+    def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
+        """Plans between the original and the target on the way of the best one, measured on the images."""
+        way = self.steps(most, best.knobs)
+        wanted = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
+        found = [next(step for step in way if step.price <= share) for share in wanted]
+        points = [Point(step.price, step.damage, self.measured(step.choices).mean) for step in dict.fromkeys(found)]
+        return (*points, Point(best.step.price, best.step.damage, best.divergence))
+
+
+def expected_of(deviation: Deviation) -> dict[str, Expected]:
+    """Gives what may be expected of other images."""
+    told = {"divergence": deviation.divergence, "agreement": deviation.agrees, "change": deviation.change}
+    count = len(deviation.divergence)
+    if count < 2:
+        raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
+    return {name: Expected(float(own.mean()), float(own.std()), count) for name, own in told.items()}
+
+
+def explained(space: Space, prices: Prices, damages: Damages, choices: Choices) -> tuple[str, ...]:
+    """Says of every choice what it saves, all others being made, and what it costs alone."""
+    lines, whole = [], prices.total(choices)
+    nothing = Choices.nothing(space.depth)
+    even = weights_of(space, {})
+    for layer in range(space.depth):
+        for axis in (*RANKS, TOKENS):
+            own = _of(choices, axis)[layer]
+            if not own:
+                continue
+            back = choices.with_leaving(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
+            alone = nothing.with_leaving(layer, own) if axis == TOKENS else nothing.with_level(axis, layer, own)
+            what = f"{own} patches leave" if axis == TOKENS else f"{axis} keep {space.levels[own]:g} of their rank"
+            saved, cost = 100 * (prices.total(back) - whole), damages.total(alone, even)
+            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {prices.of}, alone {cost:.4f} nats")
+    return tuple(lines)
+
+
+def _of(choices: Choices, axis: str) -> Sequence[int]:
+    return choices.leaving if axis == TOKENS else getattr(choices, axis)

@@ -1,0 +1,185 @@
+"""What a plan may choose: in every layer the ranks of scores, values and MLP, and the patches that leave before it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
+from attnrx.models import family_of, shape_of
+from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.rules import Rule, by_layer, parse_rule, prescribe, rewritten
+from attnrx.spectrum import Spectrum
+from attnrx.tokens import Reducer, Shape, TokenPolicy
+
+RANKS = ("scores", "values", "mlp")
+TOKENS = "tokens"
+AXES = (*RANKS, TOKENS)
+
+# Eighths of what there is: of 64 directions multiples of 8, which the kernels like.
+LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One plan: for every layer the level of each kind of rank (0: everything stays), and the patches that leave
+    before it.
+    """
+
+    scores: tuple[int, ...]
+    values: tuple[int, ...]
+    mlp: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+    @classmethod
+    def nothing(cls, depth: int) -> "Choices":
+        """Leaves everything as it is."""
+        whole = (0,) * depth
+        return cls(whole, whole, whole, whole)
+
+    def with_level(self, axis: str, layer: int, level: int) -> "Choices":
+        """Changes one level."""
+        own: tuple[int, ...] = getattr(self, axis)
+        return replace(self, **{axis: (*own[:layer], level, *own[layer + 1 :])})
+
+    def with_leaving(self, layer: int, count: int) -> "Choices":
+        """Changes how many patches leave before a layer."""
+        return replace(self, leaving=(*self.leaving[:layer], count, *self.leaving[layer + 1 :]))
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """How many patches fewer than the image has each layer sees."""
+        total, found = 0, []
+        for count in self.leaving:
+            total += count
+            found.append(total)
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """All plans for one model.
+
+    `form` is the rule that a level is put into: "uniform_rank" gives all heads of a layer the same rank, which is what
+    the kernels can make use of, "total_rank" deals the layer's directions out to its heads, which costs the same MACs.
+    """
+
+    model: nn.Module
+    diagnosis: Diagnosis
+    reducer: Reducer | None
+    axes: tuple[str, ...] = AXES
+    form: str = "uniform_rank"
+    step: int = 4
+    levels: tuple[float, ...] = LEVELS
+    _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        unknown = [axis for axis in self.axes if axis not in AXES]
+        if unknown or not self.axes:
+            raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
+        if TOKENS in self.axes and self.reducer is None:
+            raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or leave the axis out.")
+        if self.reducer is not None and self.reducer.learned:
+            raise NotSupported(
+                f"{self.reducer} learns which tokens leave, and nothing is trained while a plan is made; plan with a "
+                "reducer that does without, e.g. ward, tome or class_attention."
+            )
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What the reducer must know of the model."""
+        return shape_of(self.model, family_of(self.model))
+
+    @cached_property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return len(family_of(self.model).attention(self.model))
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return self.shape.layout.patches
+
+    @property
+    def metric(self) -> str | None:
+        """The metric of the scores: that of the data where they have no norms, which fix the directions."""
+        normed = any(layer.spectrum.norms != "none" for layer in self.diagnosis.layers)
+        return None if normed else "mix"
+
+    @cached_property
+    def spectra(self) -> tuple[Spectrum, ...]:
+        """The score directions that levels are about, layer by layer."""
+        told = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
+        return tuple(layer.spectrum for layer in told.layers)
+
+    def available(self, axis: str) -> tuple[int, ...]:
+        """Gives the levels of an axis that change anything, in every layer the same."""
+        if axis not in self.axes:
+            return ()
+        return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
+
+    def piece(self, axis: str, level: int) -> Prescription | None:
+        """Prescribes one level of one axis for all layers; None where that would change nothing."""
+        key = (axis, level)
+        if key not in self._pieces:
+            try:
+                self._pieces[key] = self._prescribed({axis: self.rule(level)})
+            except NothingChanged:
+                self._pieces[key] = None
+        return self._pieces[key]
+
+    def rule(self, level: int) -> Rule:
+        """The rule of a level."""
+        return parse_rule(f"{self.form}:{self.levels[level]!r}")
+
+    def policy(self, choices: Choices) -> TokenPolicy | None:
+        """Gives the policy that lets the chosen patches leave; None where none do."""
+        stages = [layer for layer, count in enumerate(choices.leaving) if count]
+        if not stages or self.reducer is None:
+            return None
+        left = choices.left
+        keep = tuple((self.patches - left[layer]) / self.patches for layer in stages)
+        return TokenPolicy(self.reducer, tuple(layer + 1 for layer in stages), keep)
+
+    def prescription(self, choices: Choices) -> Prescription:
+        """Prescribes what was chosen."""
+        rules = {
+            axis: by_layer([self.rule(level) for level in getattr(choices, axis)])
+            for axis in RANKS
+            if any(getattr(choices, axis))
+        }
+        return self._prescribed(rules, self.policy(choices))
+
+    def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
+        tokens = None if policy is None else TokenPrescription.of(policy)
+        scores = rules.get("scores")
+        metric = self.metric if scores is not None else None
+        return prescribe(
+            self.diagnosis, scores, metric, values=rules.get("values"), mlp=rules.get("mlp"), tokens=tokens
+        )
+
+    def ways_back(self, choices: Choices) -> Iterator[Choices]:
+        """Gives every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""
+        for axis in RANKS:
+            levels, own = (0, *self.available(axis)), getattr(choices, axis)
+            for layer, now in enumerate(own):
+                yield from (choices.with_level(axis, layer, level) for level in levels if level < now)
+        for layer, count in enumerate(choices.leaving):
+            yield from (choices.with_leaving(layer, less) for less in range(0, count, self.step))
+
+    def moves(self, choices: Choices) -> Iterator[Choices]:
+        """Gives every plan that lets a little more go: one lower level somewhere, or more patches before a layer."""
+        for axis in RANKS:
+            levels, own = self.available(axis), getattr(choices, axis)
+            for layer, now in enumerate(own):
+                yield from (choices.with_level(axis, layer, level) for level in levels if level > now)
+        if TOKENS not in self.axes:
+            return
+        present = (self.patches, *(self.patches - gone for gone in choices.left))
+        for layer in range(1, self.depth):
+            count = choices.leaving[layer] + self.step
+            # A reducer merges or drops half of what is there at most, and some must be left at the end.
+            if 2 * count <= present[layer] and choices.left[-1] + self.step <= self.patches - self.step:
+                yield choices.with_leaving(layer, count)

@@ -1,0 +1,58 @@
+"""What a plan is to reach, as text: `latency=0.6x`, `macs=0.5x`, `params=0.7x` or `max-drop=1pt`."""
+
+import re
+from dataclasses import dataclass
+
+from attnrx.errors import InvalidInput
+
+COSTS = ("latency", "macs", "params")
+DROP = "max-drop"
+EXAMPLES = "latency=0.6x, macs=0.5x, params=0.7x or max-drop=1pt"
+_TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|pt|)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """At most this share of the original's latency, MACs or parameters, or this drop of the top-1 accuracy in points.
+
+    With a drop, `of` is "max-drop" and `spend` names the cost that is to become as small as can be; otherwise they are
+    the same.
+    """
+
+    of: str
+    most: float
+    spend: str = ""
+
+    def __post_init__(self):
+        if self.of not in (*COSTS, DROP):
+            raise InvalidInput(f"a target for {self.of!r}: choose from {', '.join((*COSTS, DROP))}, e.g. {EXAMPLES}.")
+        if self.of in COSTS and not 0 < self.most < 1:
+            raise InvalidInput(
+                f"{self.of}={self.most:g}x: give a share of the original's below 1, e.g. {self.of}=0.6x."
+            )
+        if self.of == DROP and not 0 <= self.most <= 100:
+            raise InvalidInput(f"max-drop={self.most:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
+        object.__setattr__(self, "spend", self.spend or ("macs" if self.of == DROP else self.of))
+        if self.spend not in COSTS or (self.of in COSTS and self.spend != self.of):
+            raise InvalidInput(
+                f"spend={self.spend!r} with a target for {self.of}: it goes with max-drop, and is one of "
+                f"{', '.join(COSTS)}."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.of}={self.most:g}{'pt' if self.of == DROP else 'x'}"
+
+    @classmethod
+    def parse(cls, text: str, spend: str | None = None) -> "Target":
+        """Reads a target."""
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")
+        of, unit = found["of"], found["unit"]
+        if unit and unit != ("pt" if of == DROP else "x"):
+            raise InvalidInput(f"the target {text!r} has the wrong unit; write {EXAMPLES}.")
+        try:
+            most = float(found["number"])
+        except ValueError as error:
+            raise InvalidInput(f"the target {text!r} has no number; write {EXAMPLES}.") from error
+        return cls(of, most, spend or "")
