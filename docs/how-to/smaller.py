@@ -45,8 +45,8 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # %% [markdown]
 # ## Prescribe
 #
-# One rule for the scores, one for what the heads read out, one for the MLP. `total_rank:0.5` keeps half of all
-# directions of the model, and gives the heads that need more more of them. Each head says what was done to it and why.
+# One rule for the scores, one for what the heads read out, one for the MLP. `total_rank:0.5` keeps half of the
+# directions of every layer, and more of them for heads that need more. Each head says what was done to it and why.
 
 # %%
 prescription = rx.prescribe(diagnosis, "total_rank:0.5", values="total_rank:0.75", mlp="uniform_rank:0.5")

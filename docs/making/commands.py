@@ -64,13 +64,13 @@ def _cell(text: str) -> str:
     return text
 
 
-def _wrapped(example: str, width: int = 100) -> str:
+def _wrapped(example: str, width: int = 88) -> str:
     """Breaks a long command before its options, as a shell reads it."""
     lines, line = [], ""
-    for word in example.split(" "):
-        if len(line) > width - 40 and word.startswith("--") and len(line) + len(word) > width - 30:
+    for part in example.replace(" --", "\n--").split("\n"):
+        if line and len(line) + len(part) > width:
             lines.append(f"{line} \\")
-            line = f"    {word}"
+            line = f"    {part}"
         else:
-            line = f"{line} {word}" if line else word
+            line = f"{line} {part}" if line else part
     return "\n".join((*lines, line))

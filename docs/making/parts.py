@@ -85,7 +85,7 @@ def first_sentence(part: Any) -> str:
     """Gives the first sentence of a docstring, on one line of a table."""
     paragraph = (inspect.getdoc(part) or "").partition("\n\n")[0]
     text = " ".join(paragraph.split())
-    sentence = re.match(r".*?[.:](?=\s+[A-Z`]|$)", text)
+    sentence = re.match(r".*?\.(?=\s+[A-Z`]|$)", text)
     return (sentence[0] if sentence else text).replace("|", "\\|")
 
 

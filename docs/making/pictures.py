@@ -9,7 +9,6 @@ from html import escape
 
 CELL = 12  # side of a cell with its gap, in pixels
 GAP = 14  # between tables
-TOP = 34  # above a table, for two lines of words
 
 # A cell is a letter: 0-2 the head that owns what is drawn, s shared, z a zero that was written, . an empty cell.
 Table = Sequence[str]
@@ -17,39 +16,46 @@ Table = Sequence[str]
 
 @dataclass(frozen=True)
 class Titled:
-    """A table under a title: rows are directions."""
+    """A table under a title: rows are directions, drawn as strongly as `shades` say."""
 
     title: str
     rows: Table
     under: str = ""
+    shades: Sequence[float] = ()
 
 
 def drawing(tables: Sequence[Titled], told: str) -> str:
     """Draws tables side by side as one SVG; `told` is what it shows, for those who cannot see it."""
     parts, left, height = [], 0, 0
+    top = 34 if any(table.under for table in tables) else 20
     for table in tables:
-        wide = max(len(table.rows[0]) * CELL, 8 * max(len(table.title), len(table.under)))
+        wide = max(len(table.rows[0]) * CELL, 8 * len(table.title), 7 * len(table.under))
         parts.append(f'<text x="{left}" y="12" class="title">{escape(table.title)}</text>')
-        parts.append(f'<text x="{left}" y="26" class="under">{escape(table.under)}</text>')
+        if table.under:
+            parts.append(f'<text x="{left}" y="26" class="under">{escape(table.under)}</text>')
         parts += [
-            f'<rect x="{left + CELL * column}" y="{TOP + CELL * row}" width="{CELL - 2}" height="{CELL - 2}" '
-            f'rx="2" class="cell-{NAMES[letter]}"/>'
+            f'<rect x="{left + CELL * column}" y="{top + CELL * row}" width="{CELL - 2}" height="{CELL - 2}" '
+            f'rx="2" class="cell-{NAMES[letter]}"{_shade(table, row, letter)}/>'
             for row, line in enumerate(table.rows)
             for column, letter in enumerate(line)
         ]
         left += wide + GAP
-        height = max(height, TOP + CELL * len(table.rows))
+        height = max(height, top + CELL * len(table.rows))
     box = f'viewBox="0 0 {left - GAP} {height}" width="{left - GAP}" height="{height}"'
     return f'<svg class="drawn" {box} role="img" aria-label="{escape(told)}">{"".join(parts)}</svg>'
+
+
+def _shade(table: Titled, row: int, letter: str) -> str:
+    return f' opacity="{table.shades[row]:g}"' if table.shades and letter != "." else ""
 
 
 NAMES = {"0": "first", "1": "second", "2": "third", "s": "shared", "z": "zero", ".": "empty"}
 
 
-def figure(tiles: Sequence[tuple[str, str]], caption: str) -> str:
+def figure(tiles: Sequence[tuple[str, str]], caption: str, kind: str = "wide") -> str:
     """Sets drawings with a line below each in a row that wraps on narrow screens."""
     shown = "".join(f"<div>{drawn}<p>{below}</p></div>" for drawn, below in tiles)
-    return f'<figure class="tiles"><div class="row">{shown}</div><figcaption>{caption}</figcaption></figure>'
+    return f'<figure class="tiles {kind}"><div class="row">{shown}</div><figcaption>{caption}</figcaption></figure>'
 
 
 def _owned(blocks: Sequence[int]) -> list[str]:
@@ -73,21 +79,31 @@ def tables() -> str:
     )
 
 
-PATTERNS: Sequence[tuple[str, Table, str]] = (
-    ("dense", _owned((3, 3, 3)), "every strength is one"),
-    ("SVDA", _owned((3, 3, 3)), "strengths are learned; rows of norm one"),
-    ("TruncAtt", _owned((2, 2, 2)), "equal blocks, the best of each head"),
-    ("IrrAtt", _owned((4, 1, 2)), "blocks of different length"),
-    ("CP SlimAtt", ["sss"] * 6, "all heads share all directions"),
+def _falling(blocks: Sequence[int]) -> list[float]:
+    """Gives shades that fall within every head."""
+    return [1 - 0.75 * place / count for count in blocks for place in range(count)]
+
+
+PATTERNS: Sequence[tuple[str, Table, str, Sequence[float]]] = (
+    ("dense", _owned((3, 3, 3)), "every strength is one", ()),
+    ("SVDA", _owned((3, 3, 3)), "strengths are learned; rows of norm one", _falling((3, 3, 3))),
+    ("TruncAtt", _owned((2, 2, 2)), "equal blocks, the best of each head", _falling((2, 2, 2))),
+    ("IrrAtt", _owned((4, 1, 2)), "blocks of different length", _falling((4, 1, 2))),
+    ("CP SlimAtt", ["sss"] * 6, "all heads share all directions", _falling((6,))),
 )
 
 
 def patterns() -> str:
     """The zero patterns of the strengths in the papers."""
     tiles = [
-        (drawing([Titled(name, rows)], f"The strengths of {name}: {below}."), below) for name, rows, below in PATTERNS
+        (drawing([Titled(name, rows, shades=shades)], f"The strengths of {name}: {below}."), below)
+        for name, rows, below, shades in PATTERNS
     ]
-    return figure(tiles, "The same table of strengths (a row per direction, a column per head) in the papers.")
+    return figure(
+        tiles,
+        "The same table of strengths (a row per direction, a column per head) in the papers; the fuller, the stronger.",
+        "narrow",
+    )
 
 
 def realizations() -> str:
