@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+import attnrx as rx
+
 FOLDER = Path(__file__).parents[1] / "docs" / "how-to"
 # A process of its own for each, forked from one that has imported what takes long.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -29,12 +31,26 @@ def _literate() -> ModuleType:
 literate = _literate()
 
 
-def _run(path: Path, out: Path) -> None:
+def _run(path: Path, out: Path, told: dict[str, str]) -> None:
     os.chdir(out.parent)
+    for name in ("MODEL", "DATA", "LAYERS", "NAME", "EPOCHS", "PATCH"):
+        os.environ.pop(name, None)
+    os.environ.update(told)
     try:
         out.write_text(json.dumps({"printed": literate.run(path)}))
     except BaseException:
         out.write_text(json.dumps({"failed": traceback.format_exc()}))
+
+
+def _printed(path: Path, out: Path, **told: str) -> list[str]:
+    """Runs a how-to in a process of its own, with these variables set, and gives what its cells printed."""
+    process = PROCESSES.Process(target=_run, args=(path, out, told))
+    process.start()
+    process.join(timeout=300)
+    assert process.exitcode == 0
+    done = json.loads(out.read_text())
+    assert "failed" not in done, done["failed"]
+    return done["printed"]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +60,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("path", literate.how_tos(FOLDER), ids=lambda path: path.stem)
-def test_a_how_to_runs_and_prints_what_its_page_shows(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_how_to_runs_and_prints_what_its_page_shows(path: Path, folder: Path):
     pytest.importorskip("timm", reason="what the pages show was printed with a model of timm")
-    for name in ("MODEL", "DATA", "LAYERS", "NAME", "EPOCHS", "PATCH"):
-        monkeypatch.delenv(name, raising=False)
-    out = folder / f"{path.stem}.json"
-    process = PROCESSES.Process(target=_run, args=(path, out))
-    process.start()
-    process.join(timeout=300)
-    assert process.exitcode == 0
-    done = json.loads(out.read_text())
-    assert "failed" not in done, done["failed"]
+    printed = _printed(path, folder / f"{path.stem}.json")
     again = f"python docs/making/literate.py docs/how-to/{path.name} writes anew what the page shows"
-    assert literate.without_numbers(done["printed"]) == literate.without_numbers(literate.recorded(path)), again
+    assert literate.without_numbers(printed) == literate.without_numbers(literate.recorded(path)), again
+
+
+def test_a_how_to_runs_on_a_model_and_images_of_yours(tmp_path: Path):
+    model = rx.save(rx.models.build_model("dense:digits", patch_size=4).float(), tmp_path / "mine")
+    printed = _printed(FOLDER / "smaller.py", tmp_path / "smaller.json", MODEL=str(model), DATA="digits")
+    assert not (tmp_path / "runs").exists()
+    assert printed[-1] == literate.recorded(FOLDER / "smaller.py")[-1]
 
 
 def test_cells_are_prose_and_code_and_what_they_print():

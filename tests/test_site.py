@@ -139,9 +139,8 @@ SHOWN = ["index", "idea", "how-to/compare", "api/rules", "results/spot", "comman
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, scheme: str, width: int):  # noqa: F811
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, width: int, scheme: str):  # noqa: F811
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     asked: list[str] = []
@@ -161,7 +160,7 @@ def test_the_search_finds_without_a_server(browser, site: Path):  # noqa: F811
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())
     page.locator("input.md-search__input").click()
-    page.locator("input.md-search__input").fill("water-filling")
+    page.locator("input.md-search__input").press_sequentially("water-filling")
     page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
     assert "irratt.html" in " ".join(
         link.get_attribute("href") for link in page.locator(".md-search-result__link").all()
