@@ -11,12 +11,12 @@ ifeq ($(DATA),digits)
 demo: export OMP_NUM_THREADS ?= 1
 endif
 
-.PHONY: demo test setup lint types imports unit clean bench
+.PHONY: demo test setup lint types imports unit docs docs-serve clean bench
 
 demo: $(STAMP)  ## The main job, end to end, on an embedded real dataset (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
 
-test: lint types imports unit  ## Everything that CI runs
+test: lint types imports docs unit  ## Everything that CI runs
 
 setup: $(STAMP)  ## The environment: every version pinned and checked by hash
 
@@ -42,5 +42,11 @@ imports: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
+docs: $(STAMP)  ## The site, in site/; nothing is asked of the network, and a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)  ## The site on this machine, made again whenever a page or a docstring changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) runs build dist site

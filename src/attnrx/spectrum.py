@@ -10,7 +10,7 @@ from attnrx.shapes import Bool, Float, Tensor
 
 @dataclass(frozen=True)
 class Spectrum:
-    """score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j), x carrying a trailing 1.
+    """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, x carrying a trailing 1.
 
     `owners` is the number of heads, or 1 where all heads share their directions. Rows are padded to the largest rank;
     `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query and

@@ -80,7 +80,7 @@ class FactoredTensor:
     def inner_product(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Gives <Y, [[A, B, C]]>."""
+        """Gives `<Y, [[A, B, C]]>`."""
         return float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
 
     def relative_error(

@@ -55,8 +55,8 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> "Contender":
-        """Reads NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], or
-        NAME=peer:PEER[+maps=MAP,MAP].
+        """Reads `NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS]`, or
+        `NAME=peer:PEER[+maps=MAP,MAP]`.
         """
         name, equals, rest = text.partition("=")
         if not equals or not name or not rest:

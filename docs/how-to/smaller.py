@@ -1,0 +1,130 @@
+"""Make a ViT smaller with your own images: diagnose, prescribe, realize, verify, save."""
+
+# %% [markdown]
+# # Make a ViT smaller
+#
+# You have a trained model and images of its kind, and want a smaller model and a file that says what it lost. No labels
+# are needed until the last step, and nothing is trained.
+
+# %%
+import os
+
+import torch
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+
+# %% [markdown]
+# ## A model and images
+#
+# `rx.load` adopts a model of timm or Hugging Face: a copy with the same logits, whose attention can be read and
+# rewritten. An instance of yours may stand in the place of the name. `rx.matching` puts the images on the scale that
+# the model was trained with, and refuses what does not fit.
+
+# %%
+if MODEL:
+    model = rx.load(MODEL)
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+else:
+    from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+# %% [markdown]
+# ## Diagnose
+#
+# One pass over some images, without labels. Per layer, the diagnosis holds the tables of the scores (its *spectrum*),
+# named readings for every head and direction, and what the values and the MLP are fed.
+
+# %%
+diagnosis = rx.diagnose(model, splits.train.take(96))
+first = diagnosis.layers[0]
+print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum.used.sum(-1).tolist()} per head")
+
+# %% [markdown]
+# ## Prescribe
+#
+# One rule for the scores, one for what the heads read out, one for the MLP. `total_rank:0.5` keeps half of the
+# directions of every layer, and more of them for heads that need more. Each head says what was done to it and why.
+
+# %%
+prescription = rx.prescribe(diagnosis, "total_rank:0.5", values="total_rank:0.75", mlp="uniform_rank:0.5")
+for layer, ranks in enumerate(prescription.ranks, start=1):
+    print(f"layer {layer} keeps {ranks} directions")
+print(prescription.layers[0].reasons[0])
+
+# %% [markdown]
+# Rather a target in multiply-accumulates? `prescribe_within` takes the largest share that costs no more, priced before
+# anything is built.
+
+# %%
+template = rx.rules.Template("total_rank:{share}", values="total_rank:{share}", mlp="uniform_rank:{share}")
+within = rx.prescribe_within(model, diagnosis, template, rx.Budget(macs=0.8))
+found = within.about["budget"]
+print(f"share kept: {found['shares'][0]:.3f}, share of the MACs: {found['spent'][0]:.3f}")
+
+# %% [markdown]
+# ## Realize
+#
+# As a mask (same shapes, zeros), or smaller. Both are copies, and answer alike; the model stays as it is.
+
+# %%
+masked = rx.realize(model, prescription, by="mask")
+slim = rx.realize(model, prescription)
+
+before, after = (rx.models.family_of(each).costs(each) for each in (model, slim))
+print(f"parameters: {before.params:,} -> {after.params:,}")
+print(f"MACs of an image: {before.macs:,} -> {after.macs:,}")
+
+batch = next(iter(splits.test.take(32).batches(32)))
+with torch.inference_mode():
+    apart = (masked.eval()(batch.images) - slim.eval()(batch.images)).abs().max()
+print(f"mask and smaller model differ in their logits by at most {apart:.1e}")
+
+# %% [markdown]
+# Some of what was lost comes back without labels: `refine` moves the queries and keys that are left towards the
+# original's attention.
+
+# %%
+refined = rx.refine(slim, model, splits.train.take(64))
+print("divergence of the attention, by layer")
+print("before:", [f"{value:.1e}" for value in refined.before])
+print("after: ", [f"{value:.1e}" for value in refined.after])
+
+# %% [markdown]
+# ## Verify
+#
+# Paired on the same images: accuracy before and after, how far the logits moved, and what was saved, each with its
+# interval. Without `checks=` all are run: latency, calibration, corruptions and the bounds of the theory, too ([how to
+# read them](evidence.md)).
+
+# %%
+checks = [rx.checks.Accuracy(most_drop=2.0), rx.checks.Fidelity(), rx.checks.Costs()]
+evidence = rx.verify(refined.model, model, splits.test, checks, prescription=prescription)
+for finding in evidence.findings:
+    interval = "" if finding.low is None else f"  [{finding.low:.3g}, {finding.high:.3g}]"
+    print(f"{finding.claim}: {finding.value:.4g} {finding.unit}{interval}")
+
+# %% [markdown]
+# ## Save
+#
+# The folder holds the weights, what was prescribed and why, the evidence, and a model card with the same facts.
+# `rx.load` reads it back.
+
+# %%
+folder = rx.save(refined.model, "slim", prescription=prescription, evidence=evidence)
+print(sorted(path.name for path in folder.iterdir()))
+again = rx.load(folder)
+
+# %% [markdown]
+# ## The same on the command line
+#
+# ```bash
+# attnrx diagnose timm:vit_tiny_patch16_224 --data path/to/images --out diagnosis.json
+# attnrx prescribe diagnosis.json --rule total_rank:0.5 --values total_rank:0.75 --mlp uniform_rank:0.5 \
+#     --out prescription.json
+# attnrx realize timm:vit_tiny_patch16_224 --prescription prescription.json --out slim
+# attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --out evidence.json
+# attnrx report --evidence evidence.json --prescription prescription.json --diagnosis diagnosis.json --out report.html
+# ```

@@ -1,0 +1,108 @@
+"""Drop tokens: without training (ToMe, EViT), and with a learned reducer and a short fine-tuning (SPOT)."""
+
+# %% [markdown]
+# # Drop tokens
+#
+# Most of what a ViT computes, it computes once for every patch. A *policy* says which reducer lets patches leave,
+# before which layers, and how many are left. It needs no diagnosis.
+
+# %%
+import os
+from dataclasses import replace
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,10
+
+# %%
+if MODEL:
+    model = rx.load(MODEL)
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+else:
+    from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+# %% [markdown]
+# ## Without training
+#
+# ToMe merges the patches whose keys are most alike; EViT keeps what the class token attends to and makes one token of
+# the rest; `random` is the control that both must beat. A keep ratio of 0.7 is of what is left at every stage.
+# `realize` does it in one call, and the costs are known before: every layer is priced at its own number of tokens.
+
+# %%
+before = rx.models.family_of(model).costs(model)
+slims = {}
+for name in ("random", "tome", "evit"):
+    prescription = rx.prescribe(model, tokens=f"{name}:0.7@{LAYERS}")
+    slims[name] = rx.realize(model, prescription)
+    after = rx.models.family_of(slims[name]).costs(slims[name])
+    print(f"{name}: {100 * after.macs / before.macs:.1f} % of the MACs")
+print("; ".join(prescription.tokens.reasons))
+
+# %% [markdown]
+# What they cost, paired on the same images, with 95 % intervals:
+
+# %%
+checks = [rx.checks.Accuracy(), rx.checks.Fidelity()]
+for name, slim in slims.items():
+    evidence = rx.verify(slim, model, splits.test, checks)
+    *_, change = evidence.of("accuracy")
+    agreement = evidence.of("fidelity")[1]
+    print(
+        f"{name}: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}], agreement {agreement.value:.1f} %"
+    )
+
+# %% [markdown]
+# Tokens and ranks go together: `rx.prescribe(diagnosis, "total_rank:0.5", tokens="evit:0.7@4,7,10")` is one
+# prescription, realized in one call.
+#
+# ## With a learned reducer
+#
+# SPOT predicts from a token and from the attention of the layers before whether it is needed. Its predictors begin
+# fresh, so they must be trained: for some epochs, with the task and with `keep_ratio`, which holds what they draw to
+# the policy's shares. All of the model learns, the predictors ten times faster than the rest.
+
+# %%
+prescription = rx.prescribe(model, tokens=f"spot:0.7@{LAYERS}")
+reducing = rx.realize(model, prescription)
+config = rx.TrainingConfig(
+    epochs=2,
+    batch_size=32,
+    learning_rate=5e-4,
+    weight_decay=0.0,
+    losses=(rx.losses.Task(0.0), rx.losses.KeepRatio(2.0)),
+    predictor_learning_rate=10.0,
+    augmentation=rx.data.Augmentation(padding=0, flip=False),  # leave out for photographs
+    precision="fp32",  # bf16 on a GPU
+)
+run = rx.train(reducing, splits, config, "runs/spot", reporter=rx.training.Silent())
+for epoch in run.history:
+    print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}")
+
+# %% [markdown]
+# The control is the same training with random tokens. If SPOT does not beat it, what was gained is the fine-tuning's.
+
+# %%
+random = rx.realize(model, rx.prescribe(model, tokens=f"random:0.7@{LAYERS}"))
+plain = replace(config, losses=(rx.losses.Task(0.0),))
+control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Silent())
+for name, trained in {"spot": run.model, "random": control.model}.items():
+    evidence = rx.verify(trained, model, splits.test, checks)
+    *_, change = evidence.of("accuracy")
+    print(f"{name}, fine-tuned: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]")
+
+# %% [markdown]
+# ## The same on the command line
+#
+# ```bash
+# attnrx prescribe timm:vit_tiny_patch16_224 --tokens tome:13@every --out tome.json
+# attnrx realize timm:vit_tiny_patch16_224 --prescription tome.json --out tome
+# attnrx train timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10 --data path/to/images \
+#     --losses keep_ratio --out runs/spot
+# attnrx costs timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10
+# ```
+#
+# All reducers are in the [reference](../api/tokens.md), and what was measured on a real ViT-Tiny in the
+# [results](../results/spot.md).

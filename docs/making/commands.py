@@ -1,0 +1,76 @@
+"""The reference of the command line, from the parsers themselves."""
+
+import argparse
+import importlib
+from collections.abc import Iterator
+
+from attnrx.cli.commands import COMMANDS
+from attnrx.cli.main import EPILOG
+from attnrx.cli.parser import Parser
+
+
+def command_pages() -> str:
+    """Gives a section for every command: what it does, an example, and its options in tables."""
+    return "\n\n".join((_overview(), *(_command(name) for name in COMMANDS)))
+
+
+def _overview() -> str:
+    rows = [f"| [`attnrx {name}`](#attnrx-{name}) | {summary} |" for name, summary in COMMANDS.items()]
+    codes = EPILOG.partition("exit codes:\n")[2].strip("\n").splitlines()
+    told = [line.split(maxsplit=1) for line in codes]
+    exits = [f"| {code} | {meaning} |" for code, meaning in told]
+    table = ["| command | what it does |", "|---|---|", *rows]
+    return "\n".join([*table, "", "| exit code | meaning |", "|---|---|", *exits])
+
+
+def _command(name: str) -> str:
+    module = importlib.import_module(f"attnrx.cli.commands.{name}")
+    parser = Parser(name, COMMANDS[name], module.EXAMPLE)
+    module.add(parser)
+    parts = [f"## attnrx {name}", str(parser.description), f"```bash\n{_wrapped(module.EXAMPLE)}\n```"]
+    for group in parser._action_groups:
+        rows = list(_rows(group))
+        if rows:
+            title = "" if group.title in ("options", "positional arguments") else f"*{group.title}*\n\n"
+            parts.append("\n".join((f"{title}| | |", "|---|---|", *rows)))
+    return "\n\n".join(parts)
+
+
+def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
+    for action in group._group_actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        required = " *(required)*" if action.required and action.option_strings else ""
+        yield f"| `{_spelled(action)}`{required} | {_cell(action.help or '')} |"
+
+
+def _spelled(action: argparse.Action) -> str:
+    """Writes an option as it is typed, with what stands for its value."""
+    value = ""
+    if action.nargs != 0:
+        choices = None if action.choices is None else "{" + ",".join(map(str, action.choices)) + "}"
+        shown = action.metavar or choices or action.dest.upper()
+        value = str(shown) + (" ..." if action.nargs in ("+", "*") else "")
+    if not action.option_strings:
+        return value if action.metavar or action.choices else action.dest
+    return f"{', '.join(action.option_strings)} {value}".strip().replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    """Keeps what Markdown would take for markup."""
+    text = text.replace("%%", "%")
+    for mark in "\\|<>*_[]{}":
+        text = text.replace(mark, f"\\{mark}" if mark not in "<>" else {"<": "&lt;", ">": "&gt;"}[mark])
+    return text
+
+
+def _wrapped(example: str, width: int = 88) -> str:
+    """Breaks a long command before its options, as a shell reads it."""
+    lines, line = [], ""
+    for part in example.replace(" --", "\n--").split("\n"):
+        if line and len(line) + len(part) > width:
+            lines.append(f"{line} \\")
+            line = f"    {part}"
+        else:
+            line = f"{line} {part}" if line else part
+    return "\n".join((*lines, line))

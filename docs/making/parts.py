@@ -1,0 +1,102 @@
+"""The interchangeable parts of attnrx, from its registries: a table of each kind, and its documentation."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attnrx as rx
+
+Registry = Mapping[str, type]
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+# Every kind of part: its registry, name in text -> class.
+REGISTRIES: Mapping[str, Callable[[], Registry]] = {
+    "rules": lambda: rx.rules.RULES,
+    "checks": lambda: rx.checks.CHECKS,
+    "tokens": lambda: rx.tokens.REDUCERS,
+    "losses": lambda: {_snake_case(kind.__name__): kind for kind in rx.losses.LOSSES},
+    "diagnostics": lambda: rx.diagnostics.DIAGNOSTICS,
+}
+
+
+def table(kind: str) -> str:
+    """Gives a line for every part: its name in text, what it does, and its knobs."""
+    rows = [
+        f"| [`{name}`][attnrx.{kind}.{part.__name__}] | {first_sentence(part)} | {_knobs(part)} |"
+        for name, part in REGISTRIES[kind]().items()
+    ]
+    return "\n".join(("| in text | what it does | knobs |", "|---|---|---|", *rows))
+
+
+def entries(kind: str) -> str:
+    """Gives what is documented of every part, from its docstring."""
+    return "\n\n".join(
+        f"::: attnrx.{kind}.{part.__name__}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind]().values()
+    )
+
+
+def exports(room: str) -> str:
+    """Gives a table of everything that a room offers, and its documentation below."""
+    home = importlib.import_module(f"attnrx.{room}")
+    rows = [f"| [`{name}`][attnrx.{room}.{name}] | {first_sentence(getattr(home, name))} |" for name in home.__all__]
+    documented = (f"::: attnrx.{room}.{name}" for name in home.__all__)
+    return "\n\n".join(("\n".join(("| name | what it is |", "|---|---|", *rows)), *documented))
+
+
+def families() -> str:
+    """Gives a line for every name of a model."""
+    rows = [f"| `{name}` | ours, fresh weights unless a file is given |" for name in rx.models.model_names()]
+    libraries = {"timm": "adopted from timm, with the same logits", "hf": "adopted from transformers, the same logits"}
+    rows += [f"| `{name}:NAME` | {libraries[name]} |" for name in rx.models.LIBRARIES]
+    return "\n".join(("| name | what it is |", "|---|---|", *rows))
+
+
+def datasets() -> str:
+    """Gives a line for every dataset that has a name."""
+    rows = [
+        f"| `{name}` | {card.geometry.size} px, {card.geometry.channels} channels |"
+        for name, card in rx.data.DATASETS.items()
+    ]
+    return "\n".join(("| name | images |", "|---|---|", *rows))
+
+
+def public_names() -> str:
+    """Gives a line for every public name of the package."""
+    rows = []
+    for name in rx.__all__:
+        part = getattr(rx, name)
+        if name.startswith("__"):
+            continue
+        target = f"[`rx.{name}`][attnrx.{name}]"
+        if inspect.ismodule(part):
+            target = f"[`rx.{name}`]({name}.md)"
+        rows.append(f"| {target} | {first_sentence(part)} |")
+    return "\n".join(("| name | what it is |", "|---|---|", *rows))
+
+
+def first_sentence(part: Any) -> str:
+    """Gives the first sentence of a docstring, on one line of a table."""
+    paragraph = (inspect.getdoc(part) or "").partition("\n\n")[0]
+    text = " ".join(paragraph.split())
+    sentence = re.match(r".*?\.(?=\s+[A-Z`]|$)", text)
+    return (sentence[0] if sentence else text).replace("|", "\\|")
+
+
+def _knobs(part: type) -> str:
+    """Gives the fields of a part with their defaults, as they are written in text."""
+    if not dataclasses.is_dataclass(part):
+        return ""
+    shown = []
+    for field in dataclasses.fields(part):
+        if field.name.startswith("_"):
+            continue
+        default = field.default
+        shown.append(f"`{field.name}`" if default is dataclasses.MISSING else f"`{field.name}={default}`")
+    return ", ".join(shown)
