@@ -57,7 +57,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     others = splits.validation.take(arguments.other_images)
     plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, ways=ways)
     path = plan.save(arguments.out)
-    rows = tuple((f"{point.price:.3f}", f"{point.damage:.4f}", f"{point.divergence:.4f}") for point in plan.front)
+    rows = tuple((f"{point.price:.3f}", f"{point.damage:.3g}", f"{point.divergence:.3g}") for point in plan.front)
     front = Table((f"share of the {plan.spend}", "predicted nats", "measured nats"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
