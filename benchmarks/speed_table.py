@@ -1,0 +1,154 @@
+"""The table of speeds in the README: what the clock says of compressed models, beside the model as timm ships it.
+
+    python benchmarks/speed_table.py --out runs/bench --readme README.md        # make bench: about half an hour on two cores
+    python benchmarks/speed_table.py --only vit_tiny --rounds 20
+
+Every contender keeps so much that its MACs come to the same share of the original's; all take turns with the shipped
+model in one run. Cells that were measured before are read back from the folder, so a run that was stopped goes on.
+Weights are random: latency does not depend on them.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import attnrx as rx
+from attnrx.costs import Conditions, LatencyProtocol
+from attnrx.experiments import Contender, Rates, compare_speeds, noise_bench
+from attnrx.models import build_model
+from attnrx.storage import read_json, write_text
+
+STAGES = "4,7,10"
+OURS = {
+    "ranks": "uniform_rank:{share}+values=uniform_rank:{share}+mlp=uniform_rank:{share}",
+    "Ward": f"tokens=ward:{{share}}@{STAGES}",
+    "scores 0.75 and Ward": f"uniform_rank:0.75@mix+tokens=ward:{{share}}@{STAGES}",
+}
+OTHERS = {
+    "ToMe": f"tokens=tome:{{share}}@{STAGES}",
+    "DynamicViT": f"tokens=dynamicvit:{{share}}@{STAGES}",
+    "Torch-Pruning": "peer:torch_pruning",
+    "plain SVD": "peer:svd",
+}
+START, END = "<!-- speeds: made by `make bench` -->", "<!-- end of speeds -->"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some cells of the table: one model in one runtime, at some batch sizes and numbers of threads."""
+
+    model: str
+    runtime: str
+    batches: tuple[int, ...]
+    threads: tuple[int, ...]
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        """Names its file."""
+        return f"{self.model}-{self.runtime}"
+
+
+# Large models and slow compilers are timed at fewer places, so that the whole table takes half an hour.
+PARTS = (
+    Part("vit_tiny_patch16_224", "eager", (1, 8, 64), (1, 2), 8),
+    Part("vit_tiny_patch16_224", "onnx", (1, 8, 64), (1, 2), 8),
+    Part("vit_tiny_patch16_224", "compiled", (8,), (1,), 8),
+    Part("deit_small_patch16_224", "eager", (1, 8, 64), (2,), 4),
+    Part("deit_base_patch16_224", "eager", (1, 8), (2,), 4),
+)
+
+
+def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[str, Any]:
+    """Reads the speeds of one part, or measures them."""
+    path = folder / f"{part.name}-{macs:g}.json"
+    if path.exists():
+        return read_json(path)
+    torch_runs = part.runtime in ("eager", "compiled")
+    form = None if torch_runs else rx.exporting.parse_format(part.runtime)
+    conditions = [Conditions(threads=count, compiled=part.runtime == "compiled") for count in part.threads]
+    protocols = tuple(LatencyProtocol(each, rounds or part.rounds, warmup=1) for each in conditions)
+    model = build_model(f"timm:{part.model}", seed=0)
+    contenders = [Contender.parse(f"{name}={text}") for name, text in {**OURS, **OTHERS}.items()]
+    rates = Rates(part.batches, protocols, macs=(macs,), runtime=form)
+    partial = path.with_suffix(".partial.json")  # what `compare_speeds` saves after every batch size is not the whole
+    compare_speeds(noise_bench(model), contenders, rates, say, partial)
+    partial.rename(path)
+    return read_json(path)
+
+
+def say(told: str) -> None:
+    """Tells what is going on beside the table."""
+    print(told, file=sys.stderr, flush=True)
+
+
+def table(measured: dict[Part, dict[str, Any]]) -> str:
+    """Gives one line for every model, runtime, batch size and number of threads; a column for every contender."""
+    names = ["attnrx", *OURS, *OTHERS]
+    head = ["model", "runs in", "batch", "threads", "timm, ms", *("unchanged" if n == "attnrx" else n for n in names)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for part, record in measured.items():
+        cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+        for speed in record["speeds"]:
+            latency = speed["latency"]
+            cells.setdefault((latency["threads"], latency["batch"]), {})[speed["contender"]] = speed
+        for (threads, batch), found in cells.items():
+            shipped = next(iter(found.values()))["latency"]["reference"]["median"]
+            row = [part.model.partition("_patch")[0], part.runtime, str(batch), str(threads), f"{1000 * shipped:.1f}"]
+            lines.append("| " + " | ".join([*row, *(_cell(found.get(name)) for name in names)]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(speed: dict[str, Any] | None) -> str:
+    if speed is None:
+        return "-"
+    value, low, high = speed["speedup"]
+    return f"{value:.2f}x [{low:.2f}, {high:.2f}], {100 * speed['of_ideal']:.0f} %"
+
+
+def told(measured: dict[Part, dict[str, Any]], macs: float) -> str:
+    """Says how the table was made."""
+    latency = next(iter(measured.values()))["speeds"][0]["latency"]
+    kernels = sorted({speed["latency"]["candidate_kernel"] for each in measured.values() for speed in each["speeds"]})
+    return (
+        f"{latency['hardware']}, torch {latency['torch_version']}, float32, {latency['clock']} clock; speed-ups are "
+        f"medians over rounds with 95 % intervals, against the model as timm ships it in the same runtime, all in "
+        f"turns in one run; then the share of the ideal, the inverse of the share of the MACs. Every contender comes to "
+        f"{100 * macs:g} % of the MACs. Attention kernels: {', '.join(kernels)}."
+    )
+
+
+def into(readme: Path, text: str) -> None:
+    """Writes the table between its marks."""
+    before, start, rest = readme.read_text(encoding="utf-8").partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise SystemExit(f"{readme} has no place for the table: write {START} and {END}, each on a line of its own.")
+    write_text(readme, f"{before}{START}\n{text}\n{END}{after}")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measures what is missing and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="FOLDER")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="where the table is written, too")
+    parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have this in them")
+    parser.add_argument("--macs", type=float, default=0.6, help="the share of the MACs (0.6)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of every part (8 or 4)")
+    arguments = parser.parse_args(words)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PARTS if arguments.only in part.name]
+    if not parts:
+        raise SystemExit(f"no part has {arguments.only!r} in its name: {', '.join(part.name for part in PARTS)}.")
+    measured = {part: measure(part, arguments.macs, arguments.rounds, arguments.out) for part in parts}
+    text = f"{table(measured)}\n\n{told(measured, arguments.macs)}"
+    print(text)
+    if arguments.readme is not None:
+        into(arguments.readme, text)
+
+
+if __name__ == "__main__":
+    main()
