@@ -55,6 +55,11 @@ class ShardImages(ImageSet):
         ]
         return replace(self, shards=tuple(taken))
 
+    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
+        """Gives whole shards, so that each is read by one process only; batches may differ from those of one pass."""
+        own = (shard for shard in self.shards if shard.first * processes // len(self) == process)
+        return replace(self, shards=tuple(own))
+
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
