@@ -16,7 +16,10 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Mean:
-    """One number over `runs` seeds: their mean, deviation and 95 % t interval; of a single run, its own interval."""
+    """One number over `runs` seeds: their mean, deviation and 95 % t interval.
+
+    Of a single seed, and where the seed changes nothing, the interval is that of the measurement.
+    """
 
     metric: str
     unit: str
@@ -28,10 +31,9 @@ class Mean:
     deviation: float | None = None
 
     @property
-    def shown(self) -> str:
+    def shown(self) -> tuple[str, str]:
         """The number and its interval in words."""
-        within = interval(self.low, self.high)
-        return f"{quantity(self.value, self.unit, self.low, self.high)} {within}".strip()
+        return quantity(self.value, self.unit, self.low, self.high), interval(self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,22 @@ class SweepRecord:
         """The names of the numbers."""
         return tuple(dict.fromkeys(mean.metric for mean in self.means))
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Gives one line for every combination of labels and one column for every number, as texts."""
+    def lines(self) -> list[tuple[tuple[str, ...], tuple[Mean | None, ...]]]:
+        """Gives one line for every combination of labels, in words, and its number for each of the metrics."""
         lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
         for mean in self.means:
             lines[tuple(mean.labels.get(name) for name in self.axes)][mean.metric] = mean
-        rows = []
-        for labels, found in lines.items():
-            runs = max(mean.runs for mean in found.values())
-            cells = (found[metric].shown if metric in found else MISSING for metric in self.metrics)
-            rows.append((*map(_word, labels), str(runs), *cells))
+        return [
+            (tuple(map(_word, labels)), tuple(found.get(metric) for metric in self.metrics))
+            for labels, found in lines.items()
+        ]
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Gives the names of all columns, and the lines as texts."""
+        rows = [
+            (*labels, str(seeds_of(means)), *(" ".join(mean.shown).strip() if mean else MISSING for mean in means))
+            for labels, means in self.lines()
+        ]
         return (*self.axes, "seeds", *self.metrics), rows
 
     def to_markdown(self) -> str:
@@ -105,6 +113,11 @@ class SweepRecord:
         columns, rows = self.table()
         lines = [columns, ("---",) * len(columns), *rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def seeds_of(means: Sequence[Mean | None]) -> int:
+    """Gives the seeds behind the number of a line that has most of them."""
+    return max(mean.runs for mean in means if mean is not None)
 
 
 def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
@@ -119,12 +132,22 @@ def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
 def _mean(own: Sequence[Result]) -> Mean:
     first = own[0]
     labels = {name: value for name, value in first.labels.items() if name != SEED}
-    values = [result.value for result in own if result.value is not None]
-    if len(values) > 1:
+    measured = [result for result in own if result.value is not None]
+    values = _by_seed(measured, "value")
+    if len(set(values)) > 1:
         over = t_interval(values)
         return Mean(first.metric, first.unit, labels, fmean(values), over.low, over.high, len(values), stdev(values))
-    value = values[0] if values else None
-    return Mean(first.metric, first.unit, labels, value, first.low, first.high, len(values))
+    value, low, high = (next(iter(_by_seed(measured, name)), None) for name in ("value", "low", "high"))
+    return Mean(first.metric, first.unit, labels, value, low, high, len(values))
+
+
+def _by_seed(own: Sequence[Result], name: str) -> list[float]:
+    """Gives one value for each seed: several jobs of one seed may measure the same, such as the original."""
+    found: dict[Label, list[float]] = defaultdict(list)
+    for result in own:
+        if (value := getattr(result, name)) is not None:
+            found[result.labels.get(SEED)].append(value)
+    return [fmean(values) for values in found.values()]
 
 
 def _word(label: Label) -> str:

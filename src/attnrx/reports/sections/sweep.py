@@ -5,9 +5,10 @@ from typing import Any
 
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import Chart, Curve, Point, marker_picture
-from attnrx.reports.numbers import known, plain
+from attnrx.reports.numbers import MISSING, known, plain
+from attnrx.reports.sections.comparison import LEAST_SPREAD, NOUGHT
 from attnrx.reports.sections.section import Figure, Section
-from attnrx.reports.sweep import Mean, SweepRecord
+from attnrx.reports.sweep import Mean, SweepRecord, seeds_of
 from attnrx.results import Label
 
 STYLES = 6
@@ -35,13 +36,15 @@ def sweep(content: ReportContent) -> Section | None:
         return None
     charts = [chart for cost in COSTS for metric in DRAWN for chart in _charts(found, metric, cost)][:MOST_CHARTS]
     curves = {curve.name: curve for chart in charts for curve in chart.curves}
-    columns, rows = found.table()
     data = {
         "figures": [Figure(chart.draw(), chart.title) for chart in charts],
         "legend": [(marker_picture(curve), name) for name, curve in curves.items()],
-        "columns": columns,
-        "labels": len(found.axes),
-        "rows": rows,
+        "axes": found.axes,
+        "metrics": found.metrics,
+        "rows": [
+            (labels, seeds_of(means), [mean.shown if mean else (MISSING, "") for mean in means])
+            for labels, means in found.lines()
+        ],
         "runs": found.runs,
         "failures": found.failures,
         "about": [
@@ -63,11 +66,22 @@ def _charts(found: SweepRecord, metric: str, cost: tuple[str, float, str]) -> li
             group = tuple((name, value) for name, value in mean.labels.items() if name not in OWN)
             groups.setdefault(group, []).append((mean, factor * place))
     contenders = list(dict.fromkeys(_contender(mean) for mean in found.means))
-    level = 0.0 if metric == "change" else None
     return [
-        Chart(_title(metric, group), words, DRAWN[metric], _curves(own, contenders), level=level, band=found.runs > 1)
+        Chart(
+            _title(metric, group),
+            words,
+            DRAWN[metric],
+            _curves(own, contenders),
+            logarithmic=metric == "divergence" and _spread([mean.value or 0.0 for mean, _ in own]),
+            level=0.0 if metric == "change" else None,
+            band=True,
+        )
         for group, own in groups.items()
     ]
+
+
+def _spread(values: Sequence[float]) -> bool:
+    return min(values) > NOUGHT and max(values) > LEAST_SPREAD * min(values)
 
 
 def _place(mean: Mean, prices: Sequence[Mean]) -> float | None:
@@ -98,7 +112,7 @@ def _curves(own: Sequence[tuple[Mean, float]], contenders: list[str]) -> tuple[C
 def _point(mean: Mean, place: float) -> Point:
     share = mean.labels.get("share")
     kept = "" if share is None else f" at {plain(share)}"
-    tip = f"{_contender(mean)}{kept}: {mean.shown}, {mean.runs} seeds"
+    tip = f"{_contender(mean)}{kept}: {' '.join(mean.shown).strip()}, {mean.runs} seeds"
     return Point(place, mean.value or 0.0, known(mean.low), known(mean.high), tip)
 
 
