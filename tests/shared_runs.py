@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def start(folder: Path, cases: tuple[str, ...], processes: int = 2) -> list[subprocess.Popen]:
-    """Starts processes that are told what `accelerate launch --cpu --num_processes N` tells them."""
+    """Starts processes that are told what `torchrun` and `accelerate launch` tell them."""
     port = free_port()
     told = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     told |= {"ACCELERATE_USE_CPU": "1"}

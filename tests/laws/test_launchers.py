@@ -15,7 +15,9 @@ from shared_runs import free_port
 
 pytestmark = pytest.mark.slow
 
-ACCELERATE = ("accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
+# What it calls several GPUs are several processes; told of a CPU alone, it would start one.
+TWO = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+ACCELERATE = ("accelerate.commands.launch", *TWO)
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2")
 
 
