@@ -25,6 +25,7 @@ from attnrx.diagnostics import Moments
 from attnrx.losses import Task
 from attnrx.realization import realize
 from attnrx.training import TrainingRun, train
+from attnrx.training.optimization import strengths_of
 from tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
@@ -48,8 +49,7 @@ def strong() -> nn.Module:
     """The tiny model with strengths far from one another, so that heads keep different ranks."""
     made = model()
     with torch.no_grad():
-        for layer in made.layers:
-            strength = layer.attention.scores.strength
+        for strength in strengths_of(made):
             strength.mul_(torch.linspace(0.2, 3.0, len(strength), dtype=strength.dtype))
     return made
 

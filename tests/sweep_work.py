@@ -41,7 +41,7 @@ def note(folder: str, number: str, what: str) -> None:
         file.write(f"{what}\n")
 
 
-def notes(folder: Path, number: int) -> list[str]:
+def notes(folder: Path, number: object) -> list[str]:
     return (folder / f"{number}.txt").read_text().split()
 
 

@@ -260,20 +260,16 @@ class Store:
             ).fetchall()
         return tuple(
             Result(
-                *(row[name] for name in ("metric", "value", "low", "high", "n", "unit")),
+                row["metric"],
+                row["value"],
+                row["low"],
+                row["high"],
+                row["n"],
+                row["unit"],
                 {**json.loads(row["job_labels"]), **json.loads(row["labels"])},
             )
             for row in rows
         )
-
-
-def is_store(path: Path | str) -> bool:
-    """Whether a file is an SQLite database, by its first bytes."""
-    try:
-        with Path(path).open("rb") as handle:
-            return handle.read(16) == b"SQLite format 3\0"
-    except OSError:
-        return False
 
 
 def require_labels(labels: Mapping[str, Any]) -> dict[str, Label]:

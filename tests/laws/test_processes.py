@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.models import load_model
+from attnrx.models import family_of, load_model, reduction_of
 from attnrx.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints
@@ -61,12 +61,12 @@ def test_two_processes_equal_one(case: str, two: Path, one: dict[str, TrainingRu
 def test_what_is_fine_tuned_is_small_in_every_way() -> None:
     """So that the law above is about ragged ranks, thin maps and tokens that leave."""
     model = compressed()
-    specs = [layer.attention.spec for layer in model.layers]
+    specs = [layer.spec for layer in family_of(model).attention(model)]
     assert any(len(set(spec.ranks)) > 1 for spec in specs)
     assert any(len(set(spec.reads)) > 1 for spec in specs)
     names = dict(model.named_parameters())
     assert any(".mlp.0.first." in name for name in names)
-    assert model.tokens is not None
+    assert reduction_of(model) is not None
 
 
 @pytest.mark.parametrize("case", ["fresh-fsdp", "compressed-fsdp"])
