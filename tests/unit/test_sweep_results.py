@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from attnrx.checks.statistics import t_interval
 from attnrx.cli import main
 from attnrx.errors import CheckpointError
 from attnrx.reports import ReportContent, SweepRecord, write_report
+from attnrx.reports.sections.sweep import sweep
 from attnrx.reports.sweep import over_seeds
 from attnrx.results import Ended, Job, Result, Store
 from attnrx.sweeps import rows_of
@@ -120,6 +122,26 @@ def test_a_page_shows_curves_and_every_number(tmp_path: Path) -> None:
     assert page.count('class="band') == 2
     assert "&lt;b&gt;" in page
     assert "<b>" not in page.partition("</style>")[2]
+
+
+def test_what_was_compared_is_drawn_over_what_was_timed(tmp_path: Path) -> None:
+    """In one store: quality over time where a time is known, and speed over the MACs of the same contender."""
+    made = Store(tmp_path / "results.sqlite")
+    for record in (COMPARISON, SPEEDS):
+        made.add([Job((record["kind"],), {"model": "tiny"})])
+        job = made.claim()
+        assert job is not None
+        made.finish(job, Ended(1.0, {}), rows_of(record))
+    section = sweep(ReportContent("sweep", sweep=SweepRecord.load(made.path)))
+    assert section is not None
+    drawn = [(figure.title, "original's time" in unescape(figure.picture)) for figure in section.data["figures"]]
+    over_macs = [title for title, timed in drawn if not timed]
+    over_time = [title for title, timed in drawn if timed]
+    assert over_macs == [
+        *(f"{metric}: model tiny" for metric in ("accuracy", "change", "agreement", "divergence")),
+        "speedup: model tiny, batch 8, threads 1",
+    ]
+    assert over_time[:4] == over_macs[:4]
 
 
 def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

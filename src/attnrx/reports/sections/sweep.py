@@ -1,6 +1,6 @@
 """The sweep: every number over what the models cost, one curve for every contender, and all numbers as a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from attnrx.reports.content import ReportContent
@@ -13,6 +13,7 @@ from attnrx.results import Label
 
 STYLES = 6
 MOST_CHARTS = 12
+ROUNDING = 1e-9  # costs that differ by less are the same
 # What costs are measured in: a number of the sweep, a factor, and words for the axis.
 COSTS = (
     ("macs_share", 100.0, "% of the original's MACs"),
@@ -85,16 +86,15 @@ def _spread(values: Sequence[float]) -> bool:
 
 
 def _place(mean: Mean, prices: Sequence[Mean]) -> float | None:
-    """Finds what a point costs: the one price whose labels contradict none of the point's, and name its contender."""
-    if "contender" not in mean.labels:
-        return None
-    fitting = [price.value for price in prices if _fits(price.labels, mean.labels) and known(price.value) is not None]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _fits(price: Mapping[str, Label], point: Mapping[str, Label]) -> bool:
-    shared = price.keys() & point.keys()
-    return {"contender"} <= shared and all(price[name] == point[name] for name in shared)
+    """Finds what a point costs: the price that shares most labels with it and contradicts none, if there is but one."""
+    fitting: dict[int, list[float]] = {}
+    for price in prices:
+        shared = price.labels.keys() & mean.labels.keys()
+        agree = all(price.labels[name] == mean.labels[name] for name in shared)
+        if "contender" in shared and agree and price.value is not None and known(price.value) is not None:
+            fitting.setdefault(len(shared), []).append(price.value)
+    best = fitting[max(fitting)] if fitting else []
+    return best[0] if best and max(best) - min(best) <= ROUNDING else None
 
 
 def _curves(own: Sequence[tuple[Mean, float]], contenders: list[str]) -> tuple[Curve, ...]:
