@@ -1,56 +1,97 @@
-"""Two processes with half of every batch each == one process with whole batches, to rounding."""
+"""Two processes with half of every batch each == one process with whole batches, to rounding, however they share it."""
 
-import os
-import socket
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnrx.models import load_model
+import attnrx as rx
+from attnrx.models import family_of, load_model, reduction_of
 from attnrx.storage import read_json
+from attnrx.training import TrainingRun
+from attnrx.training.checkpoints import Checkpoints
 from attnrx.training.history import History
+from shared_runs import compressed, fine_tuned, start, verified
 from tiny_runs import run, weights
 
-SCRIPT = Path(__file__).parents[1] / "tiny_runs.py"
+pytestmark = pytest.mark.slow
+
+ALONE: dict[str, Callable[[Path], TrainingRun]] = {"fresh": run, "compressed": fine_tuned}
+TRAINED = tuple(f"{made}-{parallel}" for made in ALONE for parallel in ("ddp", "fsdp"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes made, one case after the other: starting them takes longer than all they do."""
+    folder = tmp_path_factory.mktemp("two")
+    both = start(folder, (*TRAINED, "verified", "killed"))
+    first, second = (process.wait(timeout=300) for process in both)
+    assert first == -signal.SIGKILL, "the last case kills the first process"
+    assert second != 0, "the other one cannot go on alone"
+    return folder
 
 
-def start(folder: Path, rank: int, port: int) -> subprocess.Popen:
-    """One of two processes, told what `accelerate launch --cpu --num_processes 2` tells them."""
-    told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "ACCELERATE_USE_CPU": "1",
-        "OMP_NUM_THREADS": 1,
-    }
-    environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(folder)], env=environment)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingRun]:
+    return {name: train(tmp_path_factory.mktemp(name)) for name, train in ALONE.items()}
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    port = free_port()
-    both = [start(tmp_path / "two", rank, port) for rank in range(2)]
-    one = run(tmp_path / "one")
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
-    assert read_json(tmp_path / "two" / "training.json")["processes"] == 2
-
-    together = load_model(tmp_path / "two").state_dict()
-    torch.testing.assert_close(together, weights(one), rtol=1e-9, atol=1e-11)
-    history = History(tmp_path / "two")
+def same_to_rounding(folder: Path, alone: TrainingRun) -> None:
+    torch.testing.assert_close(load_model(folder).state_dict(), weights(alone), rtol=1e-9, atol=1e-11)
+    history = History(folder)
     history.restore(2, write=False)
-    for ours, theirs in zip(history.records, one.history, strict=True):
+    for ours, theirs in zip(history.records, alone.history, strict=True):
         for name in ("loss", "accuracy", "validation_accuracy", "validation_loss", "gradient_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-9)
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-9)
+        for layer, other in zip(ours["layers"], theirs["layers"], strict=True):
+            assert layer.keys() == other.keys()
+            for name, heads in layer.items():
+                assert heads == pytest.approx(other[name], rel=1e-7, abs=1e-11), name
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_two_processes_equal_one(case: str, two: Path, one: dict[str, TrainingRun]) -> None:
+    assert read_json(two / case / "training.json")["processes"] == 2
+    same_to_rounding(two / case, one[case.partition("-")[0]])
+
+
+def test_what_is_fine_tuned_is_small_in_every_way() -> None:
+    """So that the law above is about ragged ranks, thin maps and tokens that leave."""
+    model = compressed()
+    specs = [layer.spec for layer in family_of(model).attention(model)]
+    assert any(len(set(spec.ranks)) > 1 for spec in specs)
+    assert any(len(set(spec.reads)) > 1 for spec in specs)
+    names = dict(model.named_parameters())
+    assert any(".mlp.0.first." in name for name in names)
+    assert reduction_of(model) is not None
+
+
+@pytest.mark.parametrize("case", ["fresh-fsdp", "compressed-fsdp"])
+def test_checkpoints_of_weights_in_parts_are_whole(case: str, two: Path, one: dict[str, TrainingRun]) -> None:
+    """They hold what those of one process hold, under the same names."""
+    found, alone = (Checkpoints(folder).read() for folder in (two / case, one[case.partition("-")[0]].folder))
+    assert found is not None
+    assert alone is not None
+    torch.testing.assert_close(found[1], alone[1], rtol=1e-9, atol=1e-11)
+
+
+def test_one_process_goes_on_where_two_with_parts_were_killed(two: Path, one: dict[str, TrainingRun]) -> None:
+    folder = two / "killed"
+    assert not (folder / "training.json").exists()
+    assert [path.name for path in Checkpoints(folder).all()] == ["step-00000002", "step-00000004"]
+    resumed = run(folder)
+    assert resumed.record["processes"] == 1
+    same_to_rounding(folder, one["fresh"])
+
+
+def test_evidence_of_two_processes_is_that_of_one(two: Path, tmp_path: Path) -> None:
+    """Bit for bit: each answers whole batches of the pass that one would make."""
+    verified(tmp_path)
+    alone = rx.Evidence.load(tmp_path / "evidence-0.json")
+    assert len(alone.findings) > 20
+    for process in range(2):
+        together = rx.Evidence.load(two / "verified" / f"evidence-{process}.json")
+        assert together == alone

@@ -170,17 +170,32 @@ def test_processes_share_the_shards(shards: Splits) -> None:
     shuffled = [passes(shards.train, shards, shard=(process, 2)) for process in (0, 1)]
     assert [len(share) for share in shuffled] == [8, 8]
     assert {len(batch) for share in shuffled for batch in share} == {2}
-    with pytest.raises(DataError, match="8 processes want to share the 5 shards"):
-        shards.train.batches(8, shard=(0, 8))
 
 
-def test_a_process_with_too_few_images_begins_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_every_image_is_seen_by_one_process_once(processes: int, tmp_path: Path) -> None:
+    """However unequal the shards are, and also where there are more processes than shards."""
     for number, count in enumerate((2, 30, 9, 9)):
         write_shard(tmp_path / f"train-{number}.tar", 100 * number, count)
     train = load_data(tmp_path).train
     assert len(train) == 32
-    counts = [len(index(list(train.batches(8, seed=0, shard=(process, 2))))) for process in (0, 1)]
-    assert counts == [16, 16]
+    for seed in (0, 1):
+        shares = [list(train.batches(8, seed=seed, shard=(process, processes))) for process in range(processes)]
+        assert sorted(row for share in shares for row in index(share)) == list(range(32))
+        for process, share in enumerate(shares):
+            assert [len(batch) for batch in share] == [8 // processes] * 4
+            resumed = list(train.batches(8, seed=seed, shard=(process, processes), start=3))
+            assert equal(resumed, share[3:])
+    ordered = [list(train.batches(8, shard=(process, processes))) for process in range(processes)]
+    assert [row for share in ordered for row in index(share)] == list(range(32))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+def test_parts_are_whole_batches_of_a_pass(processes: int, shards: Splits, photographs: Splits) -> None:
+    for images in (shards.train, photographs.train):
+        parts = [images.part(process, processes, 4) for process in range(processes)]
+        batches = [batch for part in parts if len(part) for batch in part.batches(4)]
+        assert equal(batches, list(images.batches(4)))
 
 
 def test_taking_from_shards(shards: Splits) -> None:

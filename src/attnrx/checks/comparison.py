@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from attnrx import processes
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
@@ -47,7 +48,8 @@ class Comparison:
 
     `masked` is the reference with the prescription realized as zeros, `prescription` and `diagnosis` are those the
     candidate was made from; each is needed by some findings only. The models lie on `device`; `seed` feeds every
-    random draw of the checks.
+    random draw of the checks. With `together` every process that a launcher started makes this same comparison, and
+    each answers a part of the images; the findings are those of one process.
     """
 
     candidate: nn.Module
@@ -59,6 +61,7 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
+    together: bool = False
     _answers: _Answers = field(default_factory=_Answers, repr=False)
 
     def __post_init__(self):
@@ -91,6 +94,11 @@ class Comparison:
             )
         return Predictions({role: answers.logits[model] for role, model in self.models.items()}, answers.labels)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which process this is, of how many that compare together."""
+        return processes.place() if self.together else (0, 1)
+
     def with_masked(self, masked: nn.Module | None) -> "Comparison":
         """The same comparison, its answers included, with a masked model; None leaves it as it is."""
         return self if masked is None else replace(self, masked=masked)
@@ -106,12 +114,14 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
     """Runs the models over the data side by side; logits are kept on the CPU."""
     answers: dict[str, list[Tensor]] = {role: [] for role in models}
     labels = []
+    own = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
-        for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):
+        for batch in own.batches(comparison.batch_size, device=comparison.device) if len(own) else ():
             labels.append(batch.labels.cpu())
             for role, model in models.items():
                 answers[role].append(answer(model, batch.images).cpu())
-    predictions = Predictions({role: torch.cat(parts) for role, parts in answers.items()}, torch.cat(labels))
+    whole = processes.all_rows if comparison.together else torch.cat
+    predictions = Predictions({role: whole(parts) for role, parts in answers.items()}, whole(labels))
     for role, logits in predictions.logits.items():
         _require_answers(role, logits, predictions.labels)
     return predictions

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnrx import processes
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
@@ -34,7 +35,12 @@ class Latency(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Times both models, then measures their memory."""
+        """Times both models, then measures their memory; of several processes the first does, while the others rest."""
+        if not comparison.together:
+            return self._measured(comparison)
+        return processes.from_first(lambda: self._measured(comparison))
+
+    def _measured(self, comparison: Comparison) -> tuple[Finding, ...]:
         images = _images(comparison, self.batch)
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
         return (

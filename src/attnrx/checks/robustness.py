@@ -1,21 +1,22 @@
 """Robustness: whether the candidate bears spoilt images as its reference does."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from attnrx import processes
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions, answer
+from attnrx.checks.comparison import Comparison, answer
 from attnrx.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.data import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Batch, Corruption, Normalization
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
-from attnrx.shapes import Bool, Tensor
+from attnrx.shapes import Bool, Int, Tensor
 
 # How far outside [0, 1] pixels may lie after the normalization was undone: its rounding.
 ROUNDING = 1e-3
@@ -69,13 +70,12 @@ class Robustness(Check):
         models = {"": comparison.reference, **candidates}
         findings: dict[str, list[Finding]] = {name: [] for name in candidates}
         right: dict[str, dict[tuple[str, int], Tensor]] = {name: {} for name in models}
-        for corruption in self.corruptions:
-            for severity in self.severities:
-                predictions = _predict(models, CORRUPTIONS[corruption], severity, comparison)
-                for name in models:
-                    right[name][corruption, severity] = predictions.correct(name)
-                for name, own in findings.items():
-                    own.append(_finding(corruption, severity, name, predictions, comparison.seed))
+        ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
+        for (corruption, severity), chosen in zip(ways, _chosen(models, ways, comparison), strict=True):
+            for name in models:
+                right[name][corruption, severity] = chosen.right(name)
+            for name, own in findings.items():
+                own.append(_finding(corruption, severity, name, chosen, comparison.seed))
         return {name: (*own, *self._means(right[""], right[name], comparison.seed)) for name, own in findings.items()}
 
     def _means(self, before: Right, after: Right, seed: int) -> list[Finding]:
@@ -98,23 +98,44 @@ class Robustness(Check):
         return parts
 
 
-def _predict(
-    models: Mapping[str, nn.Module], corruption: Corruption, severity: int, comparison: Comparison
-) -> Predictions:
-    logits: dict[str, list[Tensor]] = {role: [] for role in models}
+@dataclass(frozen=True)
+class _Chosen:
+    """The classes that several models, named by their role, chose for the same spoilt images."""
+
+    classes: Mapping[str, Int[Tensor, "images"]]
+    labels: Int[Tensor, "images"]
+
+    def right(self, role: str) -> Bool[Tensor, "images"]:
+        """Whether each image was classified as labelled."""
+        return self.classes[role] == self.labels
+
+
+def _chosen(
+    models: Mapping[str, nn.Module], ways: Sequence[tuple[str, int]], comparison: Comparison
+) -> Iterator[_Chosen]:
+    """Gives what the models choose for each way to spoil the images; of several processes each takes some of them."""
+    process, count = comparison.place
+    own = [_choose(models, CORRUPTIONS[name], severity, comparison) for name, severity in ways[process::count]]
+    parts = processes.gathered(own) if comparison.together else [own]
+    for number in range(len(ways)):
+        yield parts[number % count][number // count]
+
+
+def _choose(models: Mapping[str, nn.Module], corruption: Corruption, severity: int, comparison: Comparison) -> _Chosen:
+    classes: dict[str, list[Tensor]] = {role: [] for role in models}
     labels = []
     with evaluating(models.values()):
         for batch, images in _spoilt(corruption, severity, comparison):
             labels.append(batch.labels.cpu())
             for role, model in models.items():
-                logits[role].append(answer(model, images).cpu())
-    return Predictions({role: torch.cat(parts) for role, parts in logits.items()}, torch.cat(labels))
+                classes[role].append(answer(model, images).argmax(-1).cpu())
+    return _Chosen({role: torch.cat(parts) for role, parts in classes.items()}, torch.cat(labels))
 
 
-def _finding(corruption: str, severity: int, name: str, predictions: Predictions, seed: int) -> Finding:
-    before, after = predictions.correct(""), predictions.correct(name)
-    agreeing = int((predictions.classes("") == predictions.classes(name)).sum())
-    agreement = proportion(agreeing, len(predictions)).scaled(100.0)
+def _finding(corruption: str, severity: int, name: str, chosen: _Chosen, seed: int) -> Finding:
+    before, after = chosen.right(""), chosen.right(name)
+    agreeing = int((chosen.classes[""] == chosen.classes[name]).sum())
+    agreement = proportion(agreeing, len(chosen.labels)).scaled(100.0)
     details = {
         "quantity": "accuracy change",
         "corruption": corruption,
@@ -126,7 +147,7 @@ def _finding(corruption: str, severity: int, name: str, predictions: Predictions
     }
     where = f" under {corruption} of severity {severity}"
     finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None)
-    return replace(finding, n=len(predictions), seed=seed, details=details)
+    return replace(finding, n=len(chosen.labels), seed=seed, details=details)
 
 
 def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed: int) -> Finding:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
-from attnrx.cli.outcome import Outcome, show
+from attnrx.cli.outcome import Outcome, Say, show
 from attnrx.cli.parser import Parser, UsageError
 from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
 
@@ -73,6 +73,14 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"attnrx {rx.__version__}")
         return 0
+    outcome = outcome_of(words, say)
+    if _speaks():
+        _present(outcome, "--json" in words)
+    return outcome.code
+
+
+def outcome_of(words: Sequence[str], say: Say) -> Outcome:
+    """Runs the command that the words name, whatever it raises, and gives its answer."""
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")
@@ -83,10 +91,7 @@ def _run(words: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)
         warnings.showwarning = _warn
-        outcome = command.run(arguments, say)
-    if _speaks():
-        _present(outcome, arguments.json)
-    return outcome.code
+        return command.run(arguments, say)
 
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:

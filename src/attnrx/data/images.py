@@ -43,6 +43,14 @@ class ImageSet(ABC):
         """Gives the first `count` images, balanced over the classes where the labels are known beforehand."""
 
     @abstractmethod
+    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
+        """Gives the images that one of several processes looks at: all parts, one after the other, are the set.
+
+        Where it can be, a part is whole batches of an ordered pass over the set, so that what a model answers does not
+        depend on the number of processes. A part may be empty, and then has no batches.
+        """
+
+    @abstractmethod
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale, for a model that was trained with other statistics."""
 
@@ -79,6 +87,13 @@ def finish(
     if draws is not None and order.augmentation is not None:
         images = order.augmentation.apply(images, draws)
     return normalization.apply(images.float() / 255)
+
+
+def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> slice:
+    """Gives the rows of one process's part of an ordered pass: whole batches, about as many for each process."""
+    batches = -(-count // batch_size)
+    first, last = (batches * number // processes * batch_size for number in (process, process + 1))
+    return slice(min(first, count), min(last, count))
 
 
 def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -> str:

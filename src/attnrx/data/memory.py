@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, spread
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, rows_of_part, spread
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
 from attnrx.errors import InvalidInput
@@ -57,6 +57,10 @@ class MemoryImages(ImageSet):
     def take(self, count: int) -> "ImageSet":
         """Gives the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.store.labels[self.rows], count)])
+
+    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
+        """Gives whole batches of an ordered pass."""
+        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""

@@ -1,7 +1,8 @@
 """Splits that are read from tar shards, for datasets that fit neither memory nor one machine's disk.
 
-Each process reads shards of its own, from front to back. So, unlike for other splits, N processes see the same images
-as one but in another order; resuming at a step reads, without decoding, what came before it.
+Each process reads shards of its own from front to back, the first and the last of them perhaps in part: of the images
+that a pass shows, every one is seen by one process, once. Unlike for other splits, N processes see them in another
+order than one; resuming at a step reads, without decoding, what came before it.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from itertools import islice
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet, digest
+from attnrx.data.images import Batch, ImageSet, digest, rows_of_part
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import ORDER, Pass, generator
-from attnrx.data.readers.shards import OpenedShards, Sample, Shard, read
+from attnrx.data.readers.shards import OpenedShards, Sample, Shard, cut, read
 from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.data.streaming import Stream, Work
 from attnrx.errors import DataError
@@ -55,32 +56,33 @@ class ShardImages(ImageSet):
         ]
         return replace(self, shards=tuple(taken))
 
+    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
+        """Gives whole batches of an ordered pass."""
+        return replace(self, shards=tuple(cut(self.shards, rows_of_part(len(self), process, processes, batch_size))))
+
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        processes = order.shard[1]
-        if processes > len(self.shards):
-            raise DataError(
-                f"{processes} processes want to share the {len(self.shards)} shards of {self.name}; use at most as "
-                "many processes as shards, or write more and smaller shards."
-            )
         return self.stream.batches(self._works(order, self._own(order)), order)
 
     def _own(self, order: Pass) -> list[Shard]:
+        """Cuts what this process reads out of all shards, which a shuffled pass puts into another order first."""
         process, processes = order.shard
-        shards = torch.arange(len(self.shards))
-        if order.seed is not None:
-            shards = torch.randperm(len(shards), generator=generator(order.seed, ORDER))
-        return [self.shards[number] for number in shards[process::processes].tolist()]
+        if order.seed is None:
+            count = len(self)
+            return cut(self.shards, slice(count * process // processes, count * (process + 1) // processes))
+        shards = torch.randperm(len(self.shards), generator=generator(order.seed, ORDER)).tolist()
+        share = order.length(len(self)) * order.local_size
+        return cut([self.shards[number] for number in shards], slice(share * process, share * (process + 1)))
 
     def _works(self, order: Pass, own: list[Shard]) -> Iterator[Work]:
         """Cuts the samples of this process into batches; a shuffled pass has as many steps in every process."""
-        length = order.length(len(self))
+        order.length(len(self))  # refuses a pass without steps, and a start after its end
         size, process = order.local_size, order.shard[0]
         samples = _in_order(own) if order.seed is None else _shuffled(own, order.seed, process)
-        samples = islice(samples, order.start * size, length * size if order.seed is not None else None)
+        samples = islice(samples, order.start * size, None)
         number = order.start
         while rows := list(islice(samples, size)):
             share = slice(process * size, process * size + len(rows))
@@ -100,14 +102,12 @@ def _in_order(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
-    """Shuffles window by window, beginning again when the shards of one process hold fewer images than its share."""
-    window = 0
-    while True:
-        samples = _in_order(shards)
-        while rows := list(islice(samples, WINDOW)):
-            for position in torch.randperm(len(rows), generator=generator(seed, ORDER, 1 + process, window)).tolist():
-                yield rows[position]
-            window += 1
+    """Shuffles window by window."""
+    samples, window = _in_order(shards), 0
+    while rows := list(islice(samples, WINDOW)):
+        for position in torch.randperm(len(rows), generator=generator(seed, ORDER, 1 + process, window)).tolist():
+            yield rows[position]
+        window += 1
 
 
 def assign_shards(opened: OpenedShards, place: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:

@@ -11,7 +11,7 @@ import torch
 from attnrx.data.augmentation import Augmentation, Draws
 from attnrx.data.decoding import CorruptImages, threads
 from attnrx.data.geometry import Geometry
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, spread
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, rows_of_part, spread
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
 from attnrx.data.readers.reader import Records
@@ -121,6 +121,10 @@ class StreamedImages(ImageSet):
     def take(self, count: int) -> "ImageSet":
         """Gives the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.records.labels[self.rows], count)])
+
+    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
+        """Gives whole batches of an ordered pass."""
+        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Gives the same images on another scale."""

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from attnrx.shapes import Tensor
+from attnrx.training.sharding import own, put_
 
 
 class WeightMean:
-    """The exponential mean of a model's parameters; its buffers are shared with the model."""
+    """The exponential mean of a model's parameters, in parts where they are; its buffers are shared with the model."""
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
@@ -21,12 +22,13 @@ class WeightMean:
     def update_(self, step: int) -> None:
         """Moves the mean towards the weights after `step` steps; at first faster, to forget the random start."""
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.tensors.values()), list(self._live.values()), 1 - decay)
+        means, live = ([own(part) for part in parts.values()] for parts in (self.tensors, self._live))
+        torch._foreach_lerp_(means, live, 1 - decay)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Puts back a saved mean."""
         for name, mean in self.tensors.items():
-            mean.copy_(tensors[name])
+            put_(mean, tensors[name])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -40,12 +42,13 @@ class WeightMean:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self._live.items():
-            kept = parameter.detach().clone()
-            parameter.copy_(self.tensors[name])
-            self.tensors[name].copy_(kept)
+            live, mean = own(parameter), own(self.tensors[name])
+            kept = live.clone()
+            live.copy_(mean)
+            mean.copy_(kept)
 
     @torch.no_grad()
     def store_(self) -> None:
         """Gives the model the mean for good."""
         for name, parameter in self._live.items():
-            parameter.copy_(self.tensors[name])
+            own(parameter).copy_(own(self.tensors[name]))

@@ -11,6 +11,7 @@ from attnrx.losses import LOSSES, Loss, Task
 from attnrx.training.mixing import Mixing
 
 PRECISIONS = ("bf16", "fp32")
+PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class TrainingConfig:
     Where tokens leave by a learned reducer, its predictors learn at `predictor_learning_rate` times the rate, and the
     temperature of what they draw moves from the first of `temperatures` to the last, by the same factor every step.
 
+    `parallel` says how several processes share the model: with "ddp" each holds a copy of it, with "fsdp" a part of its
+    weights, gradients, optimizer state and running mean, and they gather the weights for every step. The result is the
+    same to rounding, and a run may go on with the other, or with other processes. One process holds everything.
+
     `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
     weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
     """
@@ -74,6 +79,7 @@ class TrainingConfig:
     strength_learning_rate: float = 1.0
     precision: str = "bf16"
     compile: bool = False
+    parallel: str = "ddp"
     ema: float | None = None
     seed: int = 42
     checkpoint_every: int = 500
@@ -100,6 +106,7 @@ class TrainingConfig:
             self._require(name, value is None or 0 < value < float("inf"), "must be positive and finite, or None")
         self._require("ema", self.ema is None or 0 < self.ema < 1, "is a decay between 0 and 1, or None")
         self._require("precision", self.precision in PRECISIONS, f"must be one of {', '.join(PRECISIONS)}")
+        self._require("parallel", self.parallel in PARALLEL, f"must be one of {', '.join(PARALLEL)}")
         names = [loss.name for loss in self.losses]
         self._require(
             "losses", names and len(names) == len(set(names)), "must hold one loss or more, of different kinds"

@@ -7,6 +7,7 @@ from attnrx.attention.forms import SharedForm
 from attnrx.decompositions import nonnegative_units
 from attnrx.errors import NotSupported
 from attnrx.models import family_of
+from attnrx.training.sharding import put_, whole
 
 
 @torch.no_grad()
@@ -16,7 +17,7 @@ def constrain_(model: nn.Module) -> None:
     A reparametrisation (squares, say) would keep it nonnegative too, but could not bring a value back from zero.
     """
     for form in _shared_forms(model):
-        form.strength.copy_(nonnegative_units(form.strength))
+        put_(form.strength, nonnegative_units(whole(form.strength)))
 
 
 @torch.no_grad()

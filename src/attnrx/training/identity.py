@@ -12,7 +12,7 @@ from attnrx.errors import CheckpointError
 from attnrx.models import described_tokens, family_of
 from attnrx.training.config import TrainingConfig
 
-HARMLESS = {"config.checkpoint_every"}  # may change between the parts of one run
+HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change between the parts of one run
 
 
 def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[str, Any]:

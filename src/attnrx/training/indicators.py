@@ -12,6 +12,7 @@ from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, s
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.shapes import Bool, Float, Tensor
+from attnrx.training.sharding import gathered
 
 Readings = dict[str, list[float]]
 
@@ -31,6 +32,10 @@ class Probe:
     @torch.no_grad()
     def read(self, model: nn.Module) -> list[Readings]:
         """Gives the indicators of every layer, each a list with one number a head."""
+        with gathered(model):
+            return self._read(model)
+
+    def _read(self, model: nn.Module) -> list[Readings]:
         family, was_training = family_of(model), model.training
         layers = family.attention(model)
         readings = [spectral(*_strengths(layer)) if layer.spec.form == "svda" else {} for layer in layers]

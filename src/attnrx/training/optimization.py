@@ -12,6 +12,7 @@ from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.models import family_of, parameter_places
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
+from attnrx.training.sharding import part_like
 
 PREDICTORS = "tokens."  # where the predictors of a token policy are in any model
 
@@ -97,4 +98,4 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
         name, _, field = key.rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
-        optimizer.state[parameters[name]][field] = value.to(parameters[name].device)
+        optimizer.state[parameters[name]][field] = part_like(value, parameters[name])

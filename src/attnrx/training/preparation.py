@@ -16,6 +16,7 @@ from attnrx.training.config import TrainingConfig
 from attnrx.training.fusion import constrain_, turn_
 from attnrx.training.meter import Meter
 from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
+from attnrx.training.sharding import shard_
 from attnrx.training.stepping import Learner, Schedule
 
 NEVER = 2**62  # a step that no run reaches
@@ -47,8 +48,39 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
 
-def prepare(model: nn.Module, splits: Splits, config: TrainingConfig, features: list[Tensor] | None = None) -> Learner:
-    """Moves the model to its device and puts the optimizer, the running mean and the processes around it."""
+def join(model: nn.Module, config: TrainingConfig) -> Accelerator:
+    """Joins the processes that a launcher started, if there are several, and settles how they share the model."""
+    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
+    unused = any(not parameter.numel() for parameter in model.parameters())
+    # Precision is ours to decide, so that a run does not depend on how it was launched.
+    accelerator = Accelerator(
+        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)]
+    )
+    if accelerator.distributed_type not in ONE_COPY:
+        raise NotSupported(
+            f"the processes were launched for {accelerator.distributed_type.value}; launch plain data parallel "
+            'processes, and say parallel="fsdp" (--parallel fsdp) for weights in parts.'
+        )
+    if config.batch_size % (config.accumulate * accelerator.num_processes):
+        raise InvalidInput(
+            f"batch_size={config.batch_size} cannot be cut into accumulate={config.accumulate} parts in each of "
+            f"{accelerator.num_processes} processes; take a multiple of both together."
+        )
+    return accelerator
+
+
+def prepare(
+    target: nn.Module,
+    model: nn.Module,
+    splits: Splits,
+    config: TrainingConfig,
+    accelerator: Accelerator,
+    features: list[Tensor] | None = None,
+) -> Learner:
+    """Moves the model to its device and puts the optimizer, the running mean and the processes around it.
+
+    `model` is the `target` itself, or a copy whose weights are to be held in parts.
+    """
     schedule = Schedule.of(config, len(splits.train))
     if not schedule.steps_per_epoch:
         raise InvalidInput(
@@ -60,29 +92,15 @@ def prepare(model: nn.Module, splits: Splits, config: TrainingConfig, features: 
     if config.nonnegative_fusion:
         turn_(model)
         constrain_(model)
-    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
-    unused = any(not parameter.numel() for parameter in model.parameters())
-    # Precision is ours to decide, so that a run does not depend on how it was launched.
-    accelerator = Accelerator(
-        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)]
-    )
-    if accelerator.distributed_type not in ONE_COPY:
-        raise NotSupported(
-            f"training over {accelerator.distributed_type.value} shards the weights, which attnrx does not save; "
-            "launch plain data parallel processes."
-        )
-    if config.batch_size % (config.accumulate * accelerator.num_processes):
-        raise InvalidInput(
-            f"batch_size={config.batch_size} cannot be cut into accumulate={config.accumulate} parts in each of "
-            f"{accelerator.num_processes} processes; take a multiple of both together."
-        )
     freeze_(model.to(accelerator.device), config.frozen)
-    wrapped: Callable[[Tensor], Tensor] = accelerator.prepare_model(model)
+    wrapped: Callable[[Tensor], Tensor]
+    wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
     if config.compile:  # beside the model, which keeps its names and can be copied and observed as before
         wrapped = torch.compile(wrapped)
     names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
     return Learner(
         model=model,
+        target=target,
         wrapped=wrapped,
         optimizer=build_optimizer(model, config),
         mean=None if config.ema is None else WeightMean(model, config.ema),

@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 
+from torch import nn
+
+from attnrx.errors import CheckpointError
 from attnrx.shapes import Tensor
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
+from attnrx.training.sharding import all_whole, put_
 from attnrx.training.stepping import Learner
 
 
 def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
-    """Gives weights, running mean, optimizer state and the sums of the epoch so far.
+    """Gives weights, running mean, optimizer state and the sums of the epoch so far, all whole, in the first process.
 
-    Random numbers need no place here: every step seeds its own from the config's seed and its number.
+    All processes have to ask for it, as each may hold a part; to the others it gives nothing. Random numbers need no
+    place here: every step seeds its own from the config's seed and its number.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -18,7 +23,8 @@ def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
         "optimizer": optimizer_tensors(learner.model, learner.optimizer),
         "meter": {"sums": sums},
     }
-    return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+    named = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+    return all_whole(named, keep=learner.accelerator.is_main_process)
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
@@ -27,9 +33,19 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     for key, tensor in state.items():
         part, _, name = key.partition("/")
         parts.setdefault(part, {})[name] = tensor
-    learner.model.load_state_dict(parts["model"])
+    load_whole_(learner.model, parts["model"])
     load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
     if learner.mean is not None:
         learner.mean.load_(parts["mean"])
     if learner.accelerator.is_main_process:
         learner.meter.sums.copy_(parts["meter"]["sums"])
+
+
+def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fills a model with whole tensors, whether it holds its weights whole or in parts."""
+    own = model.state_dict()
+    if own.keys() != tensors.keys():
+        strange = ", ".join(sorted(own.keys() ^ tensors.keys())[:4])
+        raise CheckpointError(f"the checkpoint is of another model: {strange} are in one of the two only.")
+    for name, tensor in own.items():
+        put_(tensor, tensors[name])

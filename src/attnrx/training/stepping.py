@@ -19,6 +19,7 @@ from attnrx.training.meter import Meter
 from attnrx.training.mixing import Mixed
 from attnrx.training.optimization import learning_rate_share, set_learning_rate
 from attnrx.training.randomness import MIXING, NOISE, STEP, derived_seed
+from attnrx.training.sharding import collecting, release_, whole
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,12 @@ class _Part:
 class Learner:
     """The model in training with all that moves with it; `wrapped` is what makes steps: compiled or distributed.
 
+    `target` is the model of the caller, which is another one where the weights of `model` are held in parts.
     `features` fills with what the blocks give in each forward pass, where a loss reads that.
     """
 
     model: nn.Module
+    target: nn.Module
     wrapped: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     mean: WeightMean | None
@@ -100,10 +103,11 @@ class Learner:
         values, correct = [], []
         for number, part in enumerate(parts):
             last = number + 1 == len(parts)
-            with nullcontext() if last else self.accelerator.no_sync(self.wrapped):  # type: ignore[arg-type]
+            with nullcontext() if last else collecting(self.wrapped, self.accelerator):
                 terms, right = self._learn_(part)
             values.append(terms * (len(part.labels) / len(batch)))
             correct.append(right)
+        release_(self.model)
         norm = self._update_(step)
         self._note_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
@@ -162,9 +166,11 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
-        return norm
+        return whole(norm)
 
     def _note_(self, step: int, values: list[Tensor], correct: Tensor, images: int) -> None:
-        self.meter.add_([*values, correct, float(images), 1.0])
+        # Of N processes each adds an Nth of a step, so that the sums mean the same to a run that goes on with others.
+        share = 1 / self.shard[1]
+        self.meter.add_([*(value * share for value in values), correct, float(images), share])
         finite = torch.isfinite(values[-2]) & torch.isfinite(values[-1])
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))

@@ -1,5 +1,6 @@
 """The training run: epochs of steps, with history, checkpoints and an exact way back."""
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +23,12 @@ from attnrx.training.history import History
 from attnrx.training.identity import identity, require_same
 from attnrx.training.indicators import Probe
 from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.preparation import prepare, require_fit
+from attnrx.training.preparation import join, prepare, require_fit
 from attnrx.training.provenance import provenance
 from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
-from attnrx.training.state import load_state_, state_tensors
+from attnrx.training.sharding import all_whole
+from attnrx.training.state import load_state_, load_whole_, state_tensors
 from attnrx.training.stepping import Learner
 
 KIND, SCHEMA = "attnrx training run", 1
@@ -66,8 +68,12 @@ def train(
     finished = _finished(folder, model, asked)
     if finished is not None:
         return finished
-    with reproducible(), _features(model, config) as features, interruptible() as interruption:
-        learner = prepare(model, splits, config, features)
+    accelerator = join(model, config)
+    # Weights that were put into parts cannot become whole again: a copy carries them, and fills the model at the end.
+    in_parts = config.parallel == "fsdp" and accelerator.num_processes > 1
+    own = copy.deepcopy(model) if in_parts else model
+    with reproducible(), _features(own, config) as features, interruptible() as interruption:
+        learner = prepare(model, own, splits, config, accelerator, features)
         if not learner.accelerator.is_main_process:
             reporter = Silent()
         run = _Run(learner, splits, folder, asked)
@@ -229,9 +235,9 @@ class _Run:
     def _save(self) -> Path:
         """Writes a checkpoint from the first process, while the others wait."""
         sums = _tensor(self.accelerator.reduce(self.learner.meter.sums, "sum"))
+        tensors = state_tensors(self.learner, sums)
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
-            tensors = state_tensors(self.learner, sums)
             self.checkpoints.write(self.step, tensors, {"identity": self.asked, "seconds": seconds})
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
@@ -261,11 +267,14 @@ class _Run:
             "notes": list(self.splits.notes),
             **provenance(self.accelerator),
         }
+        model = learner.target
+        if model is not learner.model:
+            load_whole_(model, all_whole(learner.model.state_dict(), keep=True))
         if self.accelerator.is_main_process:
-            save_model(self.folder, learner.model, {"trained_on": self.splits.name, "accuracy": accuracy})
+            save_model(self.folder, model, {"trained_on": self.splits.name, "accuracy": accuracy})
             write_json(self.folder / "training.json", record)
         self.accelerator.wait_for_everyone()
-        return TrainingRun(learner.model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
+        return TrainingRun(model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
 
 
 def _tensor(value: Any) -> Tensor:

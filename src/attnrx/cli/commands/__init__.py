@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "costs": "price a model in parameters and MACs, before or after a prescription",
     "compare": "compress one model in several ways, and see what each costs and loses",
     "bench": "compress one model in several ways, and time each beside the model as its library ships it",
+    "sweep": "run one command over seeds, datasets and rules, and keep every number",
     "diff": "compare two diagnoses, two prescriptions or two pieces of evidence",
     "reproduce": "make a table of the paper again, from training to numbers",
     "demo": "go the whole way on one dataset, from training to a report",

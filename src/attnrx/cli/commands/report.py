@@ -21,6 +21,7 @@ EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.jso
 
 def add(parser: Parser) -> None:
     """Declares the options."""
+    parser.add_argument("store", nargs="?", metavar="STORE", help="the results of `attnrx sweep`, shown as curves")
     parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
     parser.add_argument("--evidence", metavar="FILE", help="what `attnrx verify` wrote")
     parser.add_argument("--prescription", metavar="FILE", help="what `attnrx prescribe` wrote")
@@ -47,7 +48,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     evidence, prescription = _evidence(arguments), _prescription(arguments)
     attention, tokens = _samples(arguments, prescription)
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {arguments.candidate or arguments.comparison or arguments.out}",
+        title=arguments.title or f"attnrx: {_subject(arguments)}",
         about=_about(arguments, evidence),
         prescription=prescription,
         diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
@@ -58,10 +59,15 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         history=_history(arguments.training) if arguments.training else (),
         ranks=_ranks(arguments, prescription),
         comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
+        sweep=rx.reports.SweepRecord.load(arguments.store) if arguments.store else None,
     )
     path = rx.write_report(arguments.out, content)
     holds = None if evidence is None else evidence.holds
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "holds": holds}, (f"report: {path}",))
+
+
+def _subject(arguments: Namespace) -> str:
+    return arguments.candidate or arguments.comparison or arguments.store or arguments.out
 
 
 def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
@@ -93,7 +99,9 @@ def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tup
 
 
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
-    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
+    named = {
+        name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "store", "data")
+    }
     return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
 
 

@@ -54,6 +54,11 @@ def add(parser: Parser) -> None:
     for name, kind, said in KNOBS:
         knobs.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=said)
     knobs.add_argument("--precision", choices=("bf16", "fp32"), help="of the forward pass (bf16)")
+    knobs.add_argument(
+        "--parallel",
+        choices=("ddp", "fsdp"),
+        help="with several processes (accelerate launch, torchrun): each has a copy of the model, or a part (ddp)",
+    )
     knobs.add_argument("--compile", action="store_true", help="train through torch.compile")
     knobs.add_argument(
         "--losses",
@@ -97,7 +102,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
     """The knobs that were given; what was not keeps the default of TrainingConfig."""
-    names = [*(name for name, _, _ in KNOBS), "precision"]
+    names = [*(name for name, _, _ in KNOBS), "precision", "parallel"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}

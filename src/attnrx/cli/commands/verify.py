@@ -50,6 +50,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Verifies and writes the evidence."""
     _require_place(arguments)
+    _, processes = rx.processes.join()
     asked = _asked(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
@@ -67,8 +68,9 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         diagnosis=case.diagnosis,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
+        together=processes > 1,
     )
-    path = _save(evidence, case, arguments)
+    path = rx.processes.from_first(lambda: _save(evidence, case, arguments))
     limited = [finding for finding in evidence.findings if finding.holds is not None]
     verdict = f"{len(limited) - len(evidence.failures)} of {len(limited)} claims hold"
     record = {"evidence": str(path), **rx.storage.read_json(path)}

@@ -3,9 +3,9 @@
 import tarfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +24,16 @@ CLASS_NAMES = "classnames.txt"  # beside the shards: one class a line, in the or
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file: how many images it holds, which labels occur, and the row of its first image in the split."""
+    """One tar file: how many images it holds, which labels occur, and the row of its first image in the split.
+
+    A part of one leaves out the first `skip` images, and those after its `count`.
+    """
 
     url: str
     count: int
     labels: tuple[int, ...] = ()
     first: int = 0
+    skip: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,30 @@ def read(shard: Shard) -> Iterator[Sample]:
         stream = _open(shard.url)
         try:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
-                for sample in islice(_samples(tar, shard.url), shard.count):
+                for sample in islice(_samples(tar, shard.url), shard.skip, shard.skip + shard.count):
                     yield sample
                     number += 1
         finally:
             with suppress(OSError):  # a download that is stopped early complains
                 stream.close()
     except BROKEN as error:
-        raise DataError(f"cannot read the shard {shard.url} after image {number}: {error}. Copy it again.") from error
+        after = shard.skip + number
+        raise DataError(f"cannot read the shard {shard.url} after image {after}: {error}. Copy it again.") from error
     if number < shard.count:
-        raise DataError(f"the shard {shard.url} holds {number} images, not {shard.count}; correct the index.")
+        held, told = shard.skip + number, shard.skip + shard.count
+        raise DataError(f"the shard {shard.url} holds {held} images, not {told}; correct the index.")
+
+
+def cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
+    """Gives the shards that hold these rows of all, in the order given; the first and the last may be parts."""
+    found, before = [], 0
+    for shard in shards:
+        low, high = (min(max(row - before, 0), shard.count) for row in (rows.start, rows.stop))
+        if low < high:
+            moved = {"first": shard.first + low, "skip": shard.skip + low, "count": high - low}
+            found.append(replace(shard, **moved))
+        before += shard.count
+    return found
 
 
 def _open(url: str) -> Any:

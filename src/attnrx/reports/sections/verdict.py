@@ -9,6 +9,7 @@ from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
 from attnrx.reports.sections.section import Section
+from attnrx.reports.sweep import SweepRecord
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ def verdict(content: ReportContent) -> Section:
     evidence = content.evidence
     data = {
         "state": _state(evidence),
-        "sentence": sentence(evidence) if evidence or content.comparison is None else _compared(content.comparison),
+        "sentence": _sentence(content),
         "tiles": tiles(content),
         "notes": _notes(content),
         "failures": [_failure(finding) for finding in evidence.failures] if evidence else [],
@@ -48,6 +49,12 @@ def sentence(evidence: Evidence | None) -> str:
     if not limited:
         return f"No claim has a limit to hold.{more}"
     return ("The one claim holds." if limited == 1 else f"All {limited} claims hold.") + more
+
+
+def _sentence(content: ReportContent) -> str:
+    if content.evidence is None and content.comparison is not None:
+        return _compared(content.comparison)
+    return _swept(content.sweep) if content.evidence is None and content.sweep else sentence(content.evidence)
 
 
 def tiles(content: ReportContent) -> list[Tile]:
@@ -76,6 +83,13 @@ def _compared(found: ComparisonRecord) -> str:
     where = f" on {number(images)} images" if isinstance(images, int) else ""
     tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
     return f"{names} {contenders} measured beside the original in {tried}{where}; no claim was made that could fail."
+
+
+def _swept(found: SweepRecord) -> str:
+    done, failed, every = found.counts["done"], found.counts["failed"], sum(found.counts.values())
+    more = f" {failed} failed." if failed else ""
+    seeds = "one seed each" if found.runs == 1 else f"up to {found.runs} seeds each"
+    return f"{done} of {every} jobs of a sweep are done, {seeds}; no claim was made that could fail.{more}"
 
 
 def _original(found: ComparisonRecord | None) -> list[Tile]:

@@ -1,0 +1,122 @@
+"""What several processes do together in the tests, and one process alone for comparison.
+
+Run as a script, by a launcher or with the variables that a launcher sets, it does some of it in FOLDER:
+
+    python tests/shared_runs.py FOLDER CASE...
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency, Robustness
+from attnrx.costs import LatencyProtocol
+from attnrx.diagnostics import Moments
+from attnrx.losses import Task
+from attnrx.realization import realize
+from attnrx.training import TrainingRun, train
+from attnrx.training.optimization import strengths_of
+from tiny_runs import At, config, model, run, splits
+
+# The knobs beside which two processes are compared with one: everything on that reads or changes weights.
+COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "accumulate": 2, "frozen": ("patches",), "strength_decay": 0.0}
+
+
+@cache
+def prescription() -> rx.Prescription:
+    """Ragged ranks in the scores and in what is read out, thin maps in the MLP, and patches that leave."""
+    diagnosis = rx.diagnose(strong(), splits().train, batch_size=8, diagnostics=(Moments(),))
+    return rx.prescribe(
+        diagnosis,
+        "energy_retention:0.9",
+        values="total_rank:0.6",
+        mlp="total_rank:0.4",
+        tokens="attention_received:0.5@2",
+    )
+
+
+def strong() -> nn.Module:
+    """The tiny model with strengths far from one another, so that heads keep different ranks."""
+    made = model()
+    with torch.no_grad():
+        for strength in strengths_of(made):
+            strength.mul_(torch.linspace(0.2, 3.0, len(strength), dtype=strength.dtype))
+    return made
+
+
+def compressed() -> nn.Module:
+    return realize(strong(), prescription())
+
+
+def fine_tuned(folder: Path, **changes: Any) -> TrainingRun:
+    return train(compressed(), splits(), config(**COMPRESSED | changes), folder, reporter=At())
+
+
+def killed(folder: Path) -> None:
+    """Trains in parts until the first process is gone without warning, after the checkpoint of step 4."""
+    run(folder, At(4, lambda: os.kill(os.getpid(), signal.SIGKILL)), parallel="fsdp")
+
+
+def verified(folder: Path, **context: Any) -> rx.Evidence:
+    """Evidence by everything that answers images; latency is no law."""
+    corruptions = ("contrast", "brightness", "gaussian_noise")
+    checks = (Accuracy(), Fidelity(), Calibration(), Robustness(corruptions, (1, 3)), Bounds(), Costs())
+    masked = realize(strong(), prescription(), by="mask")
+    context |= {"masked": masked, "prescription": prescription(), "batch_size": 4}
+    evidence = rx.verify(compressed(), strong(), splits().train, checks, **context)
+    evidence.save(folder / f"evidence-{rx.processes.place()[0]}.json")
+    return evidence
+
+
+def verified_together(folder: Path) -> None:
+    """One process times the models while the other waits; both give all findings."""
+    assert rx.processes.join() == (int(os.environ["RANK"]), 2)
+    evidence = verified(folder, together=True)
+    latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
+    timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
+    both = rx.processes.gathered((evidence.findings, timed.findings))
+    assert both[0] == both[1]
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "fresh-ddp": run,
+    "fresh-fsdp": lambda folder: run(folder, parallel="fsdp"),
+    "compressed-ddp": fine_tuned,
+    "compressed-fsdp": lambda folder: fine_tuned(folder, parallel="fsdp"),
+    "verified": verified_together,
+    "killed": killed,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder: Path, cases: tuple[str, ...], processes: int = 2) -> list[subprocess.Popen]:
+    """Starts processes that are told what `torchrun` and `accelerate launch` tell them."""
+    port = free_port()
+    told = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    told |= {"ACCELERATE_USE_CPU": "1"}
+    started = []
+    for rank in range(processes):
+        own = {**told, "RANK": rank, "LOCAL_RANK": rank}
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        started.append(subprocess.Popen([sys.executable, __file__, str(folder), *cases], env=environment))
+    return started
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        CASES[case](Path(sys.argv[1]) / case)

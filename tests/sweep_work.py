@@ -1,0 +1,57 @@
+"""Work for the sweeps of the tests, which needs neither torch nor attention.
+
+Run as a script it runs a sweep over it, for the test that kills one:
+
+    python tests/sweep_work.py STORE WORKERS
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import InvalidInput
+from attnrx.results import Store
+from attnrx.sweeps import Sweep, Task, make_engine, run_jobs
+
+SLOW = 0.4  # seconds
+
+
+def work(task: Task) -> dict[str, Any]:
+    """Does what the words say: WHAT NUMBER FOLDER; every beginning and every end leaves a line in FOLDER."""
+    what, number, folder = task.words
+    note(folder, number, "began")
+    if what == "slow":
+        time.sleep(SLOW)
+    if what == "refuse":
+        raise InvalidInput(f"{number} is refused.")
+    if what == "break":
+        raise RuntimeError(f"{number} is broken")
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(f"said by {number}", flush=True)
+    note(folder, number, "ended")
+    return {"value": float(number), "nested": {"square": float(number) ** 2}, "words": "no number"}
+
+
+def note(folder: str, number: str, what: str) -> None:
+    with (Path(folder) / f"{number}.txt").open("a") as file:
+        file.write(f"{what}\n")
+
+
+def notes(folder: Path, number: object) -> list[str]:
+    return (folder / f"{number}.txt").read_text().split()
+
+
+def sweep(folder: Path, what: str = "slow", count: int = 6) -> Sweep:
+    return Sweep.of(["{what}", "{seed}", str(folder)], {"what": [what], "seed": list(range(count))})
+
+
+def run(store: Path, workers: int) -> dict[str, int]:
+    return run_jobs(Store(store), make_engine("processes", work, workers, threads=1), 1, lambda _: None)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,199 @@
+"""From the records of commands to rows, from rows to means over seeds, and from a store to tables and a page."""
+
+import csv
+import io
+import json
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from attnrx.checks.statistics import t_interval
+from attnrx.cli import main
+from attnrx.errors import CheckpointError
+from attnrx.reports import ReportContent, SweepRecord, write_report
+from attnrx.reports.sections.sweep import sweep
+from attnrx.reports.sweep import over_seeds
+from attnrx.results import Ended, Job, Result, Store
+from attnrx.sweeps import rows_of
+
+ESTIMATE = {"value": 80.0, "low": 70.0, "high": 90.0}
+COMPARISON = {
+    "kind": "attnrx comparison",
+    "accuracy": ESTIMATE,
+    "about": {"images": 50},
+    "trials": [
+        {
+            "contender": "mix",
+            "share": 0.5,
+            "target": None,
+            **dict.fromkeys(("accuracy", "change", "agreement", "divergence"), ESTIMATE),
+            "macs_share": 0.6,
+            "params_share": 0.7,
+            "n": 50,
+            "seconds": 2.0,
+        }
+    ],
+}
+SPEEDS = {
+    "kind": "attnrx speeds",
+    "speeds": [
+        {
+            "contender": "mix",
+            "share": 0.5,
+            "macs_share": 0.6,
+            "speedup": [1.5, 1.4, 1.6],
+            "latency": {"batch": 8, "threads": 1, "rounds": 20, "ratio": {"value": 0.67, "low": 0.6, "high": 0.7}},
+        }
+    ],
+}
+FINDING = {"check": "fidelity", "claim": "agreement", "value": 99.0, "low": 98.0, "high": 100.0, "unit": "%", "n": 9}
+EVIDENCE = {"kind": "attnrx evidence", "holds": True, "findings": [FINDING]}
+TABLE = {
+    "kind": "attnrx reproduced table",
+    "cells": [{"row": "mask", "column": "top1", "value": 3.0, "low": None, "high": None, "seeds": [3.0]}],
+}
+
+
+def store(folder: Path, values: dict[int, float]) -> Path:
+    """Two contenders at two costs, with one seed for each of the values."""
+    path = folder / "results.sqlite"
+    made = Store(path)
+    for seed, value in values.items():
+        for contender, worse in (("a|b", 0.0), ("<b>", 5.0)):
+            made.add([Job((contender, str(seed)), {"seed": seed, "data": "digits", "contender": contender})])
+            job = made.claim()
+            assert job is not None
+            labels = ({"share": 0.5}, {"share": 0.25})
+            rows = [Result("macs_share", own["share"], labels=own) for own in labels]
+            rows += [Result("change", value - worse / own["share"], -9.0, 9.0, 50, "points", own) for own in labels]
+            made.finish(job, Ended(1.0, {}), rows)
+    return path
+
+
+def test_every_record_has_its_rows() -> None:
+    compared = {(row.metric, row.labels.get("contender")): row for row in rows_of(COMPARISON)}
+    assert compared["accuracy", "original"] == Result("accuracy", 80.0, 70.0, 90.0, 50, "%", {"contender": "original"})
+    assert compared["change", "mix"].labels == {"contender": "mix", "share": 0.5}
+    assert compared["macs_share", "mix"].value == 0.6
+    timed = {row.metric: row for row in rows_of(SPEEDS)}
+    assert timed["speedup"] == Result(
+        "speedup", 1.5, 1.4, 1.6, 20, "x", {"contender": "mix", "share": 0.5, "batch": 8, "threads": 1}
+    )
+    assert timed["time_ratio"].value == 0.67
+    found = rows_of(EVIDENCE)
+    assert found[1] == Result("agreement", 99.0, 98.0, 100.0, 9, "%", {"check": "fidelity"})
+    assert rows_of(TABLE) == (Result("top1", 3.0, None, None, 1, "", {"row": "mask"}),)
+    assert rows_of({"model": "runs/x", "accuracy": {"test": 0.5}, "steps": 3, "done": True}) == (
+        Result("accuracy.test", 0.5),
+        Result("steps", 3.0),
+        Result("done", 1.0),
+    )
+
+
+def test_means_over_seeds_have_t_intervals() -> None:
+    rows = [Result("change", value, labels={"seed": seed, "share": 0.5}) for seed, value in enumerate((1.0, 2.0, 6.0))]
+    (mean,) = over_seeds(rows)
+    expected = t_interval([1.0, 2.0, 6.0])
+    assert (mean.value, mean.low, mean.high, mean.runs) == (expected.value, expected.low, expected.high, 3)
+    assert mean.labels == {"share": 0.5}
+
+
+def test_what_one_seed_measured_twice_is_no_second_seed() -> None:
+    rows = [
+        Result("accuracy", value, 1.0, 9.0, labels={"seed": seed}) for seed, value in ((0, 4.0), (0, 4.0), (1, 6.0))
+    ]
+    (mean,) = over_seeds(rows)
+    assert (mean.value, mean.runs) == (5.0, 2)
+
+
+def test_where_the_seed_changes_nothing_the_interval_is_that_of_the_measurement() -> None:
+    rows = [Result("accuracy", 4.0, 1.0, 9.0, labels={"seed": seed}) for seed in range(3)]
+    (mean,) = over_seeds(rows)
+    assert (mean.value, mean.low, mean.high, mean.runs) == (4.0, 1.0, 9.0, 3)
+
+
+def test_a_page_shows_curves_and_every_number(tmp_path: Path) -> None:
+    found = SweepRecord.load(store(tmp_path, {0: 1.0, 1: 2.0}))
+    assert found.runs == 2
+    page = write_report(tmp_path / "page.html", ReportContent("sweep", sweep=found)).read_text()
+    assert "4 of 4 jobs of a sweep are done, up to 2 seeds each" in page
+    assert "% of the original&#39;s MACs" in page or "% of the original's MACs" in page
+    assert page.count('class="band') == 2
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page.partition("</style>")[2]
+
+
+def test_what_was_compared_is_drawn_over_what_was_timed(tmp_path: Path) -> None:
+    """In one store: quality over time where a time is known, and speed over the MACs of the same contender."""
+    made = Store(tmp_path / "results.sqlite")
+    for record in (COMPARISON, SPEEDS):
+        made.add([Job((record["kind"],), {"model": "tiny"})])
+        job = made.claim()
+        assert job is not None
+        made.finish(job, Ended(1.0, {}), rows_of(record))
+    section = sweep(ReportContent("sweep", sweep=SweepRecord.load(made.path)))
+    assert section is not None
+    drawn = [(figure.title, "original's time" in unescape(figure.picture)) for figure in section.data["figures"]]
+    over_macs = [title for title, timed in drawn if not timed]
+    over_time = [title for title, timed in drawn if timed]
+    assert over_macs == [
+        *(f"{metric}: model tiny" for metric in ("accuracy", "change", "agreement", "divergence")),
+        "speedup: model tiny, batch 8, threads 1",
+    ]
+    assert over_time[:4] == over_macs[:4]
+
+
+def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = str(store(tmp_path, {0: 1.0, 1: 2.0}))
+    assert main(["sweep", "results", place, "--format", "csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(lines) == 16
+    assert lines[2] | {"value": ""} == {
+        "data": "digits",
+        "contender": "a|b",
+        "seed": "0",
+        "share": "0.5",
+        "metric": "change",
+        "value": "",
+        "low": "-9.0",
+        "high": "9.0",
+        "n": "50",
+        "unit": "points",
+    }
+    assert main(["sweep", "results", place, "--format", "markdown", "--out", str(tmp_path / "table.md")]) == 0
+    table = (tmp_path / "table.md").read_text()
+    assert "a\\|b" in table
+    assert len(table.splitlines()) == 6
+    capsys.readouterr()
+    assert main(["sweep", "status", place, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"waiting": 0, "running": 0, "done": 4, "failed": 0}
+    assert main(["report", place, "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["sweep", "results", place]) == 0
+    assert "a|b" in capsys.readouterr().out
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Store(tmp_path / "none.sqlite", create=False)
+    (tmp_path / "text.sqlite").write_text("not a database, and long enough to be told from an empty one" * 20)
+    with pytest.raises(CheckpointError, match="cannot be used as a results store"):
+        Store(tmp_path / "text.sqlite", create=False)
+    Store(tmp_path / "new.sqlite")
+    with pytest.raises(CheckpointError, match="holds no number yet"):
+        SweepRecord.load(tmp_path / "new.sqlite")
+    assert main(["sweep", "run", "--command", "costs x"]) == 2
+    assert "--store" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_are_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that is wrong is recorded, the other gives its numbers."""
+    command = ["sweep", "run", "--store", str(tmp_path / "r.sqlite"), "--command", "costs {model}"]
+    assert main([*command, "--over", "model=svda:digits,svda:nothing", "--json"]) == 1
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "failed"]
+    assert "svda:nothing" in jobs[1]["error"]
+    metrics = {result.metric for result in Store(tmp_path / "r.sqlite").results()}
+    assert any("macs" in metric for metric in metrics)
