@@ -1,0 +1,78 @@
+"""Deploy: a folder anyone can load, a file that runs without attnrx, and eight bits on top."""
+
+# %% [markdown]
+# # Deploy
+#
+# A smaller model is worth something where it runs. It is saved as a folder that loads anywhere, or exported as a file
+# for ONNX Runtime, OpenVINO or torch itself, which needs neither attnrx nor the original.
+
+# %%
+import os
+from pathlib import Path
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+OUT = Path(os.environ.get("OUT", "runs/deploy"))
+OUT.mkdir(parents=True, exist_ok=True)
+
+# %%
+if MODEL:
+    model = rx.load(MODEL)
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+else:
+    from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+diagnosis = rx.diagnose(model, splits.train.take(96))
+prescription = rx.prescribe(diagnosis, "total_rank:0.5", mlp="uniform_rank:0.5", tokens="ward:0.8@2,3")
+slim = rx.realize(model, prescription)
+evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.Costs()])
+
+# %% [markdown]
+# ## A folder
+#
+# `save` writes weights (safetensors), `config.json`, the prescription, the evidence and a model card that a hub can
+# read. `load` builds the model from the folder alone. `rx.push_to_hub(folder, "you/name")` publishes it, and
+# `rx.load("hub:you/name")` gives it back.
+
+# %%
+folder = rx.save(slim, OUT / "slim", prescription=prescription, evidence=evidence)
+print(", ".join(sorted(path.name for path in folder.iterdir())))
+again = rx.load(folder)
+print((folder / "README.md").read_text().splitlines()[0:6])
+
+# %% [markdown]
+# ## A file for ONNX Runtime
+#
+# What was exported is run beside the model before it is left on disk; a file that answers otherwise is refused. Beside
+# it lies what a deployer must know: the shape and the scale of the images, class names, versions, and the parity.
+
+# %%
+exported = rx.export(slim, OUT / "slim.onnx")
+for finding in exported.facts["parity"]:
+    print(f"{finding['claim']}: within {finding['limit']:g}" if finding["limit"] is not None else finding["claim"])
+
+# %% [markdown]
+# The file is a model to every verb, so that the evidence is about what is really deployed:
+
+# %%
+fidelity = rx.verify(rx.load(OUT / "slim.onnx"), slim, splits.test, [rx.checks.Fidelity()])
+agreement = fidelity.of("fidelity")[1]
+print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
+
+# %% [markdown]
+# `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` are written in
+# the same way. Eight bits are ONNX Runtime's static quantization, calibrated on your images; what it costs is measured
+# like anything else:
+
+# %%
+int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8(images=64)", calibration=splits.train)
+change = rx.verify(int8, slim, splits.test, [rx.checks.Accuracy()]).of("accuracy")[-1]
+print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]")
+
+# %% [markdown]
+# On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
+# `attnrx verify slim.onnx --reference slim --data DATA`, and
+# `attnrx bench MODEL --runtime onnx --contenders ...` times all contenders there, beside the original exported alike.
