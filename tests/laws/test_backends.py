@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Backend, Eager, Fused, Observed, using
+from attnrx.attention import Backend, Eager, Explicit, Fused, Observed, using
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.realization import realize
@@ -24,14 +24,16 @@ def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> t
 @pytest.mark.parametrize("norms", ["renormalized", "exact"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
+@pytest.mark.parametrize("backend", [Fused, Explicit])
+def test_backends_equal_eager(backend: type[Backend], config: str, pattern: str, norms: str) -> None:
     vit = model(CONFIGS[config])
     small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
     inputs = images(CONFIGS[config])
-    logits, gradients = with_backend(small, Fused, inputs)
+    logits, gradients = with_backend(small, backend, inputs)
     expected, expected_gradients = with_backend(small, Eager, inputs)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    with torch.no_grad():  # another path: written into padded buffers
+    layers = family_of(small).attention(small)
+    with torch.no_grad(), using(layers, [backend() for _ in layers]):  # other paths: written into buffers, in parts
         torch.testing.assert_close(small(inputs), expected, rtol=1e-10, atol=1e-10)
     assert len(gradients) == len(expected_gradients)
     for ours, truth in zip(gradients, expected_gradients, strict=True):
