@@ -34,8 +34,8 @@ def test_cuda_graphs_give_what_the_model_gives(precision: str) -> None:
     with graphs.held():
         captured, plain = graphs.place(small), eager.place(small)
         for _ in range(3):  # recorded, then replayed
-            logits = captured(inputs).clone()
-        torch.testing.assert_close(logits, plain(inputs), rtol=2e-2, atol=2e-2)
+            captured(inputs)
+        torch.testing.assert_close(captured(inputs), plain(inputs), rtol=2e-2, atol=2e-2)
 
 
 if __name__ == "__main__":

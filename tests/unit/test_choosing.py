@@ -27,7 +27,7 @@ class Slow(Eager):
     """Right, and slow."""
 
     def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
-        torch.randn(300, 300) @ torch.randn(300, 300)
+        torch.mm(torch.randn(300, 300), torch.randn(300, 300))
         return super().attend(factors, value)
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def key_of(spec: AttentionSpec, occasion: Occasion) -> str:
     return "attention | " + " | ".join(parts)
 
 
-def chosen(found: Mapping[str, Trial]) -> dict[str, object]:
+def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:
     """Gives the record of the fastest trial that is right."""
     right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
     best = min(right, key=lambda name: right[name], default="fused")
