@@ -67,3 +67,18 @@ def test_training_step_compares_forms(tmp_path: Path, capsys: pytest.CaptureFixt
     (result,) = read_json(out)["results"]
     assert result["svda"]["median"] > 0 and result["dense"]["median"] > 0
     assert "svda / dense" in capsys.readouterr().out
+
+
+def test_roofline_tells_every_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_dtype(torch.float32)
+    main = runpy.run_path(str(BENCHMARKS / "roofline.py"))["main"]
+    out = tmp_path / "roofline.json"
+    asked = ("dense:digits", "--ranks", "4", "--mlp", "8", "--tokens", "5", "--batches", "2", "--rounds", "2")
+    assert main([*asked, "--out", str(out)]) == 0
+    (found,) = read_json(out)["results"]
+    assert found["ideal"] > 1 and found["at_most"] > 0 and found["reached"] > 0
+    assert {"qkv", "attention", "output", "fc1 first", "fc2 second", "gelu"} <= {
+        each["name"] for each in found["compressed"]
+    }
+    assert all((each["gflops"] is None) == (each["name"] in ("gelu", "norms and sums")) for each in found["original"])
+    assert "GFLOP/s" in capsys.readouterr().out

@@ -42,6 +42,7 @@ _HOMES = {
     "refine": "attnrx.flow",
     "save": "attnrx.flow",
     "train": "attnrx.flow",
+    "use_backend": "attnrx.models",
     "verify": "attnrx.flow",
     "write_report": "attnrx.reports",
 }
@@ -93,6 +94,7 @@ __all__ = [
     "rules",
     "save",
     "train",
+    "use_backend",
     "verify",
     "write_report",
 ]
@@ -136,7 +138,7 @@ if TYPE_CHECKING:
         train,
         verify,
     )
-    from attnrx.models import ViTConfig
+    from attnrx.models import ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
     from attnrx.spectrum import Spectrum

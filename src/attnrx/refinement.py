@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, Eager
+from attnrx.attention import Attention, Eager, Occasion
 from attnrx.attention.backends import scores
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
@@ -154,7 +154,7 @@ def _size(row: Tensor) -> float:
 def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
     """Gives the logarithm of the layer's attention; a head without directions attends uniformly."""
     eager = Eager()
-    buckets = eager.buckets(layer.spec, tokens.shape[0] * tokens.shape[1])
+    buckets = eager.buckets(layer.spec, Occasion.of(tokens))
     found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)

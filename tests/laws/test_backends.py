@@ -1,10 +1,14 @@
 """Every backend equals the eager one, gradients included, at every rank."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from attnrx.attention import Backend, Eager, Fused, Observed, using
+import attnrx as rx
+from attnrx.attention import Backend, Eager, Explicit, Fused, Observed, using
+from attnrx.errors import NotSupported, UnknownName
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.realization import realize
@@ -24,14 +28,16 @@ def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> t
 @pytest.mark.parametrize("norms", ["renormalized", "exact"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
+@pytest.mark.parametrize("backend", [Fused, Explicit])
+def test_backends_equal_eager(backend: type[Backend], config: str, pattern: str, norms: str) -> None:
     vit = model(CONFIGS[config])
     small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
     inputs = images(CONFIGS[config])
-    logits, gradients = with_backend(small, Fused, inputs)
+    logits, gradients = with_backend(small, backend, inputs)
     expected, expected_gradients = with_backend(small, Eager, inputs)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    with torch.no_grad():  # another path: written into padded buffers
+    layers = family_of(small).attention(small)
+    with torch.no_grad(), using(layers, [backend() for _ in layers]):  # other paths: written into buffers, in parts
         torch.testing.assert_close(small(inputs), expected, rtol=1e-10, atol=1e-10)
     assert len(gradients) == len(expected_gradients)
     for ours, truth in zip(gradients, expected_gradients, strict=True):
@@ -118,3 +124,44 @@ def test_kept_padding_follows_the_weights() -> None:
         with using(layers, [Eager() for _ in layers]):
             torch.testing.assert_close(logits, small(inputs), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(small.float()(inputs.float()).double(), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["half", "ragged", "zero", "head-removed"])
+@pytest.mark.parametrize("config", ["svda", "dense"])
+def test_every_named_backend_equals_eager_in_float32(
+    config: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    vit = model(CONFIGS[config])
+    small, inputs = realize(vit, prescription(vit, PATTERNS[pattern])).float(), images(CONFIGS[config]).float()
+    with torch.no_grad():
+        truth = rx.use_backend(small, "eager")(inputs)
+        for name in ("chosen", "explicit", "fused", "ragged"):
+            layers = family_of(rx.use_backend(small, name)).attention(small)
+            assert {type(layer.backend).__name__.lower() for layer in layers} == {name}
+            torch.testing.assert_close(small(inputs), truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
+
+
+def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> None:
+    vit = model(CONFIGS["dense"])
+    with pytest.raises(UnknownName, match="did you mean 'fused'"):
+        rx.use_backend(vit, "fusd")
+    with pytest.raises(NotSupported, match="no attention of attnrx"):
+        rx.use_backend(nn.Linear(2, 2), "fused")
+    layers = family_of(vit).attention(vit)
+    with (
+        using(layers, [Observed(lambda seen: None, torch.zeros(3, 4, 12)) for _ in layers]),
+        pytest.raises(NotSupported, match="token reducer"),
+    ):
+        rx.use_backend(vit, Explicit())
+
+
+@pytest.mark.slow
+def test_flex_equals_eager() -> None:
+    """Compiled, with queries and values of different widths."""
+    vit = model(CONFIGS["dense"])
+    small, inputs = realize(vit, prescription(vit, PATTERNS["half"])).float(), images(CONFIGS["dense"]).float()
+    with torch.no_grad():
+        truth = rx.use_backend(small, "eager")(inputs)
+        torch.testing.assert_close(rx.use_backend(small, "flex")(inputs), truth, rtol=0, atol=1e-4)
+    rx.use_backend(small.double(), "flex")(inputs.double()).sum().backward()  # where it cannot run, Fused does

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,9 +11,23 @@ from attnrx.attention.backends import Backend, Fused
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
 from attnrx.attention.head_linear import HeadLinear, HeadReadout, Together, in_buckets
+from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
+
+MOST_PLANS = 64
+"""Occasions that a layer remembers; a model that meets more, such as images of many sizes, begins anew."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer is computed on one occasion: by which backend, in which buckets, and how far rows are padded."""
+
+    backend: Backend
+    buckets: tuple[Bucket, ...]
+    reads: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 class Attention(nn.Module):
@@ -30,18 +45,35 @@ class Attention(nn.Module):
         self.output = HeadReadout(spec.reads, spec.width, spec.has_bias("output"))
         self.backend: Backend = backend or Fused()
         self._together = Together()
+        self._plans_of: Backend | None = None
+        self._plans: dict[Occasion, Plan] = {}
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Mixes the tokens."""
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
-        buckets = self.backend.buckets(self.spec, tokens.shape[0] * tokens.shape[1])
-        reads = self.backend.reads(self.spec)
-        rows = self.scores.rows(buckets)
-        sides = ((self.scores.query, rows), (self.scores.key, rows), (self.value, reads))
+        plan = self.plan(tokens)
+        sides = ((self.scores.query, plan.rows), (self.scores.key, plan.rows), (self.value, plan.reads))
         query, key, value = self._together(tokens, sides)
-        values = [part.transpose(1, 2) for part in in_buckets(value, reads, buckets)]
-        return self.output.padded(self.backend(buckets, self.scores(query, key, buckets), values), reads)
+        values = [part.transpose(1, 2) for part in in_buckets(value, plan.reads, plan.buckets)]
+        read = plan.backend(plan.buckets, self.scores(query, key, plan.buckets), values)
+        return self.output.padded(read, plan.reads)
+
+    def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> Plan:
+        """Gives how the backend computes these tokens; what it once said of like ones is kept."""
+        occasion = Occasion.of(tokens)
+        if not occasion.free:
+            return self._planned(occasion)
+        if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
+            self._plans_of, self._plans = self.backend, {}
+        if occasion not in self._plans:
+            self._plans[occasion] = self._planned(occasion)
+        return self._plans[occasion]
+
+    def _planned(self, occasion: Occasion) -> Plan:
+        backend = self.backend.at(self.spec, occasion)
+        buckets = backend.buckets(self.spec, occasion)
+        return Plan(backend, buckets, backend.reads(self.spec, occasion), self.scores.rows(buckets))
 
     def factors(
         self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]

@@ -84,6 +84,15 @@ def add_device(parser: Parser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
 
 
+def add_backend(parser: Parser) -> None:
+    """Adds which backend computes the attention."""
+    parser.add_argument(
+        "--backend",
+        choices=("chosen", "eager", "explicit", "flex", "fused", "ragged"),
+        help="what computes the attention; chosen: the fastest, measured once for this machine (fused)",
+    )
+
+
 def add_out(parser: Parser, what: str, default: str | None = None) -> None:
     """Adds where the result goes; without a default it must be said."""
     said = f"{what} ({default})" if default else what

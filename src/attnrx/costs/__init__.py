@@ -16,6 +16,7 @@ from attnrx.costs.layers import (
 from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
 from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
 from attnrx.costs.profiling import Profile, profiled
+from attnrx.costs.steps import Steps, measured_steps
 from attnrx.costs.timing import Ratio, Timing, interleave
 from attnrx.costs.tokens import TokenCosts, token_costs
 
@@ -37,6 +38,7 @@ __all__ = [
     "Profile",
     "Ratio",
     "Saving",
+    "Steps",
     "Timing",
     "TokenCosts",
     "compare_latencies",
@@ -50,6 +52,7 @@ __all__ = [
     "interleave",
     "layer_costs",
     "linear_costs",
+    "measured_steps",
     "norm_costs",
     "paper_convention",
     "profiled",

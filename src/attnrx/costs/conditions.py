@@ -1,16 +1,15 @@
 """The conditions under which two models are compared: device, precision, threads, compilation."""
 
 import copy
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
+from attnrx.hardware import device_name
 from attnrx.shapes import Float, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,13 +21,15 @@ class Conditions:
 
     Weights and images are cast to `precision`. `threads` is the number of CPU threads; None leaves it as it is.
     `compiled` runs both models through torch.compile, whose caches are emptied first so that an earlier model
-    cannot use up the limit of recompilations.
+    cannot use up the limit of recompilations. `graphs` compiles too, and replays the kernels as one CUDA graph: with
+    few images, starting each costs more than running it. A replay writes over the answer of the one before.
     """
 
     device: str = "cpu"
     precision: str = "float32"
     threads: int | None = None
     compiled: bool = False
+    graphs: bool = False
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
@@ -37,12 +38,16 @@ class Conditions:
             raise InvalidInput(f"threads={self.threads}: give at least one, or None to leave the number as it is.")
         if self.on_cuda and not torch.cuda.is_available():
             raise InvalidInput(f"device={self.device!r}: torch sees no CUDA device here; measure on the CPU.")
+        if self.graphs and not self.on_cuda:
+            raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Gives a copy of the model under these conditions, in evaluation mode; the model itself is not touched."""
         with torch.inference_mode(mode=False):  # a copy made in it has inference tensors, of which nothing can be kept
             placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here, not be timed as if it were compiled.
+        if self.graphs:
+            return torch.compile(placed, fullgraph=True, dynamic=False, mode="reduce-overhead")
         return torch.compile(placed, fullgraph=True, dynamic=False) if self.compiled else placed
 
     def place_images(
@@ -55,7 +60,7 @@ class Conditions:
     def held(self) -> Iterator[None]:
         """Holds the number of threads and forbids gradients inside the context."""
         before = torch.get_num_threads()
-        if self.compiled:
+        if self.compiled or self.graphs:
             torch.compiler.reset()
         try:
             torch.set_num_threads(self.threads or before)
@@ -73,17 +78,3 @@ class Conditions:
     def hardware(self) -> str:
         """The name of the device, as its maker calls it."""
         return device_name(self.device)
-
-
-def device_name(device: str) -> str:
-    """Names the hardware behind a device."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if torch.device(device).type != "cpu":
-        return device
-    cpus = Path("/proc/cpuinfo")
-    if cpus.exists():
-        for line in cpus.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -1,5 +1,6 @@
 """Several prescriptions on one model: what the clock says of each, beside the model as its own library runs it."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from attnrx.experiments.comparing import Unreached, points
 from attnrx.experiments.contenders import Bench, Contender, Makers
 from attnrx.experiments.experiment import Say, in_silence
 from attnrx.flow import diagnose
-from attnrx.models import family_of
+from attnrx.models import family_of, use_backend
 from attnrx.storage import write_json
 
 
@@ -100,13 +101,14 @@ class Speeds:
 class Rates:
     """What is timed: every contender at these shares, or at these shares of the MACs, on batches of so many images.
 
-    Each is timed under every protocol.
+    Each is timed under every protocol, its attention computed by the `backend` of this name (None: as it is made).
     """
 
     batches: tuple[int, ...]
     protocols: tuple[LatencyProtocol, ...]
     shares: tuple[float, ...] = ()
     macs: tuple[float, ...] = ()
+    backend: str | None = None
 
     def __post_init__(self):
         if not self.batches or not self.protocols or min(self.batches) < 1:
@@ -148,7 +150,10 @@ def compare_speeds(
     made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
     for each in _made(bench, contenders, rates, say):
         made[f"{each[0]} {each[1]}"] = each
-    found = Speeds((), bench.told(contenders))
+    if rates.backend is not None:
+        for key, (name, share, macs, candidate) in made.items():
+            made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
+    found = Speeds((), {**bench.told(contenders), "backend": rates.backend or "fused"})
     for protocol in rates.protocols:
         for batch in rates.batches:
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))

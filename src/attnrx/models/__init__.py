@@ -12,6 +12,7 @@ from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.blocks import block_names, parameter_places, recording_blocks
 from attnrx.models.checkpoint import load_weights, save_weights
+from attnrx.models.executing import use_backend
 from attnrx.models.family import Family, model_fingerprint
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
@@ -91,6 +92,7 @@ __all__ = [
     "require_all_tokens",
     "save_model",
     "shape_of",
+    "use_backend",
     "written_out",
 ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.observing import evaluating
+from attnrx.models.parts import in_parts
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
@@ -61,7 +63,16 @@ class Adopted(nn.Module):
                 f"images of shape {tuple(images.shape)}: {self.origin.architecture} wants [batch, {channels}, "
                 f"{height}, {width}]. Load the data with image_size={height}."
             )
-        return self.logits(images)
+        return in_parts(self, self.logits, images, self._largest)
+
+    @cached_property
+    def _largest(self) -> int:
+        """Numbers that an image makes of itself inside an MLP four times as wide as the tokens."""
+        convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
+        if convolution is None:
+            return 0
+        (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
+        return 4 * convolution.out_channels * (height // down) * (width // right)
 
     def logits(self, images: Tensor) -> Tensor:
         """Runs the source on images of the right shape."""

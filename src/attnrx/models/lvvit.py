@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
+from attnrx.models.parts import in_parts
 from attnrx.models.transformer import Layer, Transformer, TransformerConfig
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -126,6 +127,11 @@ class LVViT(Transformer[LVViTConfig]):
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Gives the logits: the class token's and, class by class, half of the largest among the patches'."""
+        self.require_images(images)
+        return in_parts(self, self.logits, images, self.config.patches * self.config.hidden)
+
+    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """Answers images of the right shape."""
         answer, patches = self.answers(images)
         return answer if patches is None else answer + PATCH_SHARE * patches.amax(1)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
+from attnrx.models.parts import in_parts
 from attnrx.models.transformer import Layer, Transformer, TransformerConfig
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -68,6 +69,10 @@ class VisionTransformer(Transformer[ViTConfig]):
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Gives the logits."""
         self.require_images(images)
+        return in_parts(self, self.logits, images, self.config.patches * self.config.hidden)
+
+    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """Runs all layers on images of the right shape."""
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + self.positions.to(tokens.dtype)
         for layer in self.layers:

@@ -11,7 +11,7 @@ from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.parts import Part, images_of, parts_of
+from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random
 from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
@@ -45,6 +45,7 @@ for _name, _kind in REDUCERS.items():
     _kind.name = _name
 
 __all__ = [
+    "CACHED",
     "DTPS",
     "REDUCERS",
     "AViT",

@@ -2,8 +2,24 @@
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.eager import Eager, scores
+from attnrx.attention.backends.explicit import Explicit, written_out
+from attnrx.attention.backends.flex import Flex
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.backends.observed import Observed
+from attnrx.attention.backends.ragged import Ragged
 from attnrx.attention.backends.tapped import Tap, Tapped, sized_softmax
 
-__all__ = ["Backend", "Eager", "Fused", "Observed", "Tap", "Tapped", "scores", "sized_softmax"]
+__all__ = [
+    "Backend",
+    "Eager",
+    "Explicit",
+    "Flex",
+    "Fused",
+    "Observed",
+    "Ragged",
+    "Tap",
+    "Tapped",
+    "scores",
+    "sized_softmax",
+    "written_out",
+]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -13,13 +14,18 @@ from attnrx.spec import AttentionSpec
 class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
-    @abstractmethod
-    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
-        """Chooses which neighbouring heads are computed together, and at which padded rank, for so many tokens of all
-        images together.
-        """
+    watches = False
+    """Whether somebody is told of every call, and so must see the whole batch at once."""
 
-    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+    @abstractmethod
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+        """Chooses which neighbouring heads are computed together, and at which padded rank."""
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> "Backend":
+        """Gives the backend that computes on this occasion: itself, unless it only chooses."""
+        return self
+
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
         """Chooses how many features every head's values are padded to, the same for all heads of a bucket."""
         return spec.reads
 

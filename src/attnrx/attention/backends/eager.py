@@ -4,6 +4,7 @@ import torch
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
+from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -11,7 +12,7 @@ from attnrx.spec import AttentionSpec
 class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
-    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape."""
         return exact_buckets(spec.ranks, spec.reads)
 

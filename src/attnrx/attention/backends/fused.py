@@ -1,10 +1,11 @@
 """The fast backend: one call of scaled_dot_product_attention for all heads that have directions."""
 
-import torch
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.explicit import written_out
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
+from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -20,21 +21,36 @@ class Fused(Backend):
     # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
     # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW, FEW_TOKENS = 0.75, 0.25, 1024
+    # The kernels read features by so many; a width between two steps is slower than the next one.
+    STEP = 8
 
-    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
-        most, width = max(spec.ranks, default=0), max((*spec.ranks, *spec.reads, 1))
-        # An export for batches of any size cannot ask how many tokens there are.
-        few = isinstance(tokens, int) and tokens < self.FEW_TOKENS
-        limit = self.FULL_ABOVE_WITH_FEW if few else self.FULL_ABOVE
+        most, width = max(spec.ranks, default=0), self.reads(spec, occasion)[0]
+        if self._narrow(spec, occasion):
+            return padded_buckets(spec.ranks, most, most)
+        limit = self.FULL_ABOVE_WITH_FEW if occasion.has_fewer_than(self.FEW_TOKENS) else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
-    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
         """Chooses one width for queries, keys and values."""
-        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
+        if self._narrow(spec, occasion):
+            return (max(spec.reads),) * len(spec.heads)
+        width, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
+        stepped = -(-width // self.STEP) * self.STEP
+        return (stepped if stepped <= whole else width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
-        """Calls the fused kernel."""
+        """Calls the fused kernel; where queries are left narrower than values, writes the attention out."""
         query, key = factors.folded()
+        if query.shape[-1] < value.shape[-1]:
+            return written_out(query, key, value, factors.scale)
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+
+    def _narrow(self, spec: AttentionSpec, occasion: Occasion) -> bool:
+        """Whether queries and keys stay narrower than values: written out, that is faster on a CPU than the padding."""
+        return occasion.free_on_cpu and spec.norms != "original" and self._is_low(spec)
+
+    def _is_low(self, spec: AttentionSpec) -> bool:
+        return 0 < max(spec.ranks, default=0) <= self.FULL_ABOVE * max(spec.reads, default=0)

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-import torch
-
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.eager import scores
 from attnrx.attention.backends.tapped import Tapped, sized_softmax
 from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.occasion import Occasion
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -20,6 +19,8 @@ class Observed(Backend):
     for a `tapped` backend it counts tokens by their size and passes on what a reducer needs, as that would.
     """
 
+    watches = True
+
     def __init__(
         self,
         observe: Callable[[Observation], None],
@@ -30,12 +31,12 @@ class Observed(Backend):
         self.readout = readout
         self.tapped = tapped
 
-    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Puts all heads together."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)
 
-    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
         """Pads all heads to the one that reads out most."""
         return (max((*spec.reads, 1)),) * len(spec.heads)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import Part, images_of, parts_of
@@ -50,6 +51,8 @@ class Tapped(Backend):
     is used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
+    watches = True
+
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
@@ -58,12 +61,12 @@ class Tapped(Backend):
     ):
         self.sizes, self.show, self.wanted = sizes, show, wanted
 
-    def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
 
-    def reads(self, spec: AttentionSpec) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
         """Pads all heads to one width."""
         return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
 from attnrx.cli.outcome import Outcome, Say, Table
-from attnrx.cli.parser import Parser, add_contenders, add_model, add_out
+from attnrx.cli.parser import Parser, add_backend, add_contenders, add_model, add_out
 
 EXAMPLE = (
     "attnrx bench timm:deit_small_patch16_224 --contenders 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
@@ -27,6 +27,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--compiled", action="store_true", help="run all models through torch.compile")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="rounds in which all take turns (20)")
     parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
+    add_backend(parser)
     parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (cuda where there is one)")
     parser.add_argument("--seed", type=int, default=0, help="feeds fresh weights and every random draw (0)")
 
@@ -44,7 +45,9 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
-    rates = rx.experiments.Rates(numbers("--batches", arguments.batches, int), protocols, shares, macs)
+    rates = rx.experiments.Rates(
+        numbers("--batches", arguments.batches, int), protocols, shares, macs, arguments.backend
+    )
     bench = rx.experiments.noise_bench(model.to("cpu"), arguments.seed)
     speeds = rx.experiments.compare_speeds(bench, contenders, rates, say, arguments.out)
     latency = speeds.speeds[0].latency

@@ -11,7 +11,7 @@ import attnrx as rx
 from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import Parser, add_data, add_running, add_split
+from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split
 from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def add(parser: Parser) -> None:
     chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
     chosen.add_argument("--draws", type=int, default=10, metavar="N", help="random controls (10)")
     chosen.add_argument("--most-drop", type=float, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
+    add_backend(parser)
     add_split(parser, "test")
     add_running(parser, 256)
 
@@ -96,6 +97,8 @@ class _Case:
         prescription, how = _prescription(arguments), _how(arguments)
         diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
         candidate = load_model(arguments.candidate, arguments.device)
+        if arguments.backend is not None:
+            rx.use_backend(candidate, arguments.backend)
         reference = load_model(arguments.reference, arguments.device, arguments.weights)
         if arguments.masked is not None:
             masked = load_model(arguments.masked, arguments.device)

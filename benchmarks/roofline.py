@@ -1,0 +1,190 @@
+"""Where the time of one compressed layer goes, and how much of the ideal speed-up its bare products allow.
+
+    python benchmarks/roofline.py timm:vit_tiny_patch16_224 --ranks 32 --values 32 --mlp 96 --batches 1 8 --threads 1
+
+Every matrix product and every other operation of a layer is run alone, at the shapes of the original and of the
+compressed layer, as is the whole layer; all take turns in one run. The sum over the operations is the roofline: what a
+layer would take if nothing but them took any time. `ideal` is the inverse of the share of the MACs, `at most` the ratio
+of the two rooflines, `reached` the ratio of the two whole layers. Weights are random: times do not depend on them.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.attention import Attention, backend_of
+from attnrx.costs import Conditions, device_name, interleave
+from attnrx.models import LowRankLinear, build_model, family_of
+from attnrx.spec import AttentionSpec
+from attnrx.storage import write_json
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer: its attention, the ranks of its MLP's two maps (None: one matrix), and what it is run on."""
+
+    spec: AttentionSpec
+    hidden: int
+    mlp: int | None
+    batch: int
+    tokens: int
+
+    def operations(self) -> dict[str, tuple[int, Callable[[], object]]]:
+        """Names every operation, with its MACs (0 for what multiplies no matrices) and what runs it."""
+        spec, rows = self.spec, self.batch * self.tokens
+        projected = 2 * sum(spec.ranks) + sum(spec.reads)
+        found = {"qkv": self._product(spec.width, projected), "output": self._product(sum(spec.reads), spec.width)}
+        rank, reads, heads = max(spec.ranks), max(spec.reads), len(spec.heads)
+        q, k = (torch.randn(self.batch, heads, self.tokens, rank) for _ in range(2))
+        v = torch.randn(self.batch, heads, self.tokens, reads)
+        attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == reads else partial(_written_out, q, k, v)
+        found["attention"] = (self.batch * heads * self.tokens**2 * (rank + reads), attend)
+        for name, sides in (("fc1", (spec.width, self.hidden)), ("fc2", (self.hidden, spec.width))):
+            if self.mlp is None:
+                found[name] = self._product(*sides)
+            else:
+                found[f"{name} first"] = self._product(sides[0], self.mlp)
+                found[f"{name} second"] = self._product(self.mlp, sides[1])
+        hidden, wide = torch.randn(rows, self.hidden), torch.randn(rows, spec.width)
+        norm = nn.LayerNorm(spec.width)
+        found["gelu"] = (0, partial(F.gelu, hidden))
+        found["norms and sums"] = (0, lambda: (norm(wide), norm(wide), wide + wide, wide + wide))
+        return found
+
+    def layer(self, backend: str) -> Callable[[], object]:
+        """Gives what runs the whole layer, with our attention."""
+        attention = Attention(self.spec, backend_of(backend)).eval()
+        first, second = self._map(self.spec.width, self.hidden), self._map(self.hidden, self.spec.width)
+        norms = nn.LayerNorm(self.spec.width), nn.LayerNorm(self.spec.width)
+        tokens = torch.randn(self.batch, self.tokens, self.spec.width)
+
+        def run() -> torch.Tensor:
+            between = tokens + attention(norms[0](tokens))
+            return between + second(F.gelu(first(norms[1](between))))
+
+        return run
+
+    def _product(self, inputs: int, outputs: int) -> tuple[int, Callable[[], object]]:
+        features = torch.randn(self.batch, self.tokens, inputs)
+        run = partial(F.linear, features, torch.randn(outputs, inputs), torch.randn(outputs))
+        return self.batch * self.tokens * inputs * outputs, run
+
+    def _map(self, inputs: int, outputs: int) -> nn.Module:
+        return nn.Linear(inputs, outputs) if self.mlp is None else LowRankLinear(inputs, outputs, self.mlp)
+
+
+def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(query @ key.transpose(-1, -2), dim=-1) @ value
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a layer: the median of its seconds, and what it computes in a second."""
+
+    name: str
+    seconds: float
+    gflops: float | None
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The operations of the original and of the compressed layer, and what follows from them."""
+
+    batch: int
+    original: tuple[Operation, ...]
+    compressed: tuple[Operation, ...]
+    ideal: float
+    at_most: float
+    reached: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"batch {self.batch}: ideal {self.ideal:.2f}x, at most {self.at_most:.2f}x, reached {self.reached:.2f}x"
+        ]
+        for name, operations in (("original", self.original), ("compressed", self.compressed)):
+            total = sum(each.seconds for each in operations)
+            lines.append(f"  {name}: {1000 * total:.3f} ms")
+            for each in operations:
+                rate = "" if each.gflops is None else f"{each.gflops:8.1f} GFLOP/s"
+                lines.append(f"    {each.name:<16}{1000 * each.seconds:8.3f} ms {each.seconds / total:6.1%}{rate}")
+        return "\n".join(lines)
+
+
+def measure(original: Shape, compressed: Shape, backend: str, rounds: int, clock: str) -> Roofline:
+    """Runs everything in turns."""
+    shapes = {"original": original, "compressed": compressed}
+    operations = {which: shape.operations() for which, shape in shapes.items()}
+    runs = {f"{which}/{name}": run for which, own in operations.items() for name, (_, run) in own.items()}
+    runs |= {which: shape.layer(backend) for which, shape in shapes.items()}
+    with torch.inference_mode():
+        taken = interleave(runs, rounds=rounds, warmup=3, clock=clock)
+    told = {
+        which: tuple(
+            Operation(name, seconds, 2 * macs / seconds / 1e9 if macs else None)
+            for name, (macs, _) in own.items()
+            for seconds in [float(taken[f"{which}/{name}"].median())]
+        )
+        for which, own in operations.items()
+    }
+    macs = [sum(count for count, _ in operations[which].values()) for which in shapes]
+    sums = [sum(each.seconds for each in told[which]) for which in shapes]
+    reached = float((taken["original"] / taken["compressed"]).median())
+    return Roofline(original.batch, *told.values(), macs[0] / macs[1], sums[0] / sums[1], reached)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a name whose first layer is taken, e.g. timm:vit_tiny_patch16_224")
+    parser.add_argument("--ranks", type=int, required=True, help="directions a head keeps")
+    parser.add_argument("--values", type=int, help="features a head reads out (all)")
+    parser.add_argument("--mlp", type=int, help="rank of both maps of the MLP (one matrix each)")
+    parser.add_argument("--tokens", type=int, default=197)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="images at once")
+    parser.add_argument("--backend", default="fused", help="what computes the attention")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: for a machine that is busy")
+    parser.add_argument("--threads", type=int, help="CPU threads; all that torch takes if not given")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    asked = parse(arguments)
+    with torch.device("meta"):
+        model = build_model(asked.model)
+    family = family_of(model)
+    full = family.attention(model)[0].spec
+    hidden = getattr(family.mlp(model)[0][0], "out_features")  # noqa: B009, a module's attributes have no types
+    heads = (asked.ranks,) * len(full.heads)
+    reads = (asked.values or full.head_dim,) * len(full.heads)
+    less = AttentionSpec(
+        "dense", full.width, full.head_dim, heads, full.heads, full.scale, full.original_rank, value_ranks=reads
+    )
+    found = []
+    with Conditions(threads=asked.threads).held():
+        for batch in asked.batches:
+            shapes = (
+                Shape(full, hidden, None, batch, asked.tokens),
+                Shape(less, hidden, asked.mlp, batch, asked.tokens),
+            )
+            found.append(measure(*shapes, asked.backend, asked.rounds, asked.clock))
+            print(found[-1], flush=True)
+        threads = torch.get_num_threads()
+    if asked.out:
+        about = {"hardware": device_name("cpu"), "threads": threads, "torch": torch.__version__, "clock": asked.clock}
+        record = {"benchmark": "roofline", "about": about, "results": [asdict(each) for each in found]}
+        print(f"written to {write_json(asked.out, record)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""FlexAttention: PyTorch's generated kernels, which take queries and values of two widths."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.fused import Fused
+from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
+from attnrx.attention.occasion import Occasion
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+
+class Flex(Backend):
+    """One call of torch.nn.attention.flex_attention for all heads that have directions; compiled when first used.
+
+    Queries and keys are as wide as the largest rank, values as wide as the most that is read out: neither follows the
+    other. What the generated kernels cannot do (gradients on a CPU, float64, torch without them) `Fused` does.
+    """
+
+    LEAST = 16  # features that the generated kernels want
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself where the kernels exist."""
+        on_cpu_with_gradients = occasion.device == "cpu" and torch.is_grad_enabled()
+        if on_cpu_with_gradients or occasion.dtype == torch.float64 or flex_attention() is None:
+            return Fused()
+        return self
+
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+        """Groups all heads that have directions, at the largest rank."""
+        most = max((*spec.ranks, self.LEAST)) if spec.norms != "original" else spec.original_rank
+        return padded_buckets(spec.ranks, most, most)
+
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+        """Chooses one width for what is read out."""
+        return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+        """Calls the generated kernel."""
+        query, key = (side.contiguous() for side in factors.folded())
+        run = flex_attention()
+        assert run is not None
+        return run(query, key, value.contiguous(), scale=factors.scale)
+
+
+def flex_attention() -> Callable[..., Tensor] | None:
+    """Gives FlexAttention, compiled unless the whole model is being compiled; None where torch has none."""
+    plain = _plain()
+    if plain is None or torch.compiler.is_compiling():
+        return plain
+    return _compiled()
+
+
+@lru_cache(maxsize=1)
+def _plain() -> Callable[..., Tensor] | None:
+    try:
+        from torch.nn.attention import flex_attention as module
+    except ImportError:
+        return None
+    return module.flex_attention  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_plain(), dynamic=False)  # type: ignore[return-value]

@@ -1,0 +1,166 @@
+"""The backend that measures: for every layer and occasion, the fastest of those that are right."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnrx.attention.attention import Attention
+from attnrx.attention.backends import Backend, Eager, Explicit, Flex, Fused, Ragged
+from attnrx.attention.occasion import Occasion
+from attnrx.errors import UnknownName
+from attnrx.hardware import Measurements, may_measure
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
+    "cpu": {"fused": Fused, "explicit": Explicit},
+    "cuda": {"fused": Fused, "explicit": Explicit, "flex": Flex, "ragged": Ragged},
+}
+"""What is measured on a device, by name; what is not listed there runs on `Fused`."""
+
+# A backend that can be named, and what makes it.
+BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "explicit": Explicit, "flex": Flex, "fused": Fused}
+
+ROUNDS, WARMUP = 7, 2
+ERROR = 40
+"""Roundings of the precision, relative to the largest output, that a candidate may be away from `Eager` in float64."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How long a candidate took, and how far it was from the truth; what failed has no time."""
+
+    seconds: float | None
+    error: float | None
+    right: bool
+
+
+class Chosen(Fused):
+    """Runs the fastest candidate that is right, measured once for every machine, layer, occasion; else `Fused`.
+
+    What was measured is kept in the user's cache folder (ATTNRX_CACHE), or in the file `table`; a `pinned` table is
+    only read. With `measure=False`, or ATTNRX_MEASURE=0, what is not known runs on `Fused`. Nothing is measured where
+    gradients or a graph are recorded.
+    """
+
+    def __init__(self, table: str | None = None, pinned: bool = False, measure: bool | None = None):
+        self.table, self.pinned = table, pinned
+        self.measure = not pinned if measure is None else measure
+        self._known: dict[str, Measurements] = {}
+        self._fused = Fused()
+        if pinned:
+            self._measurements("cpu")  # a table that is not there is told before the model runs
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives the candidate to run."""
+        candidates = CANDIDATES.get(occasion.device)
+        if not occasion.free or candidates is None:
+            return self._fused
+        known, key = self._measurements(occasion.device), key_of(spec, occasion)
+        record = known.get(key)
+        if record is None:
+            if not self.measure or not may_measure():
+                return self._fused
+            record = chosen(trials(spec, occasion, candidates))
+            known.put(key, record)
+        return candidates.get(record["backend"], Fused)()
+
+    def _measurements(self, device: str) -> Measurements:
+        if device not in self._known:
+            self._known[device] = Measurements(device, self.table, self.pinned)
+        return self._known[device]
+
+
+def key_of(spec: AttentionSpec, occasion: Occasion) -> str:
+    """Says in one line all that the time of a layer depends on."""
+    parts = (
+        f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
+        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}",
+        f"{occasion.images}x{occasion.tokens} {occasion.device} {str(occasion.dtype).removeprefix('torch.')}",
+        f"threads={occasion.threads}",
+    )
+    return "attention | " + " | ".join(parts)
+
+
+def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:
+    """Gives the record of the fastest trial that is right."""
+    right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
+    best = min(right, key=lambda name: right[name], default="fused")
+    told = {name: {"seconds": trial.seconds, "error": trial.error} for name, trial in found.items()}
+    return {"backend": best, "trials": told}
+
+
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def trials(
+    spec: AttentionSpec, occasion: Occasion, candidates: Mapping[str, Callable[[], Backend]]
+) -> dict[str, Trial]:
+    """Runs a fresh layer of this shape on every candidate in turns; draws from no generator of the user's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = Attention(spec).to(occasion.device, occasion.dtype).eval()
+        shape = (int(occasion.images), int(occasion.tokens), spec.width)
+        tokens = torch.randn(shape).to(occasion.device, occasion.dtype)
+        few = tokens[: min(len(tokens), 2)]
+        truth = _truth(layer, few)
+        allowed = ERROR * torch.finfo(occasion.dtype).eps * max(float(truth.abs().max()), 1e-30)
+        errors = {name: _error(layer, make, few, truth) for name, make in candidates.items()}
+        right = {name for name, error in errors.items() if error is not None and error <= allowed}
+        seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
+    return {name: Trial(seconds.get(name), errors[name], name in right) for name in candidates}
+
+
+def _truth(layer: Attention, tokens: Tensor) -> Tensor:
+    exact = Attention(layer.spec, Eager()).to(tokens.device, torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    return exact(tokens.double())
+
+
+def _error(
+    layer: Attention, make: Callable[[], Backend], tokens: Float[Tensor, "batch tokens width"], truth: Tensor
+) -> float | None:
+    layer.backend = make()
+    try:
+        return float((layer(tokens).double() - truth).abs().max())
+    except (
+        Exception
+    ):  # kernels refuse shapes, devices and versions with errors of their own: such a one is no candidate
+        return None
+
+
+def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) -> dict[str, float]:
+    """Gives the median of the rounds in which all took turns."""
+    found: dict[str, list[float]] = {name: [] for name in backends}
+    for count in range(WARMUP + ROUNDS):
+        for name, backend in backends.items():
+            layer.backend = backend
+            _timed(layer, tokens) if count < WARMUP else found[name].append(_timed(layer, tokens))
+    return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+
+
+def _timed(layer: Attention, tokens: Tensor) -> float:
+    """Runs the layer twice, because the first run makes its plan and its buffers anew, and times the second."""
+    layer(tokens)
+    _finish(tokens)
+    start = time.perf_counter()
+    layer(tokens)
+    _finish(tokens)
+    return time.perf_counter() - start
+
+
+def _finish(tokens: Tensor) -> None:
+    if tokens.is_cuda:
+        torch.cuda.synchronize(tokens.device)
+
+
+BACKENDS |= {"ragged": Ragged, "chosen": Chosen}
+
+
+def backend_of(name: str) -> Backend:
+    """Makes the backend of this name, one of BACKENDS."""
+    if name not in BACKENDS:
+        raise UnknownName("backend", name, BACKENDS)
+    return BACKENDS[name]()

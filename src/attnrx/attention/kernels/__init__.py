@@ -1,0 +1,1 @@
+"""Kernels in Triton, which is imported when one is first run."""

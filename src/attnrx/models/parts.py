@@ -1,0 +1,43 @@
+"""A batch in parts: where nothing is recorded, images pass through a model a few at a time, in memory that is warm."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention, Occasion
+from attnrx.shapes import Float, Tensor
+
+WARM = 8 * 2**20
+"""Bytes of the largest activation that a CPU thread handles at once.
+
+Larger ones are taken from the operating system anew at every operation, page by page, and read from memory instead of
+a cache: that costs more than starting the operations several times.
+"""
+
+
+def in_parts(
+    model: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    images: Float[Tensor, "batch channels height width"],
+    largest: int,
+) -> Tensor:
+    """Gives `run(images)`, a few images at a time on a CPU where nothing is recorded and nobody watches the model.
+
+    `largest` is how many numbers an image makes of itself in the widest place. The model must treat every image of a
+    batch by itself, as all do in evaluation mode.
+    """
+    occasion = Occasion.of(images.flatten(2))
+    if not occasion.free_on_cpu or largest < 1:
+        return run(images)
+    most = max(occasion.threads * WARM // (largest * images.element_size()), 1)
+    if len(images) <= most or any(map(_sees_batches, model.modules())):
+        return run(images)
+    return torch.cat([run(part) for part in images.split(most)])
+
+
+def _sees_batches(module: nn.Module) -> bool:
+    """Whether a part of the model is in training, or tells somebody of what passes through it."""
+    if module.training or module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return isinstance(module, Attention) and module.backend.watches

@@ -1,0 +1,54 @@
+"""Compiled == eager, in one graph, for ragged ranks on every backend that models are made with."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.attention import Backend, Chosen, Explicit, Fused
+from attnrx.costs import Conditions
+from attnrx.realization import realize
+from cases import CONFIGS, PATTERNS, images, model, prescription
+
+BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Chosen)
+
+
+def test_compressed_models_are_one_graph() -> None:
+    """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [each.__name__ for each in BACKENDS]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_cuda_graphs_give_what_the_model_gives(precision: str) -> None:
+    small = realize(model(CONFIGS["dense"]), prescription(model(CONFIGS["dense"]), PATTERNS["ragged"]))
+    eager, graphs = (Conditions("cuda", precision, graphs=on) for on in (False, True))
+    inputs = eager.place_images(images(CONFIGS["dense"]))
+    with graphs.held():
+        captured, plain = graphs.place(small), eager.place(small)
+        for _ in range(3):  # recorded, then replayed
+            captured(inputs)
+        torch.testing.assert_close(captured(inputs), plain(inputs), rtol=2e-2, atol=2e-2)
+
+
+if __name__ == "__main__":
+    for kind in BACKENDS:
+        for config in ("svda", "dense"):
+            for pattern, dtype in (("ragged", torch.float64), ("ragged-falling", torch.bfloat16)):
+                vit, inputs = model(CONFIGS[config]), images(CONFIGS[config]).to(dtype)
+                small = realize(vit, prescription(vit, PATTERNS[pattern])).to(dtype)
+                rx.use_backend(small, kind())
+                torch.compiler.reset()
+                with torch.no_grad():
+                    logits = torch.compile(small, fullgraph=True, dynamic=False, backend="aot_eager")(inputs)
+                    wanted = small(inputs)
+                close = 40 * torch.finfo(dtype).eps * float(wanted.abs().max())
+                torch.testing.assert_close(logits, wanted, rtol=0, atol=close)
+        print(kind.__name__)

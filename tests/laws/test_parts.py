@@ -1,0 +1,72 @@
+"""A batch in parts gives what the whole batch gives; whoever watches, trains or records sees the whole batch."""
+
+import pytest
+import torch
+
+from attnrx.attention import Eager, Explicit, Fused, using
+from attnrx.attention.backends import explicit
+from attnrx.models import family_of, observing, parts
+from attnrx.realization import realize
+from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
+
+
+def counted(vit: torch.nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Gives the logits, and how many images every call of the first attention saw."""
+    seen: list[int] = []
+    backend = family_of(vit).attention(vit)[0].backend
+    attend = backend.attend
+
+    def counting(factors: object, value: torch.Tensor) -> torch.Tensor:
+        seen.append(len(value))
+        return attend(factors, value)  # type: ignore[arg-type]
+
+    backend.attend = counting  # type: ignore[method-assign]
+    try:
+        return vit(inputs), seen
+    finally:
+        backend.attend = attend  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("config", ["svda", "dense", "lvvit"])
+def test_parts_give_what_the_whole_gives(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {**CONFIGS, **LVVITS}[config]
+    vit, inputs = own(shape), images(shape)
+    with torch.no_grad():
+        whole, seen = counted(vit, inputs)
+        assert set(seen) == {5}
+        monkeypatch.setattr(parts, "WARM", 2 * 8 * shape.patches * shape.hidden // torch.get_num_threads())
+        logits, seen = counted(vit, inputs)
+    assert seen == [2, 2, 1]
+    torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_watched_and_trained_models_see_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
+    monkeypatch.setattr(parts, "WARM", 1)
+    with torch.no_grad():
+        assert counted(vit, inputs)[1] == [1] * 5
+        seen: list[int] = []
+        with observing(vit, family_of(vit), lambda layer, each: seen.append(len(each.value))):
+            vit(inputs)
+        assert seen == [5] * len(family_of(vit).attention(vit))
+        hook = vit.layers[0].register_forward_hook(lambda *given: None)
+        assert counted(vit, inputs)[1] == [5]
+        hook.remove()
+        assert counted(vit.train(), inputs)[1] == [5]
+    assert counted(vit.eval(), inputs)[1] == [5]
+
+
+@pytest.mark.parametrize("cached", [0, 10**9])
+@pytest.mark.parametrize("pattern", ["half", "ragged"])
+@pytest.mark.parametrize("backend", [Explicit, Fused])
+def test_written_out_equals_eager_with_any_number_of_images_at_once(
+    backend: type[Explicit] | type[Fused], pattern: str, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explicit, "CACHED", cached)
+    vit = model(CONFIGS["dense"])
+    small = realize(vit, prescription(vit, PATTERNS[pattern]))
+    layers, inputs = family_of(small).attention(small), images(CONFIGS["dense"])
+    with torch.no_grad(), using(layers, [backend() for _ in layers]):
+        logits = small(inputs)
+    with torch.no_grad(), using(layers, [Eager() for _ in layers]):
+        torch.testing.assert_close(logits, small(inputs), rtol=1e-10, atol=1e-10)

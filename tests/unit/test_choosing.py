@@ -1,0 +1,113 @@
+"""Choosing a backend: the fastest that is right, measured once, kept on disk, pinned on request."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.attention import Attention, Backend, Chosen, Eager, Explicit, Fused, Occasion, choosing
+from attnrx.attention.factors import ScoreFactors
+from attnrx.errors import CheckpointError
+from attnrx.hardware import Measurements, cache_folder
+from attnrx.spec import AttentionSpec
+from attnrx.storage import read_json, write_json
+
+SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
+OCCASION = Occasion(2, 5, "cpu", torch.float64, 1, True)
+
+
+class Wrong(Explicit):
+    """The fastest of all, but wrong."""
+
+    def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+class Slow(Eager):
+    """Right, and slow."""
+
+    def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
+        torch.mm(torch.randn(300, 300), torch.randn(300, 300))
+        return super().attend(factors, value)
+
+
+class Failing(Eager):
+    """A kernel that does not run here."""
+
+    def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    candidates: dict[str, type[Backend]] = {"wrong": Wrong, "slow": Slow, "failing": Failing, "explicit": Explicit}
+    monkeypatch.setitem(choosing.CANDIDATES, "cpu", candidates)
+    return tmp_path / "measurements.json"
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(choosing, "trials", measured)
+
+
+def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    backend = Chosen()
+    assert type(backend.at(SPEC, OCCASION)) is Explicit
+    assert torch.equal(torch.get_rng_state(), before)
+    (record,) = read_json(cache)["machines"].popitem()[1].values()
+    trials = record["trials"]
+    assert record["backend"] == "explicit" and trials["explicit"]["seconds"] < trials["slow"]["seconds"]
+    assert trials["wrong"]["seconds"] is None and trials["wrong"]["error"] > 1e-6
+    assert trials["failing"] == {"seconds": None, "error": None}
+    forbid(monkeypatch)
+    assert type(Chosen().at(SPEC, OCCASION)) is Explicit  # from the file
+
+
+def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch)
+    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Fused
+    assert type(Chosen().at(SPEC, OCCASION._replace(free=False))) is Fused
+    assert type(Chosen().at(SPEC, OCCASION._replace(device="meta"))) is Fused
+    monkeypatch.setenv("ATTNRX_MEASURE", "0")
+    assert type(Chosen().at(SPEC, OCCASION)) is Fused
+    layer, tokens = Attention(SPEC, Chosen()), torch.randn(2, 5, 12)
+    layer(tokens).sum().backward()
+    assert not cache.exists()
+
+
+def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "pinned.json"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Chosen(str(table), pinned=True)
+    Measurements("cpu", table).put(choosing.key_of(SPEC, OCCASION), {"backend": "slow", "trials": {}})
+    written = table.read_bytes()
+    forbid(monkeypatch)
+    backend = Chosen(str(table), pinned=True)
+    assert type(backend.at(SPEC, OCCASION)) is Slow
+    assert type(backend.at(SPEC, OCCASION._replace(images=3))) is Fused
+    assert table.read_bytes() == written and not cache.exists()
+
+
+def test_measurements_survive_others_and_damage(cache: Path, tmp_path: Path) -> None:
+    first, second = Measurements("cpu"), Measurements("cpu")
+    first.put("one", {"a": 1})
+    second.put("two", {"a": 2})
+    again = Measurements("cpu")
+    assert (again.get("one"), again.get("two"), again.get("three")) == ({"a": 1}, {"a": 2}, None)
+    cache.write_text("{")
+    assert Measurements("cpu").get("one") is None
+    named = tmp_path / "named.json"
+    write_json(named, {"kind": "something else"})
+    with pytest.raises(CheckpointError, match="no attnrx measurements"):
+        Measurements("cpu", named)
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNRX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/attnrx")
