@@ -1,11 +1,14 @@
 """A batch in parts: where nothing is recorded, images pass through a model a few at a time, in memory that is warm."""
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from attnrx.attention import Attention, Occasion
+from attnrx.models.reducing import reduction_of
+from attnrx.models.token_run import TokenRun
 from attnrx.shapes import Float, Tensor
 
 WARM = 8 * 2**20
@@ -33,11 +36,19 @@ def in_parts(
     most = max(occasion.threads * WARM // (largest * images.element_size()), 1)
     if len(images) <= most or any(map(_sees_batches, model.modules())):
         return run(images)
-    return torch.cat([run(part) for part in images.split(most)])
+    reduction, found, runs = reduction_of(model), [], []
+    for part in images.split(most):
+        found.append(run(part))
+        if reduction is not None:
+            runs.append(copy.copy(reduction.run))
+    if reduction is not None:
+        reduction.run = TokenRun.joined(runs)
+    return torch.cat(found)
 
 
 def _sees_batches(module: nn.Module) -> bool:
     """Whether a part of the model is in training, or tells somebody of what passes through it."""
-    if module.training or module._forward_hooks or module._forward_pre_hooks:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
         return True
     return isinstance(module, Attention) and module.backend.watches

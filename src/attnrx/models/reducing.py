@@ -13,32 +13,11 @@ from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.models.token_run import TokenRun
+from attnrx.shapes import Float, Tensor
 from attnrx.tokens import MapMoments, Part, Reduction, Seen, Shape, TokenPolicy, policy_from_dict, sampled_keep
 
 BY = ("mask", "compress")
-
-
-class TokenRun:
-    """What is known of the tokens while one batch passes through the model; begun anew with every batch.
-
-    `sizes` is None until the first token has left. `places` says which patch of the image every patch token is, -1 for
-    those that a stage added, and `trail` what was left after each stage. In training, `drawn` is what a learned reducer
-    drew at each stage: 1 for a patch that stays, 0 for one that leaves, with a gradient.
-    """
-
-    def __init__(self):
-        self.sizes: Float[Tensor, "batch tokens"] | None = None
-        self.places: Int[Tensor, "batch patches"] | None = None
-        self.moments: MapMoments | None = None
-        self.accumulated: Float[Tensor, "batch patches"] | None = None
-        self.taps: list[Tap] = []
-        self.trail: list[Int[Tensor, "batch kept"]] = []
-        self.drawn: list[Float[Tensor, "batch patches"]] = []
-
-    def begin(self) -> None:
-        """Forgets the batch before."""
-        self.__init__()
 
 
 class TokenReduction(nn.Module):
@@ -293,25 +272,29 @@ def _show_no_heads(tapped: Tapped, layer: nn.Module, given: tuple[Tensor, ...], 
     tapped.show(Tap(maps, maps[:, :, 0], output.new_zeros(batch, count, 1)))
 
 
-class _Begin:
+class _Hook:
+    """What a reduction does beside a block: to every image by itself, so that a batch may pass in parts."""
+
+    by_image = True
+
     def __init__(self, reduction: TokenReduction):
         self.reduction = reduction
 
+
+class _Begin(_Hook):
     def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
         self.reduction.run.begin()
 
 
-class _Accumulate:
-    def __init__(self, reduction: TokenReduction):
-        self.reduction = reduction
-
+class _Accumulate(_Hook):
     def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
         self.reduction.accumulate(given[0] if given else named["hidden_states"])
 
 
-class _Stage:
+class _Stage(_Hook):
     def __init__(self, reduction: TokenReduction, stage: int):
-        self.reduction, self.stage = reduction, stage
+        super().__init__(reduction)
+        self.stage = stage
 
     def __call__(self, module: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if given:
@@ -319,10 +302,7 @@ class _Stage:
         return given, {**named, "hidden_states": self.reduction.decide(self.stage, named["hidden_states"])}
 
 
-class _Pooled:
-    def __init__(self, reduction: TokenReduction):
-        self.reduction = reduction
-
+class _Pooled(_Hook):
     def __call__(self, module: nn.Module, given: tuple, tokens: Tensor) -> Tensor:
         return self.reduction.pooled(tokens)
 

@@ -51,8 +51,6 @@ class Tapped(Backend):
     is used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
-    watches = True
-
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
