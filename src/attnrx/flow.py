@@ -17,6 +17,7 @@ from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose, told_or_read
+from attnrx.exporting import export, is_exported, load_exported
 from attnrx.models import described_tokens, family_of, load_model, model_fingerprint, save_model
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
@@ -32,6 +33,7 @@ __all__ = [
     "Budget",
     "control_prescriptions",
     "diagnose",
+    "export",
     "load",
     "matching",
     "measure_divergence",
@@ -53,8 +55,11 @@ def load(
 ) -> nn.Module:
     """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
     `hf:ID` or a folder of transformers, a name such as `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or
-    those of a published file), or an instance, adopted if it is another library's.
+    those of a published file), or an instance, adopted if it is another library's. A file that `export` wrote is a
+    model too, whose answers come from what runs the file.
     """
+    if isinstance(source, str | Path) and is_exported(source):
+        return load_exported(source)
     return load_model(source, seed, weights, pretrained)
 
 

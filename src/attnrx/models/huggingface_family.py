@@ -176,6 +176,12 @@ class HuggingFaceFamily(AdoptedFamily):
         biases = {name: linear.bias for name, linear in linears.items()}
         return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
 
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """The labels of the configuration, unless they are numbers with a name before them."""
+        config: Any = self._adopted(model).source.config
+        names = tuple(config.id2label[index] for index in sorted(config.id2label))
+        return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
+
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """The convolution of the patch embedding."""
         embeddings: Any = self._embeddings(source)

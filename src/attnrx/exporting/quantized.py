@@ -1,0 +1,104 @@
+"""Int8 by quantisation after training, calibrated on images, run by ONNX Runtime."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.exporting.format import Run, needed, to_numpy
+from attnrx.exporting.onnx import EXTRA, INPUT, Onnx, session
+from attnrx.shapes import Tensor
+
+METHODS = ("minmax", "entropy", "percentile")
+
+
+@dataclass(frozen=True)
+class Int8(Onnx):
+    """ONNX whose linear maps compute in 8 bits, as ONNX Runtime's static quantisation writes them (QDQ).
+
+    Weights are quantised per output feature, activations per tensor in ranges that `images` calibration images show,
+    read off by `method`. The two products inside attention stay as they are unless `attention` is true; norms, softmax
+    and GELU always do. `most_difference` is the largest difference of a logit from eager's that is accepted, as a share
+    of the largest logit: what 8 bits cost in accuracy is for `verify` to say.
+    """
+
+    name: ClassVar[str] = "int8"
+    calibrated: ClassVar[bool] = True
+    images: int = 64
+    method: str = "minmax"
+    attention: bool = False
+    most_difference: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0:
+            raise InvalidInput(
+                f"int8(images={self.images}, method={self.method}, most_difference={self.most_difference}): give an "
+                f"image or more, one of {', '.join(METHODS)}, and a difference above 0."
+            )
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Writes the ONNX, watches it on the images, and quantises it."""
+        quantization, onnx = needed("onnxruntime.quantization", EXTRA), needed("onnx", EXTRA)
+        methods = dict(zip(METHODS, ("MinMax", "Entropy", "Percentile"), strict=True))
+        plain = path.with_name(f"float_{path.name}")
+        try:
+            super().write(program, plain, images)
+            with _quiet():
+                quantization.quantize_static(
+                    plain,
+                    path,
+                    _Reader(images),
+                    quant_format=quantization.QuantFormat.QDQ,
+                    op_types_to_quantize=["Conv", "Gemm", "MatMul"],
+                    nodes_to_exclude=[] if self.attention else _products(onnx.load(plain, load_external_data=False)),
+                    per_channel=True,
+                    activation_type=quantization.QuantType.QUInt8,
+                    weight_type=quantization.QuantType.QInt8,
+                    calibrate_method=getattr(quantization.CalibrationMethod, methods[self.method]),
+                )
+        finally:
+            for each in path.parent.glob(f"{plain.name}*"):
+                each.unlink()
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Starts a session on the CPU."""
+        return session(path, threads)
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """What was asked for: this is no rounding."""
+        return self.most_difference
+
+
+class _Reader:
+    """The calibration images, one batch after the other, as ONNX Runtime asks for them."""
+
+    def __init__(self, images: Sequence[Tensor]):
+        self.left = iter(images)
+
+    def get_next(self) -> dict[str, Any] | None:
+        batch = next(self.left, None)
+        return None if batch is None else {INPUT: to_numpy(batch)}
+
+
+def _products(model: Any) -> list[str]:
+    """Names the matrix products of two activations."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    nodes = (node for node in model.graph.node if node.op_type == "MatMul")
+    return [node.name for node in nodes if not stored & set(node.input)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without advice to people who call the quantiser by hand."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
