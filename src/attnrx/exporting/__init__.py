@@ -24,9 +24,7 @@ from attnrx.exporting.program import Program
 from attnrx.exporting.quantized import Int8
 from attnrx.exporting.text import parse_format_text
 
-FORMATS: Mapping[str, type[Format]] = {
-    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)
-}
+FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
 
 __all__ = [
     "DYNAMIC",

@@ -21,7 +21,7 @@ from attnrx.evidence import Evidence
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
 from attnrx.exporting.format import PRECISIONS, Format, require_suffix
 from attnrx.exporting.parity import compare
-from attnrx.models import described_tokens, family_of, model_fingerprint, reduction_of
+from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint
 from attnrx.shapes import Tensor
 from attnrx.storage import file_sha256, write_json
 
@@ -73,6 +73,11 @@ class Subject:
             "class_names": list(family.class_names(model)),
         }
         return cls(placed, images, calibration, facts)
+
+    @property
+    def tokens_leave(self) -> bool:
+        """Whether tokens leave the model on their way."""
+        return any(isinstance(module, TokenReduction) for module in self.model.modules())
 
     def batches(self, count: int) -> list[Tensor]:
         """Gives images to calibrate and compare on, in batches that the file takes: `count` of them, or noise."""
@@ -185,7 +190,9 @@ def _write(form: Format, program: torch.export.ExportedProgram, path: Path, batc
         raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}. Nothing was left.") from error
     except Exception as error:  # what translates programs raises what it pleases
         reason = str(error).strip().partition("\n")[0]
-        raise NotSupported(f"this model cannot be written as {form.name} ({type(error).__name__}: {reason}).") from error
+        raise NotSupported(
+            f"this model cannot be written as {form.name} ({type(error).__name__}: {reason})."
+        ) from error
 
 
 def _compared(subject: Subject, form: Format, path: Path, batches: Sequence[Tensor]) -> Evidence:
@@ -193,7 +200,7 @@ def _compared(subject: Subject, form: Format, path: Path, batches: Sequence[Tens
     limit = form.limit(subject.images.dtype)
     runs = Exported(path, form, subject.images, {})
     try:
-        parity = compare(subject.model, runs, batches, limit, reduction_of(subject.model) is not None)
+        parity = compare(subject.model, runs, batches, limit, subject.tokens_leave)
     except AttnrxError:
         raise
     except Exception as error:  # every runtime has errors of its own
@@ -233,7 +240,19 @@ def _room_beside(path: Path) -> Iterator[Path]:
         shutil.rmtree(room, ignore_errors=True)
 
 
+class _Logits(nn.Module):
+    """Gives the logits of a model that may give them with other things."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        answer = self.model(images)
+        return answer if isinstance(answer, Tensor) else answer.logits
+
+
 def bare_subject(model: nn.Module, like: Subject) -> Subject:
     """Gives a model of no known family, e.g. as its library ships it, which takes the same images as another."""
-    dtype = PRECISIONS[like.images.precision]
-    return replace(like, model=copy.deepcopy(model).eval().to(like.images.device, dtype), facts={})
+    placed = _Logits(copy.deepcopy(model)).eval().to(like.images.device, like.images.dtype)
+    return replace(like, model=placed, facts={})

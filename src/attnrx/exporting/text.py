@@ -1,7 +1,7 @@
 """Formats as text: `onnx`, `onnx(opset=18)`, `int8(images=128,method=percentile)`.
 
-    format  = name [ "(" knob "=" value { "," knob "=" value } ")" ]
-    value   = "true" | "false" | "none" | number | word
+format  = name [ "(" knob "=" value { "," knob "=" value } ")" ]
+value   = "true" | "false" | "none" | number | word
 """
 
 from collections.abc import Mapping
