@@ -76,7 +76,10 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
         ("export {run} --precision float16 --out {root}/x.onnx", "float32"),
         ("export {run} --to int8 --out {root}/x.onnx", "calibration images"),
         ("export {file} --out {root}/x.onnx", "Exported"),
-        ("bench dense:digits --contenders a=uniform_rank:0.5 --runtime jax --out {root}/x.json", "unknown format 'jax'"),
+        (
+            "bench dense:digits --contenders a=top_rank:2 --runtime jax --out {root}/x.json",
+            "unknown format 'jax'",
+        ),
         ("bench dense:digits --contenders a=uniform_rank:0.5 --runtime int8(images=0) --out {root}/x.json", "an image"),
     ],
 )

@@ -34,8 +34,8 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
         )
     except Exception as error:  # the hub's errors, those of the connection, and those of its transport
         raise CheckpointError(
-            f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with a "
-            "token that may write there."
+            f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
+            "a token that may write there."
         ) from error
     return str(address)
 

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_pretrained import images_for
 from test_tokens import deep, inputs
 from torch import nn
 
 import attnrx as rx
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.exporting import FORMATS, Format, Onnx, parse_format
 from attnrx.models import family_of
-from test_pretrained import images_for
+from pretrained import TIMM, VIT, of_timm
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -194,3 +196,20 @@ def test_onnx_is_written_at_exact_ranks(tmp_path: Path) -> None:
         assert (width, rows) in shapes or (rows, width) in shapes
         ranks = sum(layer.spec.rows)
         assert (width, ranks) in shapes or (ranks, width) in shapes
+
+
+@pytest.mark.slow
+def test_less_is_not_slower_in_onnx_runtime(tmp_path: Path) -> None:
+    """Half of everything takes less computing time than all of it, with a margin for what the machine does besides."""
+    model = TIMM.adopt(of_timm(VIT, depth=2, img_size=64, embed_dim=192)).float()
+    rules = {"rule": "uniform_rank:0.5", "values": "uniform_rank:0.5", "mlp": "uniform_rank:0.5"}
+    diagnosis = rx.diagnose(model, images_for(model, 8), batch_size=8)
+    small = rx.realize(model, rx.prescribe(diagnosis, **rules))
+    files = {name: rx.export(each, tmp_path / f"{name}.onnx") for name, each in (("all", model), ("half", small))}
+    images = torch.randn(8, *family_of(model).input_shape(model), dtype=torch.float32)
+    protocol = LatencyProtocol(Conditions(threads=1), rounds=10, warmup=2, clock="cpu")
+    found = compare_latencies({"half": files["half"]}, files["all"], images, protocol)["half"]
+    macs = [family_of(each).costs(each).macs for each in (small, model)]
+    assert macs[0] < 0.75 * macs[1]
+    assert 0 < found.ratio.low <= found.ratio.value <= found.ratio.high
+    assert found.ratio.low < 1.1 and found.threads == 1

@@ -13,12 +13,12 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from test_pretrained import images_for
 from torch import nn
 
 import attnrx as rx
 from attnrx.models import family_of
 from pretrained import HF, TIMM, VIT, of_hf, of_timm
-from test_pretrained import images_for
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

@@ -104,7 +104,7 @@ def test_a_hub_that_refuses_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch
         raise PermissionError("403 for you")
 
     monkeypatch.setattr(hub.HfApi, "create_repo", refuse)
-    with pytest.raises(CheckpointError, match="403 for you.*hf auth login"):
+    with pytest.raises(CheckpointError, match=r"403 for you.*hf auth login"):
         rx.push_to_hub(saved, "me/slim")
 
 

@@ -52,6 +52,11 @@ class Format(ABC):
         """The most that a logit may differ from eager's, as a share of the largest logit."""
         return ROUNDING[dtype]
 
+    @property
+    def wanted(self) -> int:
+        """How many images it is compared on, and calibrated where it is, if there are so many."""
+        return 32
+
     def require(self, dtype: torch.dtype) -> None:
         """Refuses a precision that what runs the file does not know."""
         if dtype not in self.dtypes:

@@ -124,8 +124,7 @@ def write_exported(subject: Subject, path: Path | str, form: Format) -> Exported
     form.require(subject.images.dtype)
     if form.calibrated and subject.calibration is None:
         raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
-    wanted = getattr(form, "images", 4 * AT_ONCE)
-    batches = subject.batches(max(wanted, 4 * AT_ONCE))
+    batches = subject.batches(form.wanted)
     program = captured(subject, form)
     with _room_beside(path) as room:
         written = room / path.name

@@ -14,6 +14,8 @@ from attnrx.exporting.format import Run, needed, to_numpy
 from attnrx.exporting.onnx import EXTRA, INPUT, Onnx, session
 from attnrx.shapes import Tensor
 
+# What ends an activation function: its own operator, or the product that GELU, SiLU and gates are written out to.
+ACTIVATIONS = ("Gelu", "Mul", "Relu")
 METHODS = ("minmax", "entropy", "percentile")
 
 
@@ -22,9 +24,11 @@ class Int8(Onnx):
     """ONNX whose linear maps compute in 8 bits, as ONNX Runtime's static quantisation writes them (QDQ).
 
     Weights are quantised per output feature, activations per tensor in ranges that `images` calibration images show,
-    read off by `method`. The two products inside attention stay as they are unless `attention` is true; norms, softmax
-    and GELU always do. `most_difference` is the largest difference of a logit from eager's that is accepted, as a share
-    of the largest logit: what 8 bits cost in accuracy is for `verify` to say.
+    read off by `method`. What an activation function gives has outliers that 8 bits for a tensor do not cover: the maps
+    that read it stay as they are unless `after_activation` is true, and the two products inside attention unless
+    `attention` is. The patch embedding, norms, softmax and activation functions always do. `most_difference` is the
+    largest difference of a logit from eager's that is accepted, as a share of the largest logit: what 8 bits cost in
+    accuracy is for `verify` to say.
     """
 
     name: ClassVar[str] = "int8"
@@ -32,6 +36,7 @@ class Int8(Onnx):
     images: int = 64
     method: str = "minmax"
     attention: bool = False
+    after_activation: bool = False
     most_difference: float = 0.5
 
     def __post_init__(self):
@@ -55,8 +60,8 @@ class Int8(Onnx):
                     path,
                     _Reader(images),
                     quant_format=quantization.QuantFormat.QDQ,
-                    op_types_to_quantize=["Conv", "Gemm", "MatMul"],
-                    nodes_to_exclude=[] if self.attention else _products(onnx.load(plain, load_external_data=False)),
+                    op_types_to_quantize=["Gemm", "MatMul"],
+                    nodes_to_exclude=self._left_out(onnx.load(plain, load_external_data=False)),
                     per_channel=True,
                     activation_type=quantization.QuantType.QUInt8,
                     weight_type=quantization.QuantType.QInt8,
@@ -66,9 +71,28 @@ class Int8(Onnx):
             for each in path.parent.glob(f"{plain.name}*"):
                 each.unlink()
 
+    def _left_out(self, model: Any) -> list[str]:
+        """Names the matrix products that stay as they are."""
+        stored = {tensor.name for tensor in model.graph.initializer}
+        makers = {output: node.op_type for node in model.graph.node for output in node.output}
+        found = []
+        for node in model.graph.node:
+            if node.op_type not in ("Gemm", "MatMul"):
+                continue
+            of_two = not stored & set(node.input)
+            after = makers.get(node.input[0]) in ACTIVATIONS
+            if (of_two and not self.attention) or (after and not of_two and not self.after_activation):
+                found.append(node.name)
+        return found
+
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Starts a session on the CPU."""
         return session(path, threads)
+
+    @property
+    def wanted(self) -> int:
+        """As many as were asked for."""
+        return self.images
 
     def limit(self, dtype: torch.dtype) -> float:
         """What was asked for: this is no rounding."""
@@ -84,13 +108,6 @@ class _Reader:
     def get_next(self) -> dict[str, Any] | None:
         batch = next(self.left, None)
         return None if batch is None else {INPUT: to_numpy(batch)}
-
-
-def _products(model: Any) -> list[str]:
-    """Names the matrix products of two activations."""
-    stored = {tensor.name for tensor in model.graph.initializer}
-    nodes = (node for node in model.graph.node if node.op_type == "MatMul")
-    return [node.name for node in nodes if not stored & set(node.input)]
 
 
 @contextmanager

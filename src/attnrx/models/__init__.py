@@ -136,7 +136,8 @@ def load_model(
     """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
 
     `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
-    ones; `hf:ID` takes a folder or downloads, `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh weights; `lvvit:SIZE` takes a published file.
+    ones; `hf:ID` takes a folder or downloads, `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh
+    weights; `lvvit:SIZE` takes a published file.
     """
     if isinstance(source, nn.Module):
         return _known(source)

@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput
 EXAMPLE = (
     "attnrx export slim --to onnx --out slim.onnx\n"
     "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
-    "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity,latency --out evidence.json"
+    "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json"
 )
 
 

@@ -7,7 +7,7 @@ from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser
 
 EXAMPLE = (
-    "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k\n"
+    "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
     "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
 )
 
