@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
 
 
 def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
-    words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy,fidelity", "--device", "cpu")
+    words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy,fidelity", "--most-drop", 100)
     found = record("verify", made.file, *words, "--out", made.root / "evidence.json")["findings"]
     agreements = [each["value"] for each in found if each["details"].get("quantity") == "agreement"]
     assert agreements == [100]
@@ -50,7 +51,7 @@ def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     out = made.root / "int8.onnx"
     asked = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
     assert record(*asked)["images"]["batch"] == 4
-    assert out.stat().st_size < 0.6 * made.file.stat().st_size
+    assert out.stat().st_size < 0.7 * made.file.stat().st_size
 
 
 def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
@@ -95,8 +96,12 @@ def test_without_the_packages_their_extra_is_named(
 ) -> None:
     from attnrx.exporting import format as contract
 
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
+    import_module = contract.importlib.import_module
+
+    def missing(name: str) -> Any:
+        if name.startswith("onnx"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return import_module(name)
 
     monkeypatch.setattr(contract.importlib, "import_module", missing)
     with pytest.raises(rx.AttnrxError, match=r"pip install 'attnrx\[onnx\]'"):

@@ -24,8 +24,9 @@ class Fused(Backend):
     def buckets(self, spec: AttentionSpec, tokens: int | torch.SymInt) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
         most, width = max(spec.ranks, default=0), max((*spec.ranks, *spec.reads, 1))
-        # An export for batches of any size cannot ask how many tokens there are.
-        few = isinstance(tokens, int) and tokens < self.FEW_TOKENS
+        # An export must not ask how many tokens there are: its answer would hold for batches of that size alone, and to
+        # a strict one (Dynamo) a size of any value is an int.
+        few = not torch.compiler.is_exporting() and isinstance(tokens, int) and tokens < self.FEW_TOKENS
         limit = self.FULL_ABOVE_WITH_FEW if few else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
