@@ -66,14 +66,15 @@ def test_it_loads_where_the_original_was_never_seen(name: str, tmp_path: Path) -
 def test_timm_evaluates_it(tmp_path: Path) -> None:
     """The steps of timm's validate.py: the model says what images it takes, and a loader makes them."""
     rx.save(compressed("timm"), tmp_path / "small")
-    small = rx.load(tmp_path / "small")
+    small: Any = rx.load(tmp_path / "small")
     config = timm.data.resolve_model_data_config(small)
     assert config["input_size"] == (3, 32, 32) and config["mean"] == (0.4,) * 3 and config["std"] == (0.2,) * 3
     assert small.num_classes == 5 and small.default_cfg["architecture"] == VIT
     pixels = numpy.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=numpy.uint8)
     pictures = [(Image.fromarray(each), label) for label, each in enumerate(pixels)]
     transform = timm.data.create_transform(**{**config, "crop_pct": 1.0}, is_training=False)
-    loader = torch.utils.data.DataLoader([(transform(image), label) for image, label in pictures], batch_size=2)
+    rows: Any = [(transform(image), label) for image, label in pictures]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
     with torch.no_grad():
         logits = torch.cat([small(images.float()) for images, _ in loader])
         labels = torch.cat([target for _, target in loader])

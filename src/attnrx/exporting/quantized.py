@@ -16,7 +16,7 @@ from attnrx.shapes import Tensor
 
 # What ends an activation function: its own operator, or the product that GELU, SiLU and gates are written out to.
 ACTIVATIONS = ("Gelu", "Mul", "Relu")
-METHODS = ("minmax", "entropy", "percentile")
+METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Int8(Onnx):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Writes the ONNX, watches it on the images, and quantises it."""
         quantization, onnx = needed("onnxruntime.quantization", EXTRA), needed("onnx", EXTRA)
-        methods = dict(zip(METHODS, ("MinMax", "Entropy", "Percentile"), strict=True))
         plain = path.with_name(f"float_{path.name}")
         try:
             super().write(program, plain, images)
@@ -65,7 +64,7 @@ class Int8(Onnx):
                     per_channel=True,
                     activation_type=quantization.QuantType.QUInt8,
                     weight_type=quantization.QuantType.QInt8,
-                    calibrate_method=getattr(quantization.CalibrationMethod, methods[self.method]),
+                    calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
                 )
         finally:
             for each in path.parent.glob(f"{plain.name}*"):
