@@ -17,12 +17,14 @@ from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.examination import diagnose, told_or_read
+from attnrx.exporting import export, is_exported, load_exported
+from attnrx.hub import upload
 from attnrx.models import described_tokens, family_of, load_model, model_fingerprint, save_model
 from attnrx.planning import plan
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
-from attnrx.reports import model_card
+from attnrx.reports import completed_card, model_card
 from attnrx.rules import LargestMatched, RandomMatched, Rule, UniformMatched, parse_rule, rule_from_dict
 from attnrx.rules import prescribe as prescribe_with
 from attnrx.storage import write_text
@@ -33,6 +35,7 @@ __all__ = [
     "Budget",
     "control_prescriptions",
     "diagnose",
+    "export",
     "load",
     "matching",
     "measure_divergence",
@@ -40,6 +43,7 @@ __all__ = [
     "prescribe",
     "prescribe_within",
     "prescribed_tokens",
+    "push_to_hub",
     "realize",
     "refine",
     "save",
@@ -54,9 +58,12 @@ def load(
     source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
 ) -> nn.Module:
     """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
-    `hf:ID` or a folder of transformers, a name such as `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or
-    those of a published file), or an instance, adopted if it is another library's.
+    `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name such as
+    `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance, adopted
+    if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file.
     """
+    if isinstance(source, str | Path) and is_exported(source):
+        return load_exported(source)
     return load_model(source, seed, weights, pretrained)
 
 
@@ -188,3 +195,26 @@ def save(
     facts = {"family": family_of(model).name, "parameters": costs.params, "macs": costs.macs}
     write_text(folder / "README.md", model_card(facts, evidence, prescription))
     return folder
+
+
+def push_to_hub(
+    folder: Path | str,
+    repository: str,
+    *,
+    license: str | None = None,
+    base_model: str | None = None,
+    private: bool = False,
+) -> str:
+    """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and gives its address.
+
+    It is read first, so that nothing broken is published. `license` (of the weights, as the hub names it) and
+    `base_model` (the original's OWNER/NAME) go into the head of its card. `load("hub:OWNER/NAME")` gives it back.
+    """
+    folder = Path(folder)
+    load_model(folder)
+    card = folder / "README.md"
+    if not card.is_file():
+        raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
+    if license is not None or base_model is not None:
+        write_text(card, completed_card(card.read_text(encoding="utf-8"), license, base_model))
+    return upload(folder, repository, private)

@@ -129,11 +129,18 @@ class HeadReadout(nn.Module):
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
-@lru_cache(maxsize=256)
 def padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
     """Maps every padded row to its stored row, or to the zero row that follows the last one."""
+    # A tensor that is made while a model is exported stands for a value and has none: it must not be found again.
+    return _padding_index(own, wanted) if torch.compiler.is_compiling() else _kept_padding_index(own, wanted)
+
+
+def _padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
     zero, index, first = sum(own), [], 0
     for stored, padded in zip(own, wanted, strict=True):
         index += [*range(first, first + stored), *([zero] * (padded - stored))]
         first += stored
     return torch.tensor(index, dtype=torch.long)
+
+
+_kept_padding_index = lru_cache(maxsize=256)(_padding_index)

@@ -34,6 +34,12 @@ class Occasion(NamedTuple):
         return self.free and self.device == "cpu"
 
     def has_fewer_than(self, count: int) -> bool:
-        """Whether all images together are known to have fewer tokens."""
+        """Whether all images together are known to have fewer tokens.
+
+        An export must not ask: its answer would hold for batches of one size alone, and to a strict one (Dynamo) a size
+        of any value is an int.
+        """
+        if torch.compiler.is_exporting():
+            return False
         total = self.images * self.tokens
         return isinstance(total, int) and total < count

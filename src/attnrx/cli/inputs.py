@@ -35,10 +35,15 @@ def outline(source: str) -> "nn.Module":
     """Gives a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
     import torch
 
-    if ":" not in source or Path(source).exists():
+    if not _is_fresh(source):
         return rx.load(source)
     with torch.device("meta"):
         return rx.models.build_model(source)
+
+
+def _is_fresh(source: str) -> bool:
+    """Whether a name says how a model is made, and not where its weights are."""
+    return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
 def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
@@ -48,7 +53,7 @@ def load_model(source: str, device: str | None, weights: str | None = None) -> "
 
 def timed_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
     """Gives a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
-    named = ":" in source and not Path(source).exists() and weights is None
+    named = _is_fresh(source) and weights is None
     return placed(rx.models.build_model(source, seed=0), device) if named else load_model(source, device, weights)
 
 

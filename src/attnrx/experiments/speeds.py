@@ -3,18 +3,22 @@
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from attnrx.config import to_dict
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.experiments.comparing import Unreached, points
 from attnrx.experiments.contenders import Bench, Contender, Makers
 from attnrx.experiments.experiment import Say, in_silence
+from attnrx.experiments.running import running_in
+from attnrx.exporting import Format
 from attnrx.flow import diagnose
 from attnrx.models import family_of, use_backend
 from attnrx.storage import write_json
@@ -101,13 +105,16 @@ class Speeds:
 class Rates:
     """What is timed: every contender at these shares, or at these shares of the MACs, on batches of so many images.
 
-    Each is timed under every protocol, its attention computed by the `backend` of this name (None: as it is made).
+    Each is timed under every protocol. `runtime` is the format whose files are timed, the shipped model's too, and all
+    at the precision of the first protocol; None times the models themselves, their
+    attention computed by the `backend` of this name (None: as it is made).
     """
 
     batches: tuple[int, ...]
     protocols: tuple[LatencyProtocol, ...]
     shares: tuple[float, ...] = ()
     macs: tuple[float, ...] = ()
+    runtime: Format | None = None
     backend: str | None = None
 
     def __post_init__(self):
@@ -119,6 +126,8 @@ class Rates:
         asked = (*self.shares, *self.macs)
         if not asked or any(not 0 < share <= 1 for share in asked):
             raise InvalidInput(f"the shares {self.shares} and the MACs {self.macs}: give at least one, all in (0, 1].")
+        if self.runtime is not None and any(each.conditions.compiled for each in self.protocols):
+            raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
@@ -153,11 +162,15 @@ def compare_speeds(
     if rates.backend is not None:
         for key, (name, share, macs, candidate) in made.items():
             made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
-    found = Speeds((), {**bench.told(contenders), "backend": rates.backend or "fused"})
-    for protocol in rates.protocols:
-        for batch in rates.batches:
+    told = None if rates.runtime is None else to_dict(rates.runtime)
+    found = Speeds((), {**bench.told(contenders), "runtime": told, "backend": rates.backend or "fused"})
+    models = {"": shipped, **{key: each[-1] for key, each in made.items()}}
+    precision = rates.protocols[0].conditions.precision
+    with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
+        reference = running.pop("")
+        for protocol, batch in product(rates.protocols, rates.batches):
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
-            latencies = compare_latencies({key: each[-1] for key, each in made.items()}, shipped, images, protocol)
+            latencies = compare_latencies(running, reference, images, protocol)
             measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
             found = replace(found, speeds=(*found.speeds, *measured))
             for speed in measured:

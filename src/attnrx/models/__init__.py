@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.hub import download
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.blocks import block_names, parameter_places, recording_blocks
 from attnrx.models.checkpoint import load_weights, save_weights
@@ -137,7 +138,8 @@ def load_model(
     """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
 
     `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
-    ones; `hf:ID` takes a folder or downloads. Names of ours have fresh weights; `lvvit:SIZE` takes a published file.
+    ones; `hf:ID` takes a folder or downloads, `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh
+    weights; `lvvit:SIZE` takes a published file.
     """
     if isinstance(source, nn.Module):
         return _known(source)
@@ -150,6 +152,8 @@ def load_model(
         raise InvalidInput(
             f"load({str(source)!r}) takes no weights or pretrained; both go with timm:NAME, weights with lvvit:SIZE."
         )
+    if library == "hub":
+        return load_weights(download(name), FAMILIES)
     if library == "hf":
         return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():

@@ -58,6 +58,10 @@ class Family(ABC):
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation that the model's images are normalized with, one per channel."""
 
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """What its classes are called, in the order of its logits; () where the model does not say."""
+        return ()
+
     @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """The tokens before the first layer, and how the answer is read off those after the last."""

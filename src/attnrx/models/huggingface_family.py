@@ -45,7 +45,50 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 
 
 class HuggingFaceModel(Adopted):
-    """An image classifier of transformers with our attention; gives the logits alone."""
+    """An image classifier of transformers with our attention.
+
+    Called with images it gives the logits alone, as every model here; with `pixel_values=...` what its library gives,
+    so that it runs in the library's pipelines and trainers.
+    """
+
+    def forward(
+        self,
+        images: Float[Tensor, "batch channels height width"] | None = None,
+        *,
+        pixel_values: Float[Tensor, "batch channels height width"] | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Gives logits for images, and for `pixel_values` transformers' own output, with a loss where there are labels.
+
+        Raises:
+            InvalidInput: Both or neither were given, or images of another shape.
+        """
+        if images is not None and pixel_values is None and labels is None:
+            return super().forward(images)
+        if images is not None or pixel_values is None:
+            raise InvalidInput("give images, or pixel_values=... (with labels=... or not) as transformers does.")
+        given = {} if labels is None else {"labels": labels}
+        return self.source(pixel_values=pixel_values, **given, **options)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of transformers: the names of the classes, among other things."""
+        return self.source.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the weights."""
+        return next(self.parameters()).dtype
+
+    def can_generate(self) -> bool:
+        """Whether it writes text, which pipelines ask of every model."""
+        return False
 
     def logits(self, images: Tensor) -> Tensor:
         """Runs the source without the outputs that our attention does not have."""
@@ -175,6 +218,12 @@ class HuggingFaceFamily(AdoptedFamily):
         weights = {name: linear.weight for name, linear in linears.items()}
         biases = {name: linear.bias for name, linear in linears.items()}
         return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
+
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
+        """The labels of the configuration, unless they are numbers with a name before them."""
+        config: Any = self._adopted(model).source.config
+        names = tuple(config.id2label[index] for index in sorted(config.id2label))
+        return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """The convolution of the patch embedding."""

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,33 @@ CLASSES: dict[str, str] = {
 
 
 class TimmModel(Adopted):
-    """A Vision Transformer of timm with our attention."""
+    """A Vision Transformer of timm with our attention; tells timm's loops what its own models tell them."""
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """What timm says of the model, with the images that it takes: what `resolve_model_data_config` reads."""
+        told = dict(getattr(self.source, "pretrained_cfg", None) or {})
+        taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
+        return {**told, **taken, "num_classes": self.num_classes}
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        """The same, by the name that timm gave it before."""
+        return self.pretrained_cfg
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes it tells apart."""
+        return int(self.source.num_classes)  # type: ignore[arg-type]
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Puts a fresh classifier in, as timm does; it is saved with the model."""
+        source: Any = self.source
+        source.reset_classifier(num_classes, *(() if global_pool is None else (global_pool,)))
+        arguments = {**self.origin.arguments, "num_classes": num_classes}
+        if global_pool is not None:
+            arguments["global_pool"] = global_pool
+        self.origin = replace(self.origin, arguments=arguments)
 
 
 class TimmAttention(Adapter):

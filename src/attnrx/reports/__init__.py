@@ -1,6 +1,6 @@
 """Reports: what was diagnosed, prescribed and verified, as one HTML page that stands alone, and as a model card."""
 
-from attnrx.reports.card import model_card
+from attnrx.reports.card import completed_card, model_card
 from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import AttentionSamples, ReportContent, TokenSamples, TradeOffPoint
 from attnrx.reports.page import write_report
@@ -17,6 +17,7 @@ __all__ = [
     "SweepRecord",
     "TokenSamples",
     "TradeOffPoint",
+    "completed_card",
     "model_card",
     "model_ranks",
     "sample_attention",

@@ -1,9 +1,11 @@
 """The model card: README.md of a saved model, in plain Markdown, saying nothing that was not measured or recorded."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
@@ -13,6 +15,9 @@ from attnrx.reports.sections.verdict import sentence
 
 COUNTED = 100_000  # whole numbers from here on are parameters or MACs, and get separators
 RESULT = {True: "✓ holds", False: "✗ **fails**", None: "reported"}
+
+HUB_NAMES = {"license": re.compile(r"[a-z0-9][a-z0-9.-]*"), "base_model": re.compile(r"[\w.-]+/[\w.-]+")}
+EXAMPLES = {"license": "apache-2.0", "base_model": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"}
 
 USE = """\
 ```python
@@ -28,7 +33,7 @@ def model_card(
 ) -> str:
     """Gives the card; `facts` are set as a table, and its "name" is the heading."""
     blocks = [
-        "---\nlibrary_name: attnrx\ntags:\n- vision-transformer\n- attention\n---",
+        _head(facts, evidence),
         f"# {_escaped(facts.get('name', 'Vision Transformer'))}",
         *_introduction(evidence, prescription),
         _table(("", ""), ((name.replace("_", " "), _fact(value)) for name, value in facts.items() if name != "name")),
@@ -38,6 +43,46 @@ def model_card(
         *_evidence(evidence),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
+    """Gives a card whose head names the license of the weights and the original on the hub; None leaves them.
+
+    Raises:
+        InvalidInput: The card has no head, or a name is not one that the hub knows.
+    """
+    found = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
+    if found is None:
+        raise InvalidInput("the card has no head between two lines of ---: save the model with attnrx.save.")
+    head = found[1]
+    for key, value in (("license", license), ("base_model", base_model)):
+        if value is not None:
+            if not HUB_NAMES[key].fullmatch(value):
+                raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {EXAMPLES[key]}.")
+            head = re.sub(rf"(?m)^{key}:.*\n", "", head) + f"{key}: {value}\n"
+    return f"---\n{head}---\n{card[found.end() :]}"
+
+
+def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
+    """Gives the YAML that the hub reads; texts are quoted as JSON, which YAML contains."""
+    lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
+    lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
+    found = (
+        []
+        if evidence is None
+        else [each for each in evidence.of("accuracy") if each.details.get("model") == "candidate"]
+    )
+    if evidence is not None and found:
+        name, data = str(facts.get("name", "Vision Transformer")), str(evidence.about.get("data", "unnamed"))
+        lines += ["metrics:", "- accuracy", "model-index:", f"- name: {json.dumps(name)}", "  results:"]
+        lines += ["  - task:", "      type: image-classification", "    dataset:"]
+        lines += [
+            f"      name: {json.dumps(data)}",
+            f"      type: {json.dumps(data.partition(':')[0])}",
+            "    metrics:",
+        ]
+        lines += [f"    - type: accuracy\n      value: {found[0].value / 100:.6g}\n      name: top-1 accuracy"]
+    return "\n".join(["---", *lines, "---"])
 
 
 def _introduction(evidence: Evidence | None, prescription: Prescription | None) -> list[str]:

@@ -11,6 +11,8 @@ COMMANDS: dict[str, str] = {
     "plan": "share one budget out over ranks and tokens, for a target of latency, MACs, parameters or accuracy",
     "realize": "carry a prescription out, as a mask or as a smaller model",
     "verify": "collect evidence of what a candidate costs against its reference",
+    "export": "write a model as a file that runs without attnrx, checked against the model",
+    "push": "put a saved model on the Hugging Face hub, with its card and evidence",
     "report": "write everything that was found into one HTML page",
     "costs": "price a model in parameters and MACs, before or after a prescription",
     "compare": "compress one model in several ways, and see what each costs and loses",

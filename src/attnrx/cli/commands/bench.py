@@ -24,7 +24,13 @@ def add(parser: Parser) -> None:
     parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="images at once (1,8,64)")
     parser.add_argument("--threads", metavar="N,N", help="CPU threads (as many as torch takes)")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--compiled", action="store_true", help="run all models through torch.compile")
+    parser.add_argument(
+        "--runtime",
+        default="eager",
+        metavar="RUNTIME",
+        help="what runs all models, the shipped one too: eager, compiled (torch.compile), or a format that `attnrx "
+        "export` writes, e.g. onnx for ONNX Runtime (eager)",
+    )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="rounds in which all take turns (20)")
     parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
     add_backend(parser)
@@ -39,21 +45,23 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
     model = timed_model(arguments.model, arguments.device, arguments.weights)
     device = str(next(model.parameters()).device)
-    conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.compiled)
+    conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
+    in_torch = arguments.runtime in ("eager", "compiled")
+    runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
     threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, int)
     protocols = tuple(
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
     rates = rx.experiments.Rates(
-        numbers("--batches", arguments.batches, int), protocols, shares, macs, arguments.backend
+        numbers("--batches", arguments.batches, int), protocols, shares, macs, runtime, arguments.backend
     )
     bench = rx.experiments.noise_bench(model.to("cpu"), arguments.seed)
     speeds = rx.experiments.compare_speeds(bench, contenders, rates, say, arguments.out)
     latency = speeds.speeds[0].latency
     told = (
         f"{latency.hardware}, torch {latency.torch_version}, {latency.conditions.precision}, "
-        f"{'compiled' if latency.conditions.compiled else 'eager'}, {latency.clock} clock, {latency.rounds} rounds; "
+        f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "
         "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
     )
     path = arguments.out

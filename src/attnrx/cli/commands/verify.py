@@ -22,7 +22,7 @@ EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("candidate", help="the folder of a realized model")
+    parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
     parser.add_argument("--reference", required=True, metavar="MODEL", help="the model it was made from")
     parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
     add_data(parser, "what both models answer")

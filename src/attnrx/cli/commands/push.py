@@ -1,0 +1,35 @@
+"""attnrx push: the folder of a saved model in, a repository on the Hugging Face hub out."""
+
+from argparse import Namespace
+
+import attnrx as rx
+from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.parser import Parser
+
+EXAMPLE = (
+    "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
+    "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
+)
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("folder", help="a model saved by attnrx, with its card and evidence")
+    parser.add_argument("repository", metavar="OWNER/NAME", help="where it goes; made if there is none")
+    parser.add_argument("--license", metavar="NAME", help="of the weights, as the hub names it, e.g. apache-2.0")
+    parser.add_argument("--base-model", metavar="OWNER/NAME", help="the original on the hub")
+    parser.add_argument("--private", action="store_true", help="a repository that is made is for its owner alone")
+
+
+def run(arguments: Namespace, say: Say) -> Outcome:
+    """Completes the card and uploads."""
+    say(f"uploading {arguments.folder} to {arguments.repository}")
+    address = rx.push_to_hub(
+        arguments.folder,
+        arguments.repository,
+        license=arguments.license,
+        base_model=arguments.base_model,
+        private=arguments.private,
+    )
+    name = f"hub:{arguments.repository}"
+    return Outcome({"model": name, "address": address}, (f"model: {name}", address))

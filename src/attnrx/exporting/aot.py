@@ -1,0 +1,42 @@
+"""AOTInductor: a program compiled ahead of time into a shared library."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from attnrx.errors import NotSupported
+from attnrx.exporting.format import ROUNDING, Format, Run
+from attnrx.shapes import Tensor
+
+
+@dataclass(frozen=True)
+class AOTInductor(Format):
+    """A package of AOTInductor: compiled for this kind of machine, loads in seconds, and runs from C++ too.
+
+    It needs a C++ compiler where it is written, and the same version of PyTorch where it is run.
+    """
+
+    name: ClassVar[str] = "aotinductor"
+    suffix: ClassVar[str] = ".pt2"
+    writes_out: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
+    on_cuda: ClassVar[bool] = True
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Compiles the program."""
+        from torch._inductor import aoti_compile_and_package, config
+
+        compilers = [name for name in config.cpp.cxx if name]
+        if not any(shutil.which(name) for name in compilers):
+            raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")
+        aoti_compile_and_package(program, package_path=str(path))
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Loads the package; its threads are those of torch."""
+        from torch._inductor import aoti_load_package
+
+        return aoti_load_package(str(path))

@@ -1,0 +1,124 @@
+"""An exported file as a model: the same answers from what runs the file."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.config import from_dict
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.exporting.format import PRECISIONS, Format, Run
+from attnrx.shapes import Float, Tensor
+from attnrx.storage import check_schema, file_sha256, read_json
+
+KIND, SCHEMA = "attnrx exported model", 1
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a file takes: [batch, channels, height, width] at `precision`, on `device`.
+
+    `batch` is None where it takes batches of any size.
+    """
+
+    shape: tuple[int, int, int]
+    precision: str = "float32"
+    batch: int | None = None
+    device: str = "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers."""
+        return PRECISIONS[self.precision]
+
+
+class Exported(nn.Module):
+    """Runs a file that `export` wrote, with as many CPU threads as torch has at the time; it cannot be trained.
+
+    A file for batches of one size answers others in parts of that size, the last one filled up with zeros. Images may
+    be on another device than the file's. `facts` is what is written beside the file: normalization, classes, parity ...
+    """
+
+    def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
+        super().__init__()
+        self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
+        # By these a model is told apart from others, and its precision and device are known.
+        self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
+        digest = hashlib.sha256(self.path.read_bytes()).digest()
+        self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        self._runs: dict[int, Run] = {}
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+        """Gives the logits, on the device of the images."""
+        if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):
+            channels, height, width = self.images.shape
+            raise InvalidInput(
+                f"{self.path.name} takes [batch, {channels}, {height}, {width}] at {self.images.precision}; found "
+                f"{list(images.shape)} at {str(images.dtype).removeprefix('torch.')}."
+            )
+        run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
+        with torch.no_grad():
+            logits = run(placed) if self.images.batch is None else _in_parts(run, placed, self.images.batch)
+        return logits.to(images.device)
+
+    def _run(self, threads: int) -> Run:
+        if threads not in self._runs:
+            try:
+                self._runs[threads] = self.form.open(self.path, self.images.device, threads)
+            except AttnrxError:
+                raise
+            except Exception as error:  # every runtime has errors of its own
+                raise CheckpointError(
+                    f"{self.path} cannot be opened as {self.form.name} ({type(error).__name__}: {error}). Export it "
+                    "again on this machine."
+                ) from error
+        return self._runs[threads]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Exported":
+        copied = Exported(self.path, self.form, self.images, self.facts)
+        return copied.train(self.training)
+
+
+def _in_parts(run: Run, images: Tensor, size: int) -> Tensor:
+    parts = []
+    for part in images.split(size):
+        missing = size - len(part)
+        parts.append(run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)[: len(part)])
+    return torch.cat(parts)
+
+
+def facts_path(path: Path | str) -> Path:
+    """Where the facts of a file lie: beside it, its whole name followed by .json."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.json")
+
+
+def is_exported(path: Path | str) -> bool:
+    """Whether there is a file with its facts beside it."""
+    return Path(path).is_file() and facts_path(path).is_file()
+
+
+def load_exported(path: Path | str, formats: Mapping[str, type[Format]]) -> Exported:
+    """Opens a file that `export` wrote, and refuses one that was changed since."""
+    path = Path(path)
+    facts = read_json(facts_path(path))
+    check_schema(facts, KIND, SCHEMA, facts_path(path))
+    try:
+        form = from_dict(facts["format"], formats.values())
+        told = facts["images"]
+        images = Images(tuple(told["shape"]), told["precision"], told["batch"], told["device"])
+        files = dict(facts["files"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{facts_path(path)} is not whole ({error}); export the model again.") from error
+    for name, sha256 in files.items():
+        beside = path.with_name(name)
+        if not beside.is_file() or file_sha256(beside) != sha256:
+            raise CheckpointError(f"{beside} is not the file that was exported (its sha256 differs); export it again.")
+    if path.name not in files:
+        raise CheckpointError(f"{path} was renamed: its files are {', '.join(sorted(files))}; name them so again.")
+    return Exported(path, form, images, facts).eval()

@@ -1,0 +1,84 @@
+"""ONNX, run by ONNX Runtime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.errors import InvalidInput
+from attnrx.exporting.format import Format, Run, needed, to_numpy
+from attnrx.shapes import Tensor
+
+INPUT, OUTPUT, EXTRA = "images", "logits", "onnx"
+OPSETS = range(18, 24)
+# Protocol buffers end at two gigabytes; weights beyond that go into a file beside the graph.
+MOST_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Onnx(Format):
+    """One ONNX file, whose input is "images" and whose output is "logits"; weights of many gigabytes lie beside it.
+
+    Attention is written out at exact ranks: matrix products of ONNX Runtime take any width, and padding is arithmetic
+    for nothing. `opset` is the version of the operators, 18 to 23; from 20 on GELU is one of them.
+    """
+
+    name: ClassVar[str] = "onnx"
+    suffix: ClassVar[str] = ".onnx"
+    opset: int = 20
+
+    def __post_init__(self):
+        if self.opset not in OPSETS:
+            raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Translates the program, and lets its own optimizer fold what is constant."""
+        for package in ("onnx", "onnxscript"):
+            needed(package, EXTRA)
+        translated: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=self.opset,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            custom_translation_table=_translations(),
+            verbose=False,
+        )
+        size = sum(tensor.nbytes for tensor in program.state_dict.values())
+        translated.save(str(path), external_data=size > MOST_BYTES)
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Starts a session on the CPU."""
+        return session(path, threads)
+
+
+def _translations() -> dict[Any, Any]:
+    """What the exporter of torch lacks: the stable sort by which reducers choose.
+
+    TopK of all is one, for of two equal values it puts the one with the lower index first.
+    """
+    op = needed("onnxscript", EXTRA).opset18
+
+    def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+        count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
+
+    return {torch.ops.aten.sort.stable: sort_stable}
+
+
+def session(path: Path, threads: int) -> Run:
+    """Opens an ONNX file in ONNX Runtime on so many threads, which do not spin while they wait."""
+    runtime = needed("onnxruntime", EXTRA)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    opened = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> Tensor:
+        (logits,) = opened.run([OUTPUT], {INPUT: to_numpy(images)})
+        return torch.from_numpy(logits)
+
+    return run

@@ -1,0 +1,78 @@
+"""Folders with saved models on the Hugging Face hub: put there, and taken from there."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+
+PREFIX = "hub:"
+# What makes up a model; a folder may hold the checkpoints of its training, too.
+FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "README.md")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def upload(folder: Path, repository: str, private: bool = False) -> str:
+    """Puts the files of a saved model into a repository, which is made if there is none, and gives its address.
+
+    The hub's own login is used: `hf auth login`, or its token in the environment.
+
+    Raises:
+        InvalidInput: The repository is not OWNER/NAME.
+        CheckpointError: The hub cannot be reached, or refuses.
+    """
+    _require_name(repository)
+    api = _hub().HfApi()
+    try:
+        address = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=str(folder),
+            allow_patterns=list(FILES),
+            commit_message="A model saved by attnrx",
+        )
+    except Exception as error:  # the hub's errors, those of the connection, and those of its transport
+        raise CheckpointError(
+            f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
+            "a token that may write there."
+        ) from error
+    return str(address)
+
+
+def download(name: str) -> Path:
+    """Gives the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, which is fetched where it is missing.
+
+    Raises:
+        InvalidInput: The name is not like that.
+        CheckpointError: The hub cannot be reached, or has no such repository.
+    """
+    repository, _, revision = name.partition("@")
+    _require_name(repository)
+    fetch = _hub().snapshot_download
+    try:
+        return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
+    except Exception as error:  # as above
+        raise CheckpointError(
+            f"{PREFIX}{name} cannot be fetched ({_first_line(error)}). Check the name, and `hf auth login` for what is "
+            "private."
+        ) from error
+
+
+def _require_name(repository: str) -> None:
+    if not NAME.fullmatch(repository):
+        raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
+
+
+def _hub() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"the hub needs the package huggingface_hub ({error}): pip install huggingface_hub."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,215 @@
+"""Exported == eager: masked == physical == exported == reloaded, and what may not be exported is refused by name."""
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from test_pretrained import images_for
+from test_tokens import deep, inputs
+from torch import nn
+
+import attnrx as rx
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.exporting import FORMATS, Format, Onnx, parse_format
+from attnrx.models import family_of
+from pretrained import TIMM, VIT, of_timm
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+RULES = {"rule": "total_rank:0.6", "values": "uniform_rank:0.5", "mlp": "uniform_rank:0.5"}
+POLICIES = (None, "class_attention:0.6@2,4", "evit:0.6@2,4", "tome:0.6@2,4", "random:0.6@2,4")
+
+
+@cache
+def diagnosed() -> tuple[nn.Module, rx.Diagnosis]:
+    model = copy.deepcopy(deep()).float()
+    return model, rx.diagnose(model, images_for(model, 12), batch_size=12)
+
+
+@cache
+def realized(policy: str | None, by: str) -> nn.Module:
+    model, diagnosis = diagnosed()
+    rules = dict(RULES)
+    if policy is not None and policy.startswith("tome"):
+        del rules["rule"]  # what ToMe compares are keys, which a removal of directions changes: see docs/idea.md
+    return rx.realize(model, rx.prescribe(diagnosis, **rules, tokens=policy), by=by).eval()
+
+
+def batch(count: int) -> torch.Tensor:
+    return -inputs(deep(), count).float()
+
+
+def answers(model: nn.Module, count: int = 5) -> torch.Tensor:
+    with torch.no_grad():
+        return model(batch(count))
+
+
+def require_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+CASES = [(policy, "onnx") for policy in POLICIES] + [(None, "program"), ("tome:0.6@2,4", "program")]
+
+
+@pytest.mark.parametrize(("policy", "to"), CASES)
+def test_masked_is_physical_is_exported_is_reloaded(policy: str | None, to: str, tmp_path: Path) -> None:
+    masked, small = (realized(policy, by) for by in ("mask", "compress"))
+    path = tmp_path / f"small{FORMATS[to].suffix}"
+    exported = rx.export(small, path, to)
+    rx.save(small, tmp_path / "saved")
+    reloaded = rx.load(path), rx.load(tmp_path / "saved")
+    for count in (1, 5):
+        wanted = answers(small, count)
+        for each in (masked, exported, *reloaded):
+            require_same(answers(each, count), wanted)
+    assert not torch.allclose(answers(small), answers(diagnosed()[0]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("to", ["openvino", "aotinductor"])
+def test_other_runtimes_answer_alike(to: str, tmp_path: Path) -> None:
+    if to == "openvino":
+        pytest.importorskip("openvino")
+    small = realized("evit:0.6@2,4", "compress")
+    path = tmp_path / f"small{FORMATS[to].suffix}"
+    exported = rx.export(small, path, to)
+    for count in (1, 5):
+        require_same(answers(exported, count), answers(small, count))
+        require_same(answers(rx.load(path), count), answers(small, count))
+
+
+def test_the_facts_lie_beside_the_file(tmp_path: Path) -> None:
+    small, path = realized(None, "compress"), tmp_path / "small.onnx"
+    exported = rx.export(small, path, batch=4)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["small.onnx", "small.onnx.json"]
+    told = json.loads((tmp_path / "small.onnx.json").read_text())
+    assert told["images"] == {"shape": [3, 32, 32], "precision": "float32", "batch": 4, "device": "cpu"}
+    assert told["model"]["fingerprint"] == rx.models.model_fingerprint(small)
+    assert told["normalization"]["mean"] == list(family_of(small).normalization(small)[0])
+    assert told["parity"][0]["holds"] and told["versions"]["torch"] == torch.__version__.partition("+")[0]
+    require_same(answers(exported, 7), answers(small, 7))  # in parts of four, the last one filled up
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "small.onnx"
+    rx.export(realized(None, "compress"), path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="sha256"):
+        rx.load(path)
+
+
+class Wrong(Onnx):
+    """Writes another model than it was given."""
+
+    def write(self, program, path, images) -> None:  # type: ignore[no-untyped-def]
+        name = next(name for name in program.state_dict if name.endswith("head.bias"))
+        program.state_dict[name] = nn.Parameter(program.state_dict[name] + 1)
+        super().write(program, path, images)
+
+
+def test_a_file_that_answers_otherwise_is_not_left(tmp_path: Path) -> None:
+    small = realized(None, "compress")
+    before = answers(small)
+    with pytest.raises(NotSupported, match="does not answer as the model does"):
+        rx.export(copy.deepcopy(small), tmp_path / "small.onnx", Wrong(), batch=2)
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(answers(small), before)
+
+
+def test_an_export_leaves_the_model_alone(tmp_path: Path) -> None:
+    small = realized(None, "compress").train()
+    kinds = [type(layer.backend) for layer in family_of(small).attention(small)]
+    rx.export(small, tmp_path / "small.onnx", batch=1)
+    assert small.training and kinds == [type(layer.backend) for layer in family_of(small).attention(small)]
+    small.eval()
+
+
+def test_a_file_is_verified_as_a_model(tmp_path: Path) -> None:
+    small = realized(None, "compress")
+    exported = rx.export(small, tmp_path / "small.onnx")
+    checks = [rx.checks.CHECKS[name]() for name in ("accuracy", "fidelity")]
+    found = rx.verify(exported, small, images_for(small, 12), checks)
+    agreement = next(each for each in found.findings if "agree" in json.dumps(each.claim + str(each.details)))
+    assert agreement.value == 100
+    assert found.about["candidate"] != found.about["reference"]
+
+
+def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
+    small = realized(None, "compress")
+    images = images_for(small, 16)
+    with pytest.raises(InvalidInput, match="calibration images"):
+        rx.export(small, tmp_path / "small.onnx", "int8")
+    exported = rx.export(small, tmp_path / "small.onnx", "int8(images=16)", calibration=images)
+    apart = (answers(exported) - answers(small)).abs().max()
+    assert 1e-4 < apart < 0.3 * answers(small).abs().max()  # quantised, and still the same model
+    with pytest.raises(NotSupported, match="does not answer"):
+        rx.export(small, tmp_path / "no.onnx", "int8(most_difference=0.00001)", calibration=images)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["small.onnx", "small.onnx.json"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"path": "a.pt2"}, "ends in .onnx"),
+        ({"batch": 0}, "dynamic"),
+        ({"batch": "some"}, "dynamic"),
+        ({"precision": "float8"}, "choose from"),
+        ({"precision": "bfloat16"}, "it is written at float32"),
+        ({"to": "onnxx"}, "did you mean 'onnx'"),
+        ({"to": "onnx(opset=3)"}, "give 18 to"),
+        ({"to": "onnx(opset=true)"}, "opset of onnx is int"),
+        ({"to": "int8(method=best)"}, "minmax, entropy"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(rx.AttnrxError, match=None) as found:
+        rx.export(realized(None, "compress"), **{"path": tmp_path / asked.pop("path", "a.onnx"), **asked})
+    assert said in str(found.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_of_another_shape_or_precision_are_refused(tmp_path: Path) -> None:
+    exported = rx.export(realized(None, "compress"), tmp_path / "small.onnx", batch=1)
+    for images in (torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 32, 32, dtype=torch.float64), torch.zeros(0, 3, 32, 32)):
+        with pytest.raises(InvalidInput, match="takes"):
+            exported(images)
+
+
+def test_every_format_is_read_from_its_name() -> None:
+    assert all(isinstance(parse_format(name), FORMATS[name]) for name in FORMATS)
+    assert parse_format("onnx(opset=18)") == Onnx(opset=18)
+    assert all(issubclass(form, Format) and form.suffix.startswith(".") for form in FORMATS.values())
+
+
+def test_onnx_is_written_at_exact_ranks(tmp_path: Path) -> None:
+    """No product is padded: each has the widths of the spec, which the fused kernels would have rounded up."""
+    onnx = pytest.importorskip("onnx")
+    small = realized(None, "compress")
+    rx.export(small, tmp_path / "small.onnx", batch=1)
+    shapes = [tuple(each.dims) for each in onnx.load(tmp_path / "small.onnx").graph.initializer]
+    for layer in family_of(small).attention(small):
+        rows, width = layer.value.weight.shape
+        assert (width, rows) in shapes or (rows, width) in shapes
+        ranks = sum(layer.spec.rows)
+        assert (width, ranks) in shapes or (ranks, width) in shapes
+
+
+@pytest.mark.slow
+def test_less_is_not_slower_in_onnx_runtime(tmp_path: Path) -> None:
+    """Half of everything takes less computing time than all of it, with a margin for what the machine does besides."""
+    model = TIMM.adopt(of_timm(VIT, depth=2, img_size=64, embed_dim=192)).float()
+    rules = {"rule": "uniform_rank:0.5", "values": "uniform_rank:0.5", "mlp": "uniform_rank:0.5"}
+    diagnosis = rx.diagnose(model, images_for(model, 8), batch_size=8)
+    small = rx.realize(model, rx.prescribe(diagnosis, **rules))
+    files = {name: rx.export(each, tmp_path / f"{name}.onnx") for name, each in (("all", model), ("half", small))}
+    images = torch.randn(8, *family_of(model).input_shape(model), dtype=torch.float32)
+    protocol = LatencyProtocol(Conditions(threads=1), rounds=10, warmup=2, clock="cpu")
+    found = compare_latencies({"half": files["half"]}, files["all"], images, protocol)["half"]
+    macs = [family_of(each).costs(each).macs for each in (small, model)]
+    assert macs[0] < 0.75 * macs[1]
+    assert 0 < found.ratio.low <= found.ratio.value <= found.ratio.high
+    assert found.ratio.low < 1.1 and found.threads == 1

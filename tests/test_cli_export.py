@@ -1,0 +1,109 @@
+"""Exporting on the command line: files that are timed, verified and refused like models."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.models import build_model, save_model
+from pictures import write_folder
+from test_cli import call, record
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    root = tmp_path_factory.mktemp("export")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # this fixture may be made before that of the tests, or after it
+    data = write_folder(root / "images", {"train": 8, "validation": 2, "test": 4})
+    model = build_model("dense:digits", channels=3, classes=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    run = save_model(root / "run", model.float().eval())
+    torch.set_default_dtype(before)
+    onnx = record("export", run, "--out", root / "run.onnx", "--opset", 18)
+    return SimpleNamespace(root=root, data=data, run=run, file=root / "run.onnx", onnx=onnx)
+
+
+def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
+    told = made.onnx
+    assert told["exported"] == str(made.file) and told["format"] == {"type": "Onnx", "opset": 18}
+    assert [each["holds"] for each in told["parity"]] == [True, None]
+    assert told == {"exported": str(made.file), **json.loads((made.root / "run.onnx.json").read_text())}
+    assert not list(made.root.glob(".*"))
+
+
+def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
+    words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy,fidelity", "--most-drop", 100)
+    found = record("verify", made.file, *words, "--out", made.root / "evidence.json")["findings"]
+    agreements = [each["value"] for each in found if each["details"].get("quantity") == "agreement"]
+    assert agreements == [100]
+    done = call("verify", made.file, *words)
+    assert done.code == 2 and "give --out FILE" in done.err
+
+
+def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
+    out = made.root / "int8.onnx"
+    asked = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
+    assert record(*asked)["images"]["batch"] == 4
+    assert out.stat().st_size < 0.7 * made.file.stat().st_size
+
+
+def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
+    out = made.root / "speeds.json"
+    halves = "half=uniform_rank:0.5+values=uniform_rank:0.5+mlp=uniform_rank:0.25"
+    how = ("--batches", "1,3", "--threads", 1, "--rounds", 3, "--clock", "cpu", "--device", "cpu")
+    done = call("bench", "dense:digits", "--contenders", halves, "--runtime", "onnx", *how, "--out", out)
+    assert done.code == 0, done.err
+    assert "onnx, cpu clock" in done.out
+    told = json.loads(out.read_text())
+    assert told["about"]["runtime"] == {"type": "Onnx", "opset": 20} and len(told["speeds"]) == 4
+    assert all(each["latency"]["threads"] == 1 and each["speedup"][0] > 0 for each in told["speeds"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("export {run} --to onyx --out {root}/x.onnx", "did you mean 'onnx'"),
+        ("export {run} --to program --opset 18 --out {root}/x.pt2", "no operators of ONNX"),
+        ("export {run} --out {root}/x.bin", "ends in .onnx"),
+        ("export {run} --batch many --out {root}/x.onnx", "dynamic"),
+        ("export {run} --batch -1 --out {root}/x.onnx", "dynamic"),
+        ("export {run} --precision float16 --out {root}/x.onnx", "float32"),
+        ("export {run} --to int8 --out {root}/x.onnx", "calibration images"),
+        ("export {file} --out {root}/x.onnx", "Exported"),
+        (
+            "bench dense:digits --contenders a=top_rank:2 --runtime jax --out {root}/x.json",
+            "unknown format 'jax'",
+        ),
+        ("bench dense:digits --contenders a=uniform_rank:0.5 --runtime int8(images=0) --out {root}/x.json", "an image"),
+    ],
+)
+def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str, said: str) -> None:
+    before = sorted(made.root.iterdir())
+    done = call(*(word.format(**vars(made)) for word in words.split()))
+    assert done.code == 2 and said in done.err, done.err
+    assert sorted(made.root.iterdir()) == before
+
+
+def test_without_the_packages_their_extra_is_named(
+    made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnrx.exporting import format as contract
+
+    import_module = contract.importlib.import_module
+
+    def missing(name: str) -> Any:
+        if name.startswith("onnx"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return import_module(name)
+
+    monkeypatch.setattr(contract.importlib, "import_module", missing)
+    with pytest.raises(rx.AttnrxError, match=r"pip install 'attnrx\[onnx\]'"):
+        rx.export(rx.load(made.run), tmp_path / "x.onnx")
+    assert not list(tmp_path.iterdir())

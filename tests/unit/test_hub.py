@@ -1,0 +1,120 @@
+"""Models on the hub: what is uploaded is what is fetched, and the card says what the hub wants to read."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnrx as rx
+import cases
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.evidence import Evidence, Finding
+from attnrx.models import load_model
+from attnrx.reports import completed_card, model_card
+from test_cli import call, record
+
+hub = pytest.importorskip("huggingface_hub")
+
+ACCURACY = Finding("accuracy", "top-1", 93.0, "%", n=200, details={"quantity": "accuracy", "model": "candidate"})
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the hub."""
+    root = tmp_path / "cloud"
+
+    class Api:
+        def create_repo(self, repo_id: str, **options: Any) -> str:
+            (root / repo_id).mkdir(parents=True, exist_ok=True)
+            (root / f"{repo_id}.private").write_text(str(options["private"]))
+            return f"https://huggingface.co/{repo_id}"
+
+        def upload_folder(self, repo_id: str, folder_path: str, allow_patterns: list[str], **_: Any) -> None:
+            for pattern in allow_patterns:
+                for file in Path(folder_path).glob(pattern):
+                    shutil.copy(file, root / repo_id)
+
+    def fetch(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        if not (root / repo_id).is_dir() or revision not in (None, "main"):
+            raise OSError(f"404 for {repo_id} at {revision}\nand more")
+        return str(root / repo_id)
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    return root
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = cases.model(cases.CONFIGS["dense"])
+    folder = rx.save(model, tmp_path / "slim", evidence=Evidence((ACCURACY,), {"data": "digits:200:ab"}))
+    (folder / "checkpoint.safetensors").write_bytes(b"of the training")
+    return folder
+
+
+def test_what_was_pushed_is_what_is_loaded(cloud: Path, saved: Path) -> None:
+    told = record("push", saved, "me/slim", "--license", "apache-2.0", "--base-model", "timm/vit", "--private")
+    assert told == {"model": "hub:me/slim", "address": "https://huggingface.co/me/slim"}
+    names = sorted(each.name for each in (cloud / "me" / "slim").iterdir())
+    assert names == ["README.md", "config.json", "evidence.json", "model.safetensors"]
+    assert (cloud / "me" / "slim.private").read_text() == "True"
+    images = cases.images(cases.CONFIGS["dense"])
+    for name in ("hub:me/slim", "hub:me/slim@main"):
+        assert torch.equal(rx.load(name)(images), load_model(saved)(images))
+
+
+def test_the_hub_reads_the_head_of_the_card(cloud: Path, saved: Path) -> None:
+    rx.push_to_hub(saved, "me/slim", license="mit", base_model="a/b")
+    rx.push_to_hub(saved, "me/slim", license="apache-2.0")
+    card = hub.ModelCard.load(cloud / "me" / "slim" / "README.md")
+    data = card.data
+    assert (data.license, data.base_model, data.library_name) == ("apache-2.0", "a/b", "attnrx")
+    assert data.pipeline_tag == "image-classification" and data.metrics == ["accuracy"]
+    (result,) = data.eval_results
+    assert (result.metric_value, result.dataset_type, result.task_type) == (0.93, "digits", "image-classification")
+    assert "## Evidence" in card.text
+
+
+def test_a_card_without_evidence_promises_no_metric() -> None:
+    data = hub.ModelCard(model_card({"name": 'a "quoted": name'})).data
+    assert data.metrics is None and not data.eval_results
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("push", "{saved}", "slim"), "OWNER/NAME"),
+        (("push", "{saved}/none", "me/slim"), "not a folder"),
+        (("push", "{saved}", "me/slim", "--license", "My Own!"), "apache-2.0"),
+        (("push", "{saved}", "me/slim", "--base-model", "vit"), "base_model 'vit'"),
+        (("costs", "hub:me/other"), "404 for me/other"),
+        (("costs", "hub:other"), "OWNER/NAME"),
+    ],
+)
+def test_bad_names_are_told(cloud: Path, saved: Path, words: tuple[str, ...], said: str) -> None:
+    done = call(*(word.format(saved=saved) for word in words))
+    assert done.code == 2 and said in done.err, done.err
+    assert not cloud.exists()
+
+
+def test_a_hub_that_refuses_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("403 for you")
+
+    monkeypatch.setattr(hub.HfApi, "create_repo", refuse)
+    with pytest.raises(CheckpointError, match=r"403 for you.*hf auth login"):
+        rx.push_to_hub(saved, "me/slim")
+
+
+def test_a_broken_folder_is_not_published(cloud: Path, saved: Path) -> None:
+    (saved / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="sha256"):
+        rx.push_to_hub(saved, "me/slim")
+    assert not cloud.exists()
+
+
+def test_a_card_without_a_head_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no head"):
+        completed_card("# mine", license="mit")
