@@ -1,6 +1,6 @@
 """The table of speeds in the README: what the clock says of compressed models, beside the model as timm ships it.
 
-    python benchmarks/speed_table.py --out runs/bench --readme README.md        # make bench: about half an hour on two cores
+    python benchmarks/speed_table.py --out runs/bench --readme README.md    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
 Every contender keeps so much that its MACs come to the same share of the original's; all take turns with the shipped
@@ -115,8 +115,8 @@ def told(measured: dict[Part, dict[str, Any]], macs: float) -> str:
     kernels = sorted({speed["latency"]["candidate_kernel"] for each in measured.values() for speed in each["speeds"]})
     return (
         f"{latency['hardware']}, torch {latency['torch_version']}, float32, {latency['clock']} clock; speed-ups are "
-        f"medians over rounds with 95 % intervals, against the model as timm ships it in the same runtime, all in "
-        f"turns in one run; then the share of the ideal, the inverse of the share of the MACs. Every contender comes to "
+        "medians over rounds with 95 % intervals, against the model as timm ships it in the same runtime, all in turns "
+        "in one run; then the share of the ideal, the inverse of the share of the MACs. Every contender comes to "
         f"{100 * macs:g} % of the MACs. Attention kernels: {', '.join(kernels)}."
     )
 

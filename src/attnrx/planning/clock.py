@@ -1,5 +1,6 @@
 """Prices by the clock: how long a block takes at every rank and number of tokens, measured on this machine."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,9 +89,11 @@ class _Timer:
         self.space, self.clock, self.grid = space, clock, grid
         self.family = family_of(space.model)
         self.original = self._block(space.model)
-        width = space.shape.width
+        width, images = space.shape.width, _at_once(space, clock)
         generator = torch.Generator().manual_seed(0)
-        self.rows = {n: torch.randn(clock.batch, n, width, generator=generator) for n in grid}
+        self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
+        # A batch may pass in parts; `whole` counts how often a block then runs.
+        self.parts = -(-clock.batch // images)
 
     def _block(self, model: nn.Module) -> Callable[[torch.Tensor], Any]:
         return self.clock.conditions.place(model.get_submodule(block_names(model, self.family)[0]))
@@ -129,6 +132,7 @@ class _Timer:
         runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        seconds = {name: own / self.parts for name, own in seconds.items()}
         blocks = float(space.depth * attention[0, 0, 0, -1])
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
@@ -155,6 +159,27 @@ class _Timer:
         """As many patches before every layer but the first, half of them in all."""
         depth, patches = self.space.depth, self.space.patches
         return replace(Choices.nothing(depth), leaving=(0, *((patches // (2 * (depth - 1)),) * (depth - 1))))
+
+
+class _Seen:
+    """Sees how many images a block is given at once, without hindering that they pass in parts."""
+
+    by_image = True
+
+    def __init__(self):
+        self.images = 0
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, Any]) -> None:
+        self.images = max(self.images, len(args[0] if args else kwargs["hidden_states"]))
+
+
+def _at_once(space: Space, clock: Clock) -> int:
+    family, conditions = family_of(space.model), replace(clock.conditions, compiled=False, graphs=False)
+    seen, model = _Seen(), copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
+    model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(seen, with_kwargs=True)
+    with conditions.held():
+        model(conditions.place_images(clock.images(space)))
+    return seen.images
 
 
 def _never_slower(attention: np.ndarray, space: Space) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.costs import compare_latency
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocating import Step, allocate
 from attnrx.planning.answers import Answers, Deviation
@@ -79,6 +79,7 @@ def plan(
 
     Raises:
         NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
+        NothingChanged: The model as it is meets the target.
     """
     sought = Target.parse(target) if isinstance(target, str) else target
     require_all_tokens(model, "plan for")
@@ -113,7 +114,13 @@ class _Making:
         return dict.fromkeys(knobs_of(self.space), 0.0)
 
     def steps(self, most: float, knobs: dict[str, float]) -> tuple[Step, ...]:
-        return allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs))
+        steps = allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs))
+        if len(steps) == 1:
+            raise NothingChanged(
+                f"{self.target} is met by the model as it is, whose {self.prices.of} is {steps[0].price:.3f} of the "
+                "original's here: there is nothing to plan. Ask for less."
+            )
+        return steps
 
     def realized(self, choices: Choices) -> nn.Module:
         return realize(self.space.model, self.space.prescription(choices))
