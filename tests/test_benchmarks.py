@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.models import attach_tokens_, build_model, family_of, save_model
-from attnrx.storage import read_json
+from attnrx.storage import read_json, write_json
 from attnrx.tokens import DynamicViT, TokenPolicy
 from pictures import write_folder
 
@@ -82,3 +82,45 @@ def test_roofline_tells_every_product(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     assert all((each["gflops"] is None) == (each["name"] in ("gelu", "norms and sums")) for each in found["original"])
     assert "GFLOP/s" in capsys.readouterr().out
+
+
+def _speed(contender: str, batch: int, threads: int, speedup: float) -> dict[str, object]:
+    latency = {
+        "batch": batch,
+        "threads": threads,
+        "reference": {"median": 0.02},
+        "candidate_kernel": "flash",
+        "hardware": "a machine",
+        "torch_version": "2.11",
+        "clock": "wall",
+    }
+    told = (speedup, speedup - 0.1, speedup + 0.1)
+    return {"contender": contender, "latency": latency, "speedup": told, "of_ideal": speedup / 2}
+
+
+def test_the_table_of_speeds_goes_between_its_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = runpy.run_path(str(BENCHMARKS / "speed_table.py"))
+    folder, readme = tmp_path / "bench", tmp_path / "README.md"
+    for part in module["PARTS"]:
+        speeds = [
+            _speed(name, batch, threads, 1.5)
+            for threads in part.threads
+            for batch in part.batches
+            for name in ("attnrx", *module["OURS"], *list(module["OTHERS"])[:-1])
+        ]
+        write_json(folder / f"{part.name}-0.6.json", {"speeds": speeds})  # measured before: read back
+    readme.write_text(f"before\n{module['START']}\nold\n{module['END']}\nafter\n")
+    module["main"](["--out", str(folder), "--readme", str(readme)])
+    text = readme.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = sum(len(part.threads) * len(part.batches) for part in module["PARTS"])
+    assert len(lines) == 2 + cells and all(line.count("|") == lines[0].count("|") for line in lines)
+    assert "1.50x [1.40, 1.60], 75 %" in lines[2] and lines[2].endswith("| - |")  # the last one could not be had
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    module["main"](["--out", str(folder), "--readme", str(readme)])
+    assert readme.read_text() == text
+    (tmp_path / "bare.md").write_text("no marks")
+    with pytest.raises(SystemExit, match="no place for the table"):
+        module["main"](["--out", str(folder), "--readme", str(tmp_path / "bare.md")])
+    with pytest.raises(SystemExit, match="no part has"):
+        module["main"](["--out", str(folder), "--only", "resnet"])

@@ -22,7 +22,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 RULES = {"rule": "total_rank:0.6", "values": "uniform_rank:0.5", "mlp": "uniform_rank:0.5"}
-POLICIES = (None, "class_attention:0.6@2,4", "evit:0.6@2,4", "tome:0.6@2,4", "random:0.6@2,4")
+POLICIES = (None, "class_attention:0.6@2,4", "evit:0.6@2,4", "tome:0.6@2,4", "ward:0.6@2,4", "random:0.6@2,4")
 
 
 @cache
@@ -53,7 +53,7 @@ def require_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
-CASES = [(policy, "onnx") for policy in POLICIES] + [(None, "program"), ("tome:0.6@2,4", "program")]
+CASES = [(policy, "onnx") for policy in POLICIES] + [(None, "program"), ("ward:0.6@2,4", "program")]
 
 
 @pytest.mark.parametrize(("policy", "to"), CASES)

@@ -43,7 +43,7 @@ class Clock:
     @property
     def protocol(self) -> LatencyProtocol:
         """The same for two whole models that take turns."""
-        return LatencyProtocol(self.conditions, 3 * self.rounds, clock=self.name)
+        return LatencyProtocol(self.conditions, 2 * self.rounds, clock=self.name)
 
     def images(self, space: Space) -> torch.Tensor:
         """Noise: the time depends on how many images there are, not on what they show."""
@@ -55,8 +55,8 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     """Times one block of every kind at every level and at several numbers of tokens, and whole models beside it.
 
     Each time is divided by that of the original's block in the same round. `whole` is the model as its library ships
-    it; what is outside the blocks, and what letting tokens leave takes at every stage, are the differences between
-    whole models and their blocks. No level is offered that is not faster than those that keep more.
+    it; what letting tokens leave takes at every stage is the difference between a whole model that does so and its
+    blocks. No level is offered that is not faster than those that keep more.
 
     Raises:
         NotSupported: The layers are not all of one shape.
@@ -115,32 +115,33 @@ class _Timer:
                 choices = choices.with_level(axis, 0, level)
         return realize(self.space.model, self.space.prescription(choices))
 
-    def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    def _turns(self, runs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
         """Gives the median over rounds of every time divided by the reference's of the same round."""
         with self.clock.conditions.held():
-            seconds = interleave(runs, rounds=self.clock.rounds, warmup=WARMUP, clock=self.clock.name)
+            seconds = interleave(runs, rounds=rounds or self.clock.rounds, warmup=WARMUP, clock=self.clock.name)
         return {name: float((own / seconds[REFERENCE]).median()) for name, own in seconds.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> Prices:
         """Times whole models, and gives all prices."""
         space, conditions = self.space, self.clock.conditions
         images = conditions.place_images(self.clock.images(space))
-        models = {"shipped": self.family.shipped(space.model), "own": space.model}
+        models = {"shipped": self.family.shipped(space.model), "own": space.model, "empty": self._empty()}
         dropping = self._dropping() if TOKENS in space.axes else None
         if dropping is not None:
             models["dropping"] = realize(space.model, space.prescription(dropping))
         runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)}, 2 * self.clock.rounds)
         seconds = {name: own / self.parts for name, own in seconds.items()}
-        blocks = float(space.depth * attention[0, 0, 0, -1])
-        layout = space.shape.layout
+        # Inside a model a block finds its input warm: the whole says what all of them really take.
+        scale = (seconds["own"] - seconds["empty"]) / float(space.depth * attention[0, 0, 0, -1])
+        attention, mlp, layout = attention * scale, mlp * scale, space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
         prices = Prices(
             "latency",
             "blocks",
             seconds["shipped"],
-            max(seconds["own"] - blocks, 0.0),
+            seconds["empty"],
             attention,
             mlp,
             stages,
@@ -155,10 +156,21 @@ class _Timer:
             stages += each * np.arange(layout.tokens + 1)
         return prices
 
+    def _empty(self) -> nn.Module:
+        """The model without its blocks: what is outside them."""
+        empty = copy.deepcopy(self.space.model)
+        for name in block_names(empty, self.family):
+            empty.get_submodule(name).forward = _as_given
+        return empty
+
     def _dropping(self) -> Choices:
         """As many patches before every layer but the first, half of them in all."""
         depth, patches = self.space.depth, self.space.patches
         return replace(Choices.nothing(depth), leaving=(0, *((patches // (2 * (depth - 1)),) * (depth - 1))))
+
+
+def _as_given(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tokens
 
 
 class _Seen:

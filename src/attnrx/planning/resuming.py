@@ -21,8 +21,14 @@ def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterato
     blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
+            # What is given is of all images: a hook on a block lets the batch pass as a whole.
+            stack.callback(block.register_forward_hook(_seen).remove)
             stack.enter_context(_replaced(block, given if index == layer - 1 else None))
         yield
+
+
+def _seen(module: nn.Module, given: Any, output: Any) -> None:
+    pass
 
 
 @contextmanager

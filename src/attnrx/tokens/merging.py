@@ -25,15 +25,22 @@ class Merging(Reducer):
 
     proportional: ClassVar[bool] = True
 
+    by: ClassVar[str] = "patches"
+    """The table that patches are compared by."""
+
     @abstractmethod
     def tables(self, seen: Seen) -> Tables:
         """Gives what is merged: the "patches", and whatever else patches are compared by."""
 
     @abstractmethod
     def closeness(
-        self, tables: Tables, sizes: Float[Tensor, "batch patches"], first: Tensor, second: Tensor
+        self,
+        first: Float[Tensor, "batch first features"],
+        second: Float[Tensor, "batch second features"],
+        first_sizes: Float[Tensor, "batch first"],
+        second_sizes: Float[Tensor, "batch second"],
     ) -> Float[Tensor, "batch first second"]:
-        """Says how near the patches at `first` are to those at `second`: the larger, the nearer."""
+        """Says how near every patch of the first set is to every one of the second: the larger, the nearer."""
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
         """Gives the patches as they go on."""
@@ -50,31 +57,50 @@ class Merging(Reducer):
 
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` are left."""
-        there, sizes, present, tables = seen.there > 0, seen.sizes[:, seen.prefix :], seen.present, self.tables(seen)
-        while present > count:
-            places = places_of(there, present)
-            first, second = places[:, 0::2], places[:, 1::2]
-            near, nearest = self.closeness(tables, sizes, first, second).max(-1)
-            leaving = near.argsort(dim=1, descending=True, stable=True)[:, : present - count]
-            sources, goals = first.gather(1, leaving), second.gather(1, nearest.gather(1, leaving))
-            grown = sizes.scatter_add(1, goals, sizes.gather(1, sources))
-            tables = {name: _merged(table, sizes, grown, sources, goals) for name, table in tables.items()}
-            sizes, there = grown, there.scatter(1, sources, False)
-            present -= sources.shape[1]
-        kept = places_of(there, present)
-        return Reduction(kept, rows_of(self.finished(tables), kept), sizes=sizes.gather(1, kept))
+        tables, sizes = self.tables(seen), seen.sizes[:, seen.prefix :]
+        kept = places_of(seen.there > 0, seen.present)
+        if not seen.whole:
+            tables = {name: rows_of(table, kept) for name, table in tables.items()}
+            sizes = sizes.gather(1, kept)
+        while kept.shape[1] > count:
+            merging = self._round(tables, sizes, kept.shape[1] - count)
+            tables = {name: merging.of(table) for name, table in tables.items()}
+            sizes, kept = merging.sizes, kept.gather(1, merging.stay)
+        return Reduction(kept, self.finished(tables), sizes=sizes)
+
+    def _round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
+        compared = tables[self.by]
+        near, nearest = self.closeness(compared[:, 0::2], compared[:, 1::2], sizes[:, 0::2], sizes[:, 1::2]).max(-1)
+        leaving = near.argsort(dim=1, descending=True, stable=True)[:, :most]
+        return Round(sizes, 2 * leaving, 2 * nearest.gather(1, leaving) + 1)
 
 
-def _merged(
-    table: Float[Tensor, "batch patches features"],
-    sizes: Float[Tensor, "batch patches"],
-    grown: Float[Tensor, "batch patches"],
-    sources: Int[Tensor, "batch merged"],
-    goals: Int[Tensor, "batch merged"],
-) -> Float[Tensor, "batch patches features"]:
-    weighed = table * sizes[..., None]
-    gone = rows_of(weighed, sources)
-    return weighed.scatter_add(1, goals[..., None].expand_as(gone), gone) / grown.clamp_min(1)[..., None]
+class Round:
+    """What one round does: patches at `sources` leave into those at `goals`, and the others `stay`."""
+
+    def __init__(
+        self,
+        sizes: Float[Tensor, "batch patches"],
+        sources: Int[Tensor, "batch merged"],
+        goals: Int[Tensor, "batch merged"],
+    ):
+        self.sources = sources
+        gone = sizes.gather(1, sources)
+        grown = sizes.scatter_add(1, goals, gone)
+        there = torch.ones_like(sizes, dtype=torch.bool).scatter(1, sources, False)
+        self.stay = places_of(there, sizes.shape[1] - sources.shape[1])
+        self.sizes = grown.gather(1, self.stay)
+        # Everything is added by its share of what comes of it.
+        self.shares = sizes.gather(1, self.stay) / self.sizes
+        self.shares_gone = gone / grown.gather(1, goals)
+        self.goals = there.cumsum(1).gather(1, goals) - 1
+
+    def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
+        """Gives what is left of a table."""
+        left = rows_of(table, self.stay) * self.shares[..., None]
+        gone = rows_of(table, self.sources) * self.shares_gone[..., None]
+        goals = _flat(self.goals, left.shape[1])
+        return left.flatten(0, 1).index_add_(0, goals, gone.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def places_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
@@ -86,4 +112,11 @@ def rows_of(
     table: Float[Tensor, "batch rows features"], chosen: Int[Tensor, "batch chosen"]
 ) -> Float[Tensor, "batch chosen features"]:
     """Gives some rows of every image."""
-    return table.gather(1, chosen[..., None].expand(-1, -1, table.shape[2]))
+    # Whole rows are copied at once, which gather, element by element, does not do.
+    rows = table.flatten(0, 1).index_select(0, _flat(chosen, table.shape[1]))
+    return rows.unflatten(0, chosen.shape)
+
+
+def _flat(chosen: Int[Tensor, "batch chosen"], rows: int) -> Int[Tensor, "all"]:
+    """Gives the places among the rows of all images, one image after the other."""
+    return (torch.arange(chosen.shape[0], device=chosen.device)[:, None] * rows + chosen).flatten()

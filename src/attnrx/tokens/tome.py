@@ -1,11 +1,12 @@
 """ToMe: the patches whose keys are most alike become one."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.merging import Merging, Tables, rows_of
+from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
 from attnrx.tokens.seen import Seen
 
@@ -18,6 +19,8 @@ class ToMe(Merging):
     patches' keys, weighted by size. As published a little is merged in every layer, between attention and MLP, never
     more than a round; here it is before a layer (`tome:N@every` is nearest to that).
     """
+
+    by: ClassVar[str] = "keys"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -34,8 +37,12 @@ class ToMe(Merging):
         return {"patches": seen.patches, "keys": seen.keys[:, seen.prefix :]}
 
     def closeness(
-        self, tables: Tables, sizes: Float[Tensor, "batch patches"], first: Tensor, second: Tensor
+        self,
+        first: Float[Tensor, "batch first features"],
+        second: Float[Tensor, "batch second features"],
+        first_sizes: Float[Tensor, "batch first"],
+        second_sizes: Float[Tensor, "batch second"],
     ) -> Float[Tensor, "batch first second"]:
         """Gives the cosine of the keys."""
-        unit = nn.functional.normalize(tables["keys"], dim=-1)
-        return rows_of(unit, first) @ rows_of(unit, second).transpose(1, 2)
+        unit = [nn.functional.normalize(keys, dim=-1) for keys in (first, second)]
+        return unit[0] @ unit[1].transpose(1, 2)

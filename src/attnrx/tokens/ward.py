@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.merging import Merging, Tables, rows_of
+from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
 from attnrx.tokens.seen import Seen
 
@@ -35,14 +37,16 @@ class Ward(Merging):
         return {"patches": seen.patches, **lengths}
 
     def closeness(
-        self, tables: Tables, sizes: Float[Tensor, "batch patches"], first: Tensor, second: Tensor
+        self,
+        first: Float[Tensor, "batch first features"],
+        second: Float[Tensor, "batch second features"],
+        first_sizes: Float[Tensor, "batch first"],
+        second_sizes: Float[Tensor, "batch second"],
     ) -> Float[Tensor, "batch first second"]:
         """Gives the squared error that merging would add, negative."""
-        patches = tables["patches"]
-        x, y = rows_of(patches, first), rows_of(patches, second)
-        square = (x * x).sum(-1)[..., None] + (y * y).sum(-1)[:, None]
-        apart = (square - 2 * (x @ y.transpose(1, 2))).clamp_min(0)
-        a, b = sizes.gather(1, first)[..., None], sizes.gather(1, second)[:, None]
+        square = first.norm(dim=-1).square()[..., None] + second.norm(dim=-1).square()[:, None]
+        apart = torch.baddbmm(square, first, second.transpose(1, 2), alpha=-2).clamp_min(0)
+        a, b = first_sizes[..., None], second_sizes[:, None]
         return -apart * (a * b / (a + b))
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
