@@ -24,6 +24,8 @@ from attnrx.realization import realize
 # The shares of the tokens at which blocks are timed; between them the time is taken to lie on straight lines.
 TIMED = (0.15, 0.3, 0.5, 0.75, 1.0)
 ROUNDS, WARMUP = 7, 2
+# A level that is not faster than the one before by this share is taken to be as fast.
+NOISE = 0.015
 REFERENCE = "original"
 
 
@@ -75,7 +77,8 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     mlp = np.zeros((len(space.levels), len(grid)))
     for level in space.available("mlp"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
-    attention, mlp = _never_slower(attention, space), _never_slower_mlp(mlp, space)
+    mlp = _never_slower_mlp(mlp, attention[0, 0], space)
+    attention = _never_slower(attention, space)
     every = np.arange(tokens + 1)
     wide = _between(every, grid, attention)[None].repeat(space.depth, 0)
     narrow = _between(every, grid, mlp)[None].repeat(space.depth, 0)
@@ -201,17 +204,22 @@ def _never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
     for at, one in enumerate(scores):
         for place, other in enumerate(values):
             if at:
-                found[one, other] = np.minimum(found[one, other], found[scores[at - 1], other])
+                found[one, other] = _faster(found[one, other], found[scores[at - 1], other])
             if place:
-                found[one, other] = np.minimum(found[one, other], found[one, values[place - 1]])
+                found[one, other] = _faster(found[one, other], found[one, values[place - 1]])
     return found
 
 
-def _never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+def _never_slower_mlp(mlp: np.ndarray, whole: np.ndarray, space: Space) -> np.ndarray:
     levels, found = (0, *space.available("mlp")), mlp.copy()
     for before, level in pairwise(levels):
-        found[level] = np.minimum(found[level], found[before])
+        found[level] = _faster(whole + found[level], whole + found[before]) - whole
     return found
+
+
+def _faster(own: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Gives the times of a level where they are faster by more than noise, and those of the level before elsewhere."""
+    return np.minimum(own, before) if float(np.mean(own / before)) < 1 - NOISE else before
 
 
 def _between(every: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:

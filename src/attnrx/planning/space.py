@@ -22,6 +22,10 @@ AXES = (*RANKS, TOKENS)
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 
+# How many steps more patches may leave at once: a stage costs something however few leave.
+JUMPS = (1, 2, 4, 8)
+
+
 @dataclass(frozen=True)
 class Choices:
     """One plan: for every layer the level of each kind of rank (0: everything stays), and the patches that leave
@@ -179,7 +183,8 @@ class Space:
             return
         present = (self.patches, *(self.patches - gone for gone in choices.left))
         for layer in range(1, self.depth):
-            count = choices.leaving[layer] + self.step
-            # A reducer merges or drops half of what is there at most, and some must be left at the end.
-            if 2 * count <= present[layer] and choices.left[-1] + self.step <= self.patches - self.step:
-                yield choices.with_leaving(layer, count)
+            for more in (self.step * jump for jump in JUMPS):
+                count = choices.leaving[layer] + more
+                # A reducer merges or drops half of what is there at most, and some must be left at the end.
+                if 2 * count <= present[layer] and choices.left[-1] + more <= self.patches - self.step:
+                    yield choices.with_leaving(layer, count)
