@@ -34,15 +34,20 @@ images, others = splits.train.take(96), splits.validation.take(128)
 diagnosis = rx.diagnose(model, images)
 ways = rx.planning.Ways(search=rx.planning.Search(trials=6))
 plan = rx.plan(model, diagnosis, TARGET, images, others, ways=ways)
-print("\n".join(plan.explained))
+slim = rx.realize(model, plan.promising)
+family = rx.models.family_of(model)
+for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.costs(model).layers, strict=True), 1):
+    print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
 
 # %% [markdown]
+# `plan.explained` has one line for every choice: what it saves, and what it alone does to the answers.
+#
 # Beside the plan there is its front, from the original towards the target: share of the cost, and divergence of the
 # answers in nats, predicted by adding up and measured.
 
 # %%
-for point in plan.front:
-    print(f"{point.price:.3f} of the {plan.spend}: {point.damage:.2g} nats predicted, {point.divergence:.2g} measured")
+point = plan.front[-1]
+print(f"{point.price:.3f} of the {plan.spend}: {point.damage:.2g} nats predicted, {point.divergence:.2g} measured")
 
 # %% [markdown]
 # A plan promises what it found on images that nothing was chosen by. The check `promises` holds it to account: on
@@ -50,7 +55,6 @@ for point in plan.front:
 # latency the clock must say what it said.
 
 # %%
-slim = rx.realize(model, plan.promising)
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]
 evidence = rx.verify(slim, model, splits.test, checks, prescription=plan.promising)
 for finding in evidence.of("promises"):
