@@ -289,3 +289,17 @@ def test_axes_are_those_of_a_choice() -> None:
     assert AXES == ("scores", "values", "mlp", "tokens")
     assert Choices.nothing(2).with_level("mlp", 1, 3).mlp == (0, 3)
     assert Choices.nothing(3).with_leaving(1, 4).with_leaving(2, 2).left == (0, 4, 6)
+
+
+def test_where_more_leave_early_fewer_leave_later(space: Space) -> None:
+    full = replace(Choices.nothing(3), leaving=(0, 8, 4))  # 16, then 8, then 4 are left
+    assert not [moved for moved in space.moves(full) if moved.leaving[2] > 4 or moved.leaving[1] > 8]
+    late = replace(Choices.nothing(3), leaving=(0, 0, 8))
+    early = {moved.leaving for moved in space.moves(late) if moved.leaving[1]}
+    assert early == {(0, 2, 6), (0, 4, 6), (0, 8, 4)}
+    # So the cheapest plan has half of the patches leave as early as can be, whatever left first on the way there.
+    prices = counted_prices(replace(space, axes=("tokens",), _pieces={}), "macs")
+    least = prices.total(full)
+    damages = measure_damages(space, Answers.of(space.model, pixels(CONFIG, 4), 4), lambda told: None)
+    steps = allocate(replace(space, axes=("tokens",), _pieces={}), prices, damages, least + 1e-9)
+    assert steps[-1].choices.leaving == (0, 8, 4)

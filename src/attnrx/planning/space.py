@@ -181,10 +181,17 @@ class Space:
                 yield from (choices.with_level(axis, layer, level) for level in levels if level > now)
         if TOKENS not in self.axes:
             return
-        present = (self.patches, *(self.patches - gone for gone in choices.left))
         for layer in range(1, self.depth):
             for more in (self.step * jump for jump in JUMPS):
                 count = choices.leaving[layer] + more
-                # A reducer merges or drops half of what is there at most, and some must be left at the end.
-                if 2 * count <= present[layer] and choices.left[-1] + more <= self.patches - self.step:
-                    yield choices.with_leaving(layer, count)
+                fitted = self._fitted(choices.with_leaving(layer, count))
+                if fitted.leaving[layer] == count:
+                    yield fitted
+
+    def _fitted(self, choices: Choices) -> Choices:
+        """Lets half of what is there leave at every stage at most: where more leave early, fewer can later."""
+        present, leaving = self.patches, []
+        for count in choices.leaving:
+            leaving.append(min(count, present // 2 // self.step * self.step))
+            present -= leaving[-1]
+        return replace(choices, leaving=tuple(leaving))
