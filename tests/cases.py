@@ -15,6 +15,7 @@ from attnrx.checks import (
     Costs,
     Fidelity,
     Latency,
+    Promises,
     Robustness,
     Transfer,
 )
@@ -244,6 +245,10 @@ def with_strength(given: Prescription, factor: float) -> Prescription:
     return replace(given, layers=tuple(layers))
 
 
+# What a plan may promise of any quantity.
+EXPECTED = {"value": 0.5, "spread": 0.2, "images": 12}
+PROMISED = {"expected": dict.fromkeys(("divergence", "agreement", "change"), EXPECTED), "measured": None}
+
 # name -> the check, for a reference with a prescription.
 CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "accuracy": lambda vit, given: Accuracy(),
@@ -255,4 +260,5 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit), must_beat=()),
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
+    "promises": lambda vit, given: Promises(promised=PROMISED),
 }
