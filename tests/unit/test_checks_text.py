@@ -59,5 +59,5 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 
 def test_what_is_only_on_request_is_not_standard() -> None:
-    assert {name for name, check in CHECKS.items() if check.on_request} == {"controls", "transfer"}
+    assert {name for name, check in CHECKS.items() if check.on_request} == {"controls", "promises", "transfer"}
     assert {check.name for check in standard()} == {name for name, check in CHECKS.items() if not check.on_request}
