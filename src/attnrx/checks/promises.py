@@ -8,11 +8,28 @@ import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
+from attnrx.checks.fidelity import divergence
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.models import family_of
 from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is promised of one quantity: its mean over images, how much it differs from image to image, and on how many
+    images that was found. They are no images that the plan was made on.
+    """
+
+    value: float
+    spread: float
+    images: int
+
+    def interval(self, images: int) -> tuple[float, float]:
+        """Where the mean over so many other images will lie, with a probability of 95 %."""
+        half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
+        return self.value - half, self.value + half
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,7 @@ class Promises(Check):
                 "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
             )
         found = _found(comparison)
-        findings = [_finding(name, record["expected"][name], own) for name, own in found.items()]
+        findings = [_finding(name, Expected(**record["expected"][name]), own) for name, own in found.items()]
         if record["measured"] is not None:
             findings.append(self._latency(comparison, record["measured"]))
         return tuple(findings)
@@ -75,12 +92,11 @@ class Promises(Check):
 
 def _found(comparison: Comparison) -> dict[str, Float[Tensor, "images"]]:
     predictions = comparison.predictions
-    before, after = (predictions.logits[role].double().log_softmax(-1) for role in ("reference", "candidate"))
-    was, now = before.argmax(-1), after.argmax(-1)
+    reference, candidate = "reference", "candidate"
     return {
-        "divergence": (before.exp() * (before - after)).sum(-1),
-        "agreement": (was == now).double(),
-        "change": (now == predictions.labels).double() - (was == predictions.labels).double(),
+        "divergence": divergence(predictions.logits[reference], predictions.logits[candidate]),
+        "agreement": (predictions.classes(reference) == predictions.classes(candidate)).double(),
+        "change": predictions.correct(candidate).double() - predictions.correct(reference).double(),
     }
 
 
@@ -92,11 +108,11 @@ CLAIMS = {
 }
 
 
-def _finding(quantity: str, expected: Mapping[str, float], found: Float[Tensor, "images"]) -> Finding:
+def _finding(quantity: str, expected: Expected, found: Float[Tensor, "images"]) -> Finding:
     claim, unit, scale, more_is_worse = CLAIMS[quantity]
     n, value = len(found), float(found.mean())
-    half = 1.96 * expected["spread"] * (1 / expected["images"] + 1 / n) ** 0.5
-    limit = expected["value"] + (half if more_is_worse else -half)
+    low, high = expected.interval(n)
+    limit = high if more_is_worse else low
     return Finding(
         Promises.name,
         claim,
@@ -105,5 +121,9 @@ def _finding(quantity: str, expected: Mapping[str, float], found: Float[Tensor, 
         limit=scale * limit,
         holds=value <= limit if more_is_worse else value >= limit,
         n=n,
-        details={"quantity": f"promised_{quantity}", "promised": scale * expected["value"], "within": scale * half},
+        details={
+            "quantity": f"promised_{quantity}",
+            "promised": scale * expected.value,
+            "within": scale * (high - low) / 2,
+        },
     )

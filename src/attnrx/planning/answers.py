@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attnrx.checks.fidelity import divergence
 from attnrx.data import ImageSet
 from attnrx.errors import DataError
 from attnrx.models import evaluating
@@ -67,7 +68,7 @@ class Answers:
         other = torch.cat(list(answered))
         before, after = self.logs.argmax(-1), other.argmax(-1)
         change = (after == self.labels).double() - (before == self.labels).double()
-        return Deviation(divergences(self.logs, other), (before == after).double(), change)
+        return Deviation(divergence(self.logs, other), (before == after).double(), change)
 
     def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
         """Gives every batch with what the original answered."""
@@ -77,10 +78,3 @@ class Answers:
 def log_probabilities(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
     """Gives the logarithms of the answers, in float64 on the CPU."""
     return torch.log_softmax(logits.double(), dim=-1).cpu()
-
-
-def divergences(
-    logs: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
-) -> Float[Tensor, "images"]:
-    """Gives KL(first || second) of every image, in nats."""
-    return (logs.exp() * (logs - other)).sum(-1).clamp_min(0)

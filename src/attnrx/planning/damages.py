@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from attnrx.checks.fidelity import divergence
 from attnrx.models import Family, attach_tokens_, evaluating, family_of
 from attnrx.models.blocks import block_names
-from attnrx.planning.answers import Answers, Pixels, divergences, log_probabilities
+from attnrx.planning.answers import Answers, Pixels, log_probabilities
 from attnrx.planning.resuming import as_output, recorded, resumed
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputPrescription
@@ -131,7 +132,7 @@ class _Passing:
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> float:
         with resumed(model, self.family, given, layer):
-            return float(divergences(self.logs, log_probabilities(model(self.images))).sum())
+            return float(divergence(self.logs, log_probabilities(model(self.images))).sum())
 
 
 def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int) -> np.ndarray:

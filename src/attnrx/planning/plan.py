@@ -5,26 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnrx.checks.promises import Expected
 from attnrx.prescription import Prescription
 from attnrx.storage import write_json
 
 KIND, SCHEMA = "attnrx plan", 1
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What is promised of one quantity: its mean over images, how much it differs from image to image, and on how many
-    images that was found. They are no images that the plan was made on.
-    """
-
-    value: float
-    spread: float
-    images: int
-
-    def interval(self, images: int) -> tuple[float, float]:
-        """Where the mean over so many other images will lie, with a probability of 95 %."""
-        half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
-        return self.value - half, self.value + half
 
 
 @dataclass(frozen=True)
