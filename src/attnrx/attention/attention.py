@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -28,6 +29,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
     reads: tuple[int, ...]
     rows: tuple[int, ...]
+
+    @cached_property
+    def reads_of_buckets(self) -> list[int]:
+        """How far the values of every bucket are padded."""
+        return [self.reads[bucket.start] for bucket in self.buckets]
 
 
 class Attention(nn.Module):
@@ -55,7 +61,7 @@ class Attention(nn.Module):
         plan = self.plan(tokens)
         sides = ((self.scores.query, plan.rows), (self.scores.key, plan.rows), (self.value, plan.reads))
         query, key, value = self._together(tokens, sides)
-        values = [part.transpose(1, 2) for part in in_buckets(value, plan.reads, plan.buckets)]
+        values = [part.transpose(1, 2) for part in in_buckets(value, plan.reads_of_buckets, plan.buckets)]
         read = plan.backend(plan.buckets, self.scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 

@@ -43,7 +43,7 @@ class ScoreFactors:
     ) -> tuple[Float[Tensor, "batch heads tokens width"], Float[Tensor, "batch heads tokens width"]]:
         """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
-        key = self.key.expand(-1, -1, query.shape[2], -1)
+        key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
 
 

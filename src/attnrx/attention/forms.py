@@ -34,17 +34,18 @@ class ScoreForm(nn.Module, ABC):
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Gives how many rows of query and key every owner must be projected to."""
-        original = self.spec.norms == "original"
-        wanted = [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
-        return tuple(
-            rows for bucket, rows in zip(buckets, wanted, strict=True) for _ in range(bucket.start, bucket.stop)
-        )
+        wanted = zip(buckets, self._wanted(buckets), strict=True)
+        return tuple(rows for bucket, rows in wanted for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Gives every bucket that has directions with its rows of query and key."""
-        rows = self.rows(buckets)
+        rows = self._wanted(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
+
+    def _wanted(self, buckets: tuple[Bucket, ...]) -> list[int]:
+        original = self.spec.norms == "original"
+        return [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
 
 
 class DenseForm(ScoreForm):

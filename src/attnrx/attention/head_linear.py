@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from attnrx.shapes import Float, Tensor
 
 class HeadLinear(nn.Module):
     """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
+
+    joins: ClassVar[bool] = True
+    """Whether `spread` is all it does, so that another's matrix product may compute it."""
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
@@ -32,16 +36,10 @@ class HeadLinear(nn.Module):
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens rows"]:
         """Projects tokens to `rows[h]` features for every head, those beyond its own being zero."""
-        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
         if rows == self.rows:
             return self(tokens)
-        weight, bias = self._kept(rows, own, lambda: self.spread(rows))
+        weight, bias = self._kept(rows, (self.weight, self.bias), lambda: self.spread(rows))
         return F.linear(tokens, weight, bias)
-
-    @property
-    def joins(self) -> bool:
-        """Whether it may be computed by another's matrix product: nobody watches it, and `spread` is all it does."""
-        return not self._forward_hooks and not self._forward_pre_hooks
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Gives the rows with their bias, or zero, as the last column, in float64 on the CPU."""
@@ -69,34 +67,42 @@ class Together:
     """
 
     def __init__(self):
-        self._kept: Kept[tuple[Tensor, Tensor | None]] = Kept()
+        self._kept: Kept[tuple[Tensor, Tensor | None, list[int]]] = Kept()
 
     def __call__(self, tokens: Float[Tensor, "batch tokens width"], sides: Sequence[Side]) -> list[Tensor]:
         """Gives what `padded` of every side gives."""
-        own = tuple(part for side, _ in sides for part in (side.weight, side.bias) if part is not None)
-        if not Kept.possible(own) or not all(side.joins for side, _ in sides):
+        # With few tokens, what Python does here takes as long as the arithmetic: nothing is made that is not needed.
+        own: list[Tensor | None] = []
+        for side, _ in sides:
+            own += (side.weight, side.bias)
+            watched = side._forward_hooks or side._forward_pre_hooks
+            if watched or not side.joins:
+                return [side.padded(tokens, rows) for side, rows in sides]
+        if not Kept.possible(own):
             return [side.padded(tokens, rows) for side, rows in sides]
-        widths = [rows for _, rows in sides]
-        weight, bias = self._kept(tuple(widths), own, lambda: _joined(sides))
-        return list(F.linear(tokens, weight, bias).split([sum(rows) for rows in widths], dim=-1))
+        weight, bias, widths = self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))
+        return list(torch.split_with_sizes(F.linear(tokens, weight, bias), widths, -1))
 
 
-def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None]:
+def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None, list[int]]:
+    widths = [sum(rows) for _, rows in sides]
     parts = [side.spread(rows) for side, rows in sides]
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
-        return weight, None
-    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+        return weight, None, widths
+    bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+    return weight, bias, widths
 
 
 def in_buckets(
-    features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], buckets: tuple[Bucket, ...]
+    features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits what was projected by bucket: [batch, tokens, owners of the bucket, rows] each."""
+    """Splits what was projected by bucket, every owner having `rows` of it: [batch, tokens, owners, rows] each."""
     if len(buckets) == 1:
-        return [features.unflatten(-1, (len(rows), -1))]
-    parts = features.split([sum(rows[bucket.heads]) for bucket in buckets], dim=-1)
-    return [part.unflatten(-1, (b.stop - b.start, -1)) for part, b in zip(parts, buckets, strict=True)]
+        return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
+    shapes = [(bucket.stop - bucket.start, own) for bucket, own in zip(buckets, rows, strict=True)]
+    parts = features.split([owners * own for owners, own in shapes], dim=-1)
+    return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class HeadReadout(nn.Module):

@@ -1,6 +1,6 @@
 """Values that follow from parameters, built once for as long as nobody asks for gradients and nothing changes."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,14 +34,17 @@ class Kept(Generic[Value]):
     """
 
     def __init__(self):
-        self._kept: tuple[tuple[Any, ...], Value] | None = None
+        self._kept: tuple[list[object], Value] | None = None
 
-    def __call__(self, key: Hashable, parameters: tuple[Tensor, ...], build: Callable[[], Value]) -> Value:
-        """Gives the value, from memory where that is safe."""
+    def __call__(self, key: Hashable, parameters: Sequence[Tensor | None], build: Callable[[], Value]) -> Value:
+        """Gives the value, from memory where that is safe; a parameter may be absent."""
         if not self.possible(parameters):
             self._kept = None
             return build()
-        state = (key, _steps.count, *((part.data_ptr(), part._version, part.dtype, part.device) for part in parameters))
+        state: list[object] = [key, _steps.count]
+        for part in parameters:
+            if part is not None:
+                state += (part.data_ptr(), part._version, part.dtype, part.device)
         kept = self._kept
         if kept is None or kept[0] != state:
             # Outside inference mode, so that the value serves both kinds of callers.
@@ -50,11 +53,14 @@ class Kept(Generic[Value]):
         return kept[1]
 
     @staticmethod
-    def possible(parameters: tuple[Tensor, ...]) -> bool:
+    def possible(parameters: Iterable[Tensor | None]) -> bool:
         """Whether a value would be kept now."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        return not any(part.is_inference() for part in parameters)
+        for part in parameters:
+            if part is not None and part.is_inference():
+                return False
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kept[Value]":
         return Kept()

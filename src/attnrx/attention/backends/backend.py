@@ -43,11 +43,10 @@ class Backend(ABC):
 
         A head without directions reads out the mean of its values.
         """
-        found = {part.bucket: part for part in factors}
-        outputs = []
+        left, outputs = iter(factors), []
         for bucket, own in zip(buckets, values, strict=True):
-            if bucket in found:
-                outputs.append(self.attend(found[bucket], own))
+            if bucket.rank:
+                outputs.append(self.attend(next(left), own))
             else:
                 outputs.append(own.mean(-2, keepdim=True).expand_as(own))
         flat = [output.transpose(1, 2).flatten(2) for output in outputs]

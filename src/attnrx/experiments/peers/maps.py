@@ -28,6 +28,8 @@ Ranks = Mapping[Place, int]
 class FactoredHeads(HeadLinear):
     """A projection to heads written as two maps: tokens to `rank` features that all heads share, then to their rows."""
 
+    joins = False
+
     def __init__(self, source: HeadLinear, rank: int):
         super().__init__(rank, source.rows, source.bias is not None)
         self.first = nn.Linear(source.weight.shape[1], rank, bias=False)
@@ -35,11 +37,6 @@ class FactoredHeads(HeadLinear):
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
         """Applies both."""
         return super().forward(self.first(tokens))
-
-    @property
-    def joins(self) -> bool:
-        """Never: tokens go through the first map before."""
-        return False
 
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
