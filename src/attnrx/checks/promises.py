@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attnrx.apart import in_new_process
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.fidelity import divergence
@@ -73,7 +74,8 @@ class Promises(Check):
         shape = family.input_shape(comparison.reference)
         images = torch.randn(promised["batch"], *shape, generator=torch.Generator().manual_seed(0))
         shipped = family.shipped(comparison.reference)
-        measured = compare_latency(comparison.candidate, shipped, images, protocol)
+        sides = comparison.candidate, shipped, images, protocol
+        measured = in_new_process(compare_latency, *sides) if promised.get("apart") else compare_latency(*sides)
         limit = promised["ratio"] * (1 + self.within)
         return Finding(
             self.name,

@@ -31,12 +31,17 @@ REFERENCE = "original"
 
 @dataclass(frozen=True)
 class Clock:
-    """What is timed: batches of so many images, under these conditions, by a clock of `costs.CLOCKS`."""
+    """What is timed: batches of so many images, under these conditions, by a clock of `costs.CLOCKS`.
+
+    `apart` times in a new process: how fast memory is handed out depends on what a process did before, and making a
+    plan is not what the models will be used after.
+    """
 
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     name: str = "wall"
     rounds: int = ROUNDS
+    apart: bool = True
 
     def __post_init__(self):
         if self.batch < 1 or self.rounds < 2:

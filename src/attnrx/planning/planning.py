@@ -1,7 +1,7 @@
 """Making a plan: prices and damages, the closed form, the search, and a measured promise."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.apart import in_new_process
 from attnrx.costs import compare_latency
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
@@ -101,7 +102,7 @@ class _Making:
     @cached_property
     def prices(self) -> Prices:
         if self.target.spend == "latency":
-            return timed_prices(self.space, self.ways.clock, self.say)
+            return self._timed(timed_prices, self.space, self.ways.clock, partial(print, flush=True))
         return counted_prices(self.space, self.target.spend)
 
     @cached_property
@@ -193,7 +194,8 @@ class _Making:
         """Times a plan beside the model as its library ships it."""
         clock, model = self.ways.clock, self.space.model
         shipped = family_of(model).shipped(model)
-        found = compare_latency(self.realized(trial.step.choices), shipped, clock.images(self.space), clock.protocol)
+        slim, images = self.realized(trial.step.choices), clock.images(self.space)
+        found = self._timed(compare_latency, slim, shipped, images, clock.protocol)
         return {
             "ratio": found.ratio.value,
             "low": found.ratio.low,
@@ -204,8 +206,14 @@ class _Making:
             "precision": clock.conditions.precision,
             "clock": found.clock,
             "rounds": found.rounds,
+            "apart": clock.apart,
             "torch": found.torch_version,
         }
+
+    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.ways.clock.apart:
+            return in_new_process(function, *arguments, hear=self.say)
+        return function(*arguments)
 
     def for_drop(self) -> tuple[Trial, float]:
         """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""

@@ -1,0 +1,66 @@
+"""A function in a process of its own: what it measures does not depend on what this process did before."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from attnrx.errors import AttnrxError, NotSupported
+
+Value = TypeVar("Value")
+
+_CALLED, _RETURNED = "called", "returned"
+
+
+def in_new_process(function: Callable[..., Value], *arguments: Any, hear: Callable[[str], None] = print) -> Value:
+    """Calls a function of a module with these arguments in a new process, with as many threads, and gives its value.
+
+    `hear` is told every line that the function prints.
+
+    Raises:
+        NotSupported: An argument, such as a model of a class that no module defines, cannot be sent to another process;
+            or the process did not end well.
+    """
+    with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
+        try:
+            (Path(folder) / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise NotSupported(
+                f"{function.__name__} cannot be called in a process of its own, because what it needs cannot be sent "
+                f"there ({error}). Define the classes and functions of the model in a module, or measure in this "
+                "process (apart=False)."
+            ) from error
+        known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", f"from attnrx.apart import serve; serve({folder!r})"]
+        with subprocess.Popen(command, env=known, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                hear(line.rstrip("\n"))
+        returned = Path(folder) / _RETURNED
+        if process.returncode or not returned.exists():
+            raise NotSupported(
+                f"the process that was to run {function.__name__} ended with code {process.returncode}; what it said "
+                "stands above. Free memory, or measure in this process (apart=False)."
+            )
+        value, failed = pickle.loads(returned.read_bytes())
+    if failed is not None:
+        raise NotSupported(failed)
+    return value
+
+
+def serve(folder: str) -> None:
+    """Does what `in_new_process` left in a folder, and leaves there what came out."""
+    function, arguments, threads = pickle.loads((Path(folder) / _CALLED).read_bytes())
+    torch.set_num_threads(threads)
+    value, failed = None, None
+    try:
+        value = function(*arguments)
+    except AttnrxError as error:
+        failed = str(error)
+    (Path(folder) / _RETURNED).write_bytes(pickle.dumps((value, failed)))

@@ -1,0 +1,36 @@
+"""A function in a process of its own: its value, what it says, its errors, and what cannot be sent."""
+
+import os
+
+import pytest
+
+from attnrx.apart import in_new_process
+from attnrx.errors import NotSupported
+from attnrx.planning import Target
+
+
+def test_the_value_comes_from_another_process() -> None:
+    assert in_new_process(divmod, 7, 2) == (3, 1)
+    assert in_new_process(os.getpid) != os.getpid()
+
+
+def test_what_is_printed_is_heard() -> None:
+    heard: list[str] = []
+    in_new_process(print, "one\ntwo", hear=heard.append)
+    assert heard == ["one", "two"]
+
+
+def test_an_error_comes_back() -> None:
+    with pytest.raises(NotSupported, match="choose from latency"):
+        in_new_process(Target.parse, "speed=2x")
+
+
+def test_a_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotSupported, match="ended with code 1"):
+        in_new_process(divmod, 1, 0)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(NotSupported, match="cannot be sent"):
+        in_new_process(len, lambda: None)
