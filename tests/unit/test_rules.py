@@ -23,8 +23,10 @@ from attnrx.rules import (
     Shrinkage,
     Threshold,
     TopRank,
+    TotalRank,
     UniformHeads,
     UniformMatched,
+    UniformRank,
     prescribe,
     readings_needed,
     rule_from_dict,
@@ -52,6 +54,15 @@ def test_top_rank_keeps_the_strongest_by_magnitude() -> None:
     decision = TopRank(2).decide(of_strengths([0.1, -3.0, 2.0], [1.0, -1.0, 1.0]), 0)
     assert decision.keep.tolist() == [[False, True, True], [True, True, False]]
     assert decision.strength.tolist() == [[0.0, -3.0, 2.0], [1.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "multiple", "kept"), [(0.6, 4, 8), (0.6, 1, 7), (0.4, 4, 4), (7, 4, 8), (0.99, 4, 12), (11, 5, 10)]
+)
+def test_a_uniform_rank_is_rounded_to_its_multiple(rank: int | float, multiple: int, kept: int) -> None:
+    strengths = [float(12 - place) for place in range(12)]
+    decision = UniformRank(rank, metric="own", multiple=multiple).decide(of_strengths(strengths, strengths), 0)
+    assert decision.ranks == (kept, kept)
 
 
 def test_contribution_energy_sees_what_strength_alone_does_not() -> None:
@@ -229,6 +240,8 @@ def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
         (lambda: RemoveHeads(spectral=2.0), "spectral=2.0"),
         (lambda: RemoveHeads(output=0.0), "output=0.0"),
         (lambda: RandomMatched(TopRank(1), seed=-1), "seed=-1"),
+        (lambda: UniformRank(0.5, multiple=0), "multiple must be a whole number, 1 or more"),
+        (lambda: TotalRank(0.5, multiple=0), "multiple must be a whole number, 1 or more"),
         (lambda: And((TopRank(1),)), "at least two rules"),
     ],
 )

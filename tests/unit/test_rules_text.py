@@ -72,6 +72,7 @@ def test_every_registered_rule_is_a_case() -> None:
         ("total_rank:0.5,scope=model,multiple=4", TotalRank(0.5, scope="model", multiple=4)),
         ("uniform_rank:1", UniformRank(1)),
         ("uniform_rank:1.0,metric=mix", UniformRank(1.0, metric="mix")),
+        ("uniform_rank:0.4,multiple=8", UniformRank(0.4, multiple=8)),
         ("shared_rank:96,form=cp", SharedRank(96, form="cp")),
     ],
 )

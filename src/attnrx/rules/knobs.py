@@ -20,10 +20,10 @@ def require_positive(rule: Rule, knob: str, value: float) -> None:
         )
 
 
-def require_count(rule: Rule, knob: str, value: int) -> None:
-    """Refuses what is not a whole number from zero on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number, 0 or more.")
+def require_count(rule: Rule, knob: str, value: int, least: int = 0) -> None:
+    """Refuses what is not a whole number from `least` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number, {least} or more.")
 
 
 def require_rank(rule: Rule, knob: str, value: int | float) -> None:

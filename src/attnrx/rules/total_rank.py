@@ -42,7 +42,7 @@ class TotalRank(Rule):
             raise InvalidRule(f"total_rank was given scope={self.scope!r}: choose from {', '.join(SCOPES)}.")
         if self.by not in BY:
             raise InvalidRule(f"total_rank was given by={self.by!r}: choose from {', '.join(BY)}.")
-        require_count(self, "multiple", self.multiple)
+        require_count(self, "multiple", self.multiple, least=1)
         require_count(self, "minimum", self.minimum)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
@@ -71,4 +71,4 @@ class TotalRank(Rule):
         if isinstance(self.rank, int):
             return total
         units = sum(len(spectrum.heads) for spectrum in spectra)
-        return max(total, units * -(-self.minimum // max(self.multiple, 1)) * self.multiple)
+        return max(total, units * -(-self.minimum // self.multiple) * self.multiple)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
-from attnrx.rules.knobs import require_rank
+from attnrx.rules.knobs import require_count, require_rank
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest
@@ -15,19 +15,23 @@ from attnrx.rules.selection import largest
 class UniformRank(Rule):
     """Keeps the `rank` strongest directions of each head, or that share of its directions (TruncAtt, Section 2.3).
 
-    With the metric "weights" that is the truncated singular value decomposition of W_Q W_K^T of each head.
+    With the metric "weights" that is the truncated singular value decomposition of W_Q W_K^T of each head. The rank is
+    rounded to a `multiple`: kernels read so many numbers at once, and take longer for a rank in between than for the
+    next one.
     """
 
     rank: int | float
     metric: str = "weights"
+    multiple: int = 1
 
     def __post_init__(self):
         require_rank(self, "rank", self.rank)
+        require_count(self, "multiple", self.multiple, least=1)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Cuts every head at the same rank."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         there = spectrum.used.sum(-1)
-        whole = isinstance(self.rank, int)
-        ranks = there.clamp(max=int(self.rank)) if whole else (self.rank * there).round().long()
+        wanted = there.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * there
+        ranks = ((wanted / self.multiple).round().long() * self.multiple).minimum(there)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
