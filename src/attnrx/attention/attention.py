@@ -58,11 +58,11 @@ class Attention(nn.Module):
         """Mixes the tokens."""
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
-        plan = self.plan(tokens)
-        sides = ((self.scores.query, plan.rows), (self.scores.key, plan.rows), (self.value, plan.reads))
+        plan, scores = self.plan(tokens), self.scores
+        sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         query, key, value = self._together(tokens, sides)
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.reads_of_buckets, plan.buckets)]
-        read = plan.backend(plan.buckets, self.scores(query, key, plan.buckets), values)
+        read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 
     def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> Plan:

@@ -49,8 +49,8 @@ class Clock:
 
     @property
     def protocol(self) -> LatencyProtocol:
-        """The same for two whole models that take turns."""
-        return LatencyProtocol(self.conditions, 2 * self.rounds, clock=self.name)
+        """The same for two whole models that take turns, more often: it is what a plan promises."""
+        return LatencyProtocol(self.conditions, 4 * self.rounds, clock=self.name)
 
     def images(self, space: Space) -> torch.Tensor:
         """Noise: the time depends on how many images there are, not on what they show."""
