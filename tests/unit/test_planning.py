@@ -22,7 +22,7 @@ from attnrx.models import VisionTransformer, ViTConfig, family_of, load_model, p
 from attnrx.planning import AXES, Clock, Expected, Search, Target, Ways, plan
 from attnrx.planning.allocating import allocate, even_weights
 from attnrx.planning.answers import Answers
-from attnrx.planning.clock import timed_prices
+from attnrx.planning.clock import pinned, timed_prices
 from attnrx.planning.damages import PROBED, measure_damages
 from attnrx.planning.prices import counted_prices
 from attnrx.planning.refining import weights_of
@@ -176,6 +176,21 @@ def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
     for table in (prices.attention[0, :, 0, -1], prices.attention[0, 0, :, -1], prices.mlp[0, :, -1]):
         known = [value for level, value in enumerate(table) if level == 0 or value]
         assert all(after <= before + 1e-12 for before, after in itertools.pairwise(known))
+
+
+def test_prices_are_pinned_to_two_whole_models(space: Space) -> None:
+    even = replace(space, form="uniform_rank", _pieces={})
+    prices = counted_prices(even, "macs")
+    own = space.model
+    found = pinned(prices, even, lambda model: 1.25 if model is own else 0.97)
+    nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
+    assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(0.97)
+    cut = some.with_level("scores", 0, 4)
+    saved = prices.total(some) - prices.total(cut)
+    assert found.total(some) - found.total(cut) == pytest.approx(1.25 * saved)
+    # What is faster than its layers costs nothing beside them.
+    free = pinned(prices, even, lambda model: 1.25 if model is own else 0.1)
+    assert free.total(some) == pytest.approx(1.25 * replace(prices, stages=0 * prices.stages).total(some), rel=0.05)
 
 
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])

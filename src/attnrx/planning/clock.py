@@ -59,11 +59,11 @@ class Clock:
 
 
 def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
-    """Times one block of every kind at every level and at several numbers of tokens, and whole models beside it.
+    """Times one block of every kind at every level and at several numbers of tokens, and the whole model beside it.
 
-    Each time is divided by that of the original's block in the same round. `whole` is the model as its library ships
-    it; what letting tokens leave takes at every stage is the difference between a whole model that does so and its
-    blocks. No level is offered that is not faster than those that keep more.
+    Each time is divided by that of the original's block in the same round. These prices are shares of what our own
+    model takes, and say nothing of what letting tokens leave takes in itself: `pinned` does. No level is offered that
+    is not faster than those that keep more.
 
     Raises:
         NotSupported: The layers are not all of one shape.
@@ -88,6 +88,31 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     wide = _between(every, grid, attention)[None].repeat(space.depth, 0)
     narrow = _between(every, grid, mlp)[None].repeat(space.depth, 0)
     return timer.whole(wide, narrow)
+
+
+def pinned(prices: Prices, space: Space, beside: Callable[[nn.Module], float]) -> Prices:
+    """Makes prices shares of what the model takes as its library ships it, by two whole models on the clock.
+
+    `beside` gives the time of a model as a share of that, in the way in which the plan will be held to account. The
+    model as it is says what our own attention takes, and one that lets tokens leave before every layer but the first
+    what a stage takes beside the layers.
+    """
+    own = Choices.nothing(space.depth)
+    prices = replace(prices, whole=prices.whole * prices.total(own) / beside(space.model))
+    if TOKENS not in space.axes:
+        return prices
+    some, layout = _some_at_every_layer(space), space.shape.layout
+    missing = beside(realize(space.model, space.prescription(some))) - prices.total(some)
+    seen = [layout.tokens - gone for gone in (0, *some.left[:-1])]
+    at_work = sum(own for own, count in zip(seen, some.leaving, strict=True) if count)
+    each = max(missing, 0.0) * prices.whole / at_work
+    return replace(prices, stages=prices.stages + each * np.arange(layout.tokens + 1))
+
+
+def _some_at_every_layer(space: Space) -> Choices:
+    """As many patches before every layer but the first, half of them in all."""
+    count = max(space.patches // (2 * (space.depth - 1)), 1)
+    return replace(Choices.nothing(space.depth), leaving=(0, *((count,) * (space.depth - 1))))
 
 
 class _Timer:
@@ -130,39 +155,20 @@ class _Timer:
         return {name: float((own / seconds[REFERENCE]).median()) for name, own in seconds.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> Prices:
-        """Times whole models, and gives all prices."""
+        """Times the whole model, and what is outside its blocks, and gives all prices."""
         space, conditions = self.space, self.clock.conditions
         images = conditions.place_images(self.clock.images(space))
-        models = {"shipped": self.family.shipped(space.model), "own": space.model, "empty": self._empty()}
-        dropping = self._dropping() if TOKENS in space.axes else None
-        if dropping is not None:
-            models["dropping"] = realize(space.model, space.prescription(dropping))
+        models = {"own": space.model, "empty": self._empty()}
         runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)}, 2 * self.clock.rounds)
-        seconds = {name: own / self.parts for name, own in seconds.items()}
+        own, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model a block finds its input warm: the whole says what all of them really take.
-        scale = (seconds["own"] - seconds["empty"]) / float(space.depth * attention[0, 0, 0, -1])
-        attention, mlp, layout = attention * scale, mlp * scale, space.shape.layout
+        scale = (own - outside) / float(space.depth * attention[0, 0, 0, -1])
+        layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
-        prices = Prices(
-            "latency",
-            "blocks",
-            seconds["shipped"],
-            seconds["empty"],
-            attention,
-            mlp,
-            stages,
-            layout.prefix,
-            layout.patches,
-        )
-        if dropping is not None:
-            expected = prices.total(dropping) * prices.whole
-            seen = [layout.tokens - gone for gone in (0, *dropping.left[:-1])]
-            at_work = sum(own for own, count in zip(seen, dropping.leaving, strict=True) if count)
-            each = max(seconds["dropping"] - expected, 0.0) / at_work
-            stages += each * np.arange(layout.tokens + 1)
-        return prices
+        sizes = layout.prefix, layout.patches
+        return Prices("latency", "blocks", own, outside, attention * scale, mlp * scale, stages, *sizes)
 
     def _empty(self) -> nn.Module:
         """The model without its blocks: what is outside them."""
@@ -170,11 +176,6 @@ class _Timer:
         for name in block_names(empty, self.family):
             empty.get_submodule(name).forward = _as_given
         return empty
-
-    def _dropping(self) -> Choices:
-        """As many patches before every layer but the first, half of them in all."""
-        depth, patches = self.space.depth, self.space.patches
-        return replace(Choices.nothing(depth), leaving=(0, *((patches // (2 * (depth - 1)),) * (depth - 1))))
 
 
 def _as_given(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from attnrx.errors import InvalidInput, NothingChanged, NotSupported
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocating import Step, allocate
 from attnrx.planning.answers import Answers, Deviation
-from attnrx.planning.clock import Clock, timed_prices
+from attnrx.planning.clock import Clock, pinned, timed_prices
 from attnrx.planning.damages import Damages, Say, measure_damages
 from attnrx.planning.plan import Expected, Plan, Point
 from attnrx.planning.prices import Prices, counted_prices
@@ -104,12 +104,7 @@ class _Making:
         if self.target.spend != "latency":
             return counted_prices(self.space, self.target.spend)
         prices = self._timed(timed_prices, self.space, self.ways.clock, partial(print, flush=True))
-        # The tables say what is faster than our own model, and by how much. How that one compares with the model as its
-        # library ships it, which the target is about, is asked in the way in which the plan will be held to account.
-        own = Choices.nothing(self.space.depth)
-        ratio = self._beside_shipped(self.space.model).ratio.value
-        self.say(f"the clock says {ratio:.3f} for the model as it is")
-        return replace(prices, whole=prices.whole * prices.total(own) / ratio)
+        return pinned(prices, self.space, lambda model: self._beside_shipped(model).ratio.value)
 
     @cached_property
     def damages(self) -> Damages:
@@ -164,7 +159,8 @@ class _Making:
     def _by_the_clock(self, trial: Trial, most: float) -> tuple[Trial, float]:
         """Asks for as much less, or more, as the clock says, and keeps the nearest plan that it finds fast enough."""
         allowed, said, kept = most, [], None
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            trial = self._searched(allowed) if attempt else trial
             timed = self._clocked(trial)
             said.append(timed["ratio"])
             self.say(f"the clock says {said[-1]:.3f} where {trial.step.price:.3f} was predicted")
@@ -173,7 +169,6 @@ class _Making:
             if NEAR * most <= said[-1] <= most:
                 break
             allowed *= CARE * most / said[-1]
-            trial = self._at(allowed, trial.knobs)
         if kept is None:
             raise NotSupported(
                 f"{self.target} cannot be promised: of plans priced at about {most:.3f} the clock said "
