@@ -33,8 +33,8 @@ REFERENCE = "original"
 class Clock:
     """What is timed: batches of so many images, under these conditions, by a clock of `costs.CLOCKS`.
 
-    `apart` times in a new process: how fast memory is handed out depends on what a process did before, and making a
-    plan is not what the models will be used after.
+    `apart` times in a new process that keeps its memory (`attnrx.apart`): how fast memory is handed out depends on what
+    a process did before, and making a plan is not what the models will be used after.
     """
 
     batch: int = 32

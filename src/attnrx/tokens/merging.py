@@ -42,8 +42,10 @@ class Merging(Reducer):
     ) -> Float[Tensor, "batch first second"]:
         """Says how near every patch of the first set is to every one of the second: the larger, the nearer."""
 
-    def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
-        """Gives the patches as they go on."""
+    def finished(
+        self, tables: Tables, merged: Int[Tensor, "batch merged"] | None
+    ) -> Float[Tensor, "batch patches width"]:
+        """Gives the patches as they go on; only those at `merged` (some perhaps twice) are not as they were, or any."""
         return tables["patches"]
 
     def compared(self, features: int, patches: int, count: int) -> int:
@@ -58,15 +60,19 @@ class Merging(Reducer):
     def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` are left."""
         tables, sizes = self.tables(seen), seen.sizes[:, seen.prefix :]
-        kept = places_of(seen.there > 0, seen.present)
-        if not seen.whole:
+        if seen.whole:
+            kept = torch.arange(sizes.shape[1], device=sizes.device).expand(sizes.shape[0], -1)
+        else:
+            kept = places_of(seen.there > 0, seen.present)
             tables = {name: rows_of(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
+        first, merged = kept.shape[1], None
         while kept.shape[1] > count:
             merging = self._round(tables, sizes, kept.shape[1] - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
+            merged = merging.into if kept.shape[1] == first else None  # of several rounds, any patch may be new
             sizes, kept = merging.sizes, kept.gather(1, merging.stay)
-        return Reduction(kept, self.finished(tables), sizes=sizes)
+        return Reduction(kept, self.finished(tables, merged), sizes=sizes)
 
     def _round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         compared = tables[self.by]
@@ -76,7 +82,10 @@ class Merging(Reducer):
 
 
 class Round:
-    """What one round does: patches at `sources` leave into those at `goals`, and the others `stay`."""
+    """What one round does: patches at `sources` leave into those at `goals`, and the others `stay`.
+
+    Only those that others leave into change: what they move by is added to them. Among what is left they are at `into`.
+    """
 
     def __init__(
         self,
@@ -84,23 +93,22 @@ class Round:
         sources: Int[Tensor, "batch merged"],
         goals: Int[Tensor, "batch merged"],
     ):
-        self.sources = sources
+        self.sources, self.goals = sources, goals
         gone = sizes.gather(1, sources)
         grown = sizes.scatter_add(1, goals, gone)
         there = torch.ones_like(sizes, dtype=torch.bool).scatter(1, sources, False)
         self.stay = places_of(there, sizes.shape[1] - sources.shape[1])
         self.sizes = grown.gather(1, self.stay)
-        # Everything is added by its share of what comes of it.
-        self.shares = sizes.gather(1, self.stay) / self.sizes
-        self.shares_gone = gone / grown.gather(1, goals)
-        self.goals = there.cumsum(1).gather(1, goals) - 1
+        self.shares = gone / grown.gather(1, goals)
+        self.into = there.cumsum(1).gather(1, goals) - 1
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
         """Gives what is left of a table."""
-        left = rows_of(table, self.stay) * self.shares[..., None]
-        gone = rows_of(table, self.sources) * self.shares_gone[..., None]
-        goals = _flat(self.goals, left.shape[1])
-        return left.flatten(0, 1).index_add_(0, goals, gone.flatten(0, 1)).unflatten(0, left.shape[:2])
+        table = table.contiguous()
+        left = rows_of(table, self.stay)
+        moved = (rows_of(table, self.sources) - rows_of(table, self.goals)) * self.shares[..., None]
+        into = flat_places(self.into, left.shape[1])
+        return left.flatten(0, 1).index_add_(0, into, moved.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def places_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
@@ -113,10 +121,10 @@ def rows_of(
 ) -> Float[Tensor, "batch chosen features"]:
     """Gives some rows of every image."""
     # Whole rows are copied at once, which gather, element by element, does not do.
-    rows = table.flatten(0, 1).index_select(0, _flat(chosen, table.shape[1]))
+    rows = table.flatten(0, 1).index_select(0, flat_places(chosen, table.shape[1]))
     return rows.unflatten(0, chosen.shape)
 
 
-def _flat(chosen: Int[Tensor, "batch chosen"], rows: int) -> Int[Tensor, "all"]:
+def flat_places(chosen: Int[Tensor, "batch chosen"], rows: int) -> Int[Tensor, "all"]:
     """Gives the places among the rows of all images, one image after the other."""
     return (torch.arange(chosen.shape[0], device=chosen.device)[:, None] * rows + chosen).flatten()

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens.merging import Merging, Tables
+from attnrx.shapes import Float, Int, Tensor
+from attnrx.tokens.merging import Merging, Tables, flat_places, rows_of
 from attnrx.tokens.reducer import Shape
 from attnrx.tokens.seen import Seen
 
@@ -45,14 +45,26 @@ class Ward(Merging):
     ) -> Float[Tensor, "batch first second"]:
         """Gives the squared error that merging would add, negative."""
         square = first.norm(dim=-1).square()[..., None] + second.norm(dim=-1).square()[:, None]
-        apart = torch.baddbmm(square, first, second.transpose(1, 2), alpha=-2).clamp_min(0)
-        a, b = first_sizes[..., None], second_sizes[:, None]
-        return -apart * (a * b / (a + b))
+        near = torch.baddbmm(square, first, second.transpose(1, 2), beta=-1, alpha=2).clamp_max_(0)
+        return near.div_(first_sizes.reciprocal()[..., None] + second_sizes.reciprocal()[:, None])
 
-    def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
+    def finished(
+        self, tables: Tables, merged: Int[Tensor, "batch merged"] | None
+    ) -> Float[Tensor, "batch patches width"]:
         """Gives the patches, as long as they should be."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
-        own = patches.norm(dim=-1, keepdim=True)
-        return patches * (tables["lengths"] / own.clamp_min(1e-6))
+        if merged is None:
+            return patches * _stretch(patches, tables["lengths"])
+        changed = rows_of(patches, merged)
+        changed = changed * _stretch(changed, rows_of(tables["lengths"], merged))
+        into = flat_places(merged, patches.shape[1])
+        # One that several left into is written as often, the same each time.
+        return patches.flatten(0, 1).index_copy_(0, into, changed.flatten(0, 1)).unflatten(0, patches.shape[:2])
+
+
+def _stretch(
+    patches: Float[Tensor, "batch patches width"], lengths: Float[Tensor, "batch patches 1"]
+) -> Float[Tensor, "batch patches 1"]:
+    return lengths / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6)
