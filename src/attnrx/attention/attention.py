@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -23,17 +22,16 @@ MOST_PLANS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a layer is computed on one occasion: by which backend, in which buckets, and how far rows are padded."""
+    """How a layer is computed on one occasion: by which backend, in which buckets, and how far rows are padded.
+
+    `widths` says how far the values of every bucket are, of which `reads` has a number for every head.
+    """
 
     backend: Backend
     buckets: tuple[Bucket, ...]
     reads: tuple[int, ...]
     rows: tuple[int, ...]
-
-    @cached_property
-    def reads_of_buckets(self) -> list[int]:
-        """How far the values of every bucket are padded."""
-        return [self.reads[bucket.start] for bucket in self.buckets]
+    widths: tuple[int, ...]
 
 
 class Attention(nn.Module):
@@ -61,7 +59,7 @@ class Attention(nn.Module):
         plan, scores = self.plan(tokens), self.scores
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         query, key, value = self._together(tokens, sides)
-        values = [part.transpose(1, 2) for part in in_buckets(value, plan.reads_of_buckets, plan.buckets)]
+        values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 
@@ -79,7 +77,9 @@ class Attention(nn.Module):
     def _planned(self, occasion: Occasion) -> Plan:
         backend = self.backend.at(self.spec, occasion)
         buckets = backend.buckets(self.spec, occasion)
-        return Plan(backend, buckets, backend.reads(self.spec, occasion), self.scores.rows(buckets))
+        reads = backend.reads(self.spec, occasion)
+        widths = tuple([reads[bucket.start] for bucket in buckets])
+        return Plan(backend, buckets, reads, self.scores.rows(buckets), widths)
 
     def factors(
         self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
