@@ -27,7 +27,8 @@ def in_new_process(function: Callable[..., Value], *arguments: Any, hear: Callab
     """Calls a function of a module with these arguments in a new process, with as many threads, and gives its value.
 
     The process keeps the memory that it once took, as services with an allocator of their own do (KEEPS_MEMORY). `hear`
-    is told every line that the function prints.
+    is told every line that the function prints. What the two say to each other is pickled, because a model of any
+    library and a function must pass; it lies in a folder that only they have, and is gone with the call.
 
     Raises:
         NotSupported: An argument, such as a model of a class that no module defines, cannot be sent to another process;
@@ -58,6 +59,11 @@ def in_new_process(function: Callable[..., Value], *arguments: Any, hear: Callab
     if failed is not None:
         raise NotSupported(failed)
     return value
+
+
+def called(function: Callable[..., Value], *arguments: Any, apart: bool, hear: Callable[[str], None] = print) -> Value:
+    """Calls a function in a new process, or in this one."""
+    return in_new_process(function, *arguments, hear=hear) if apart else function(*arguments)
 
 
 def serve(folder: str) -> None:

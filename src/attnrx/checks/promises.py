@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.apart import in_new_process
+from attnrx.apart import called
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.fidelity import divergence
@@ -75,7 +75,7 @@ class Promises(Check):
         images = torch.randn(promised["batch"], *shape, generator=torch.Generator().manual_seed(0))
         shipped = family.shipped(comparison.reference)
         sides = comparison.candidate, shipped, images, protocol
-        measured = in_new_process(compare_latency, *sides) if promised.get("apart") else compare_latency(*sides)
+        measured = called(compare_latency, *sides, apart=promised.get("apart", False))
         limit = promised["ratio"] * (1 + self.within)
         return Finding(
             self.name,

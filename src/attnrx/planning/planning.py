@@ -1,7 +1,7 @@
 """Making a plan: prices and damages, the closed form, the search, and a measured promise."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.apart import in_new_process
+from attnrx.apart import called
 from attnrx.costs import LatencyComparison, compare_latency
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
@@ -103,7 +103,9 @@ class _Making:
     def prices(self) -> Prices:
         if self.target.spend != "latency":
             return counted_prices(self.space, self.target.spend)
-        prices = self._timed(timed_prices, self.space, self.ways.clock, partial(print, flush=True))
+        clock = self.ways.clock
+        tell = partial(print, flush=True) if clock.apart else self.say
+        prices = called(timed_prices, self.space, clock, tell, apart=clock.apart, hear=self.say)
         return pinned(prices, self.space, lambda model: self._beside_shipped(model).ratio.value)
 
     @cached_property
@@ -210,12 +212,8 @@ class _Making:
 
     def _beside_shipped(self, candidate: nn.Module) -> LatencyComparison:
         clock, shipped = self.ways.clock, family_of(self.space.model).shipped(self.space.model)
-        return self._timed(compare_latency, candidate, shipped, clock.images(self.space), clock.protocol)
-
-    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self.ways.clock.apart:
-            return in_new_process(function, *arguments, hear=self.say)
-        return function(*arguments)
+        sides = candidate, shipped, clock.images(self.space), clock.protocol
+        return called(compare_latency, *sides, apart=clock.apart, hear=self.say)
 
     def for_drop(self) -> tuple[Trial, float]:
         """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""
