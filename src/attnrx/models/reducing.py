@@ -317,9 +317,9 @@ def _compressed(seen: Seen, reduction: Reduction) -> Parts:
     sizes, left = _left_sizes(seen, reduction), places.gather(1, kept)
     if extra is not None:
         left = torch.cat([left, left.new_full((left.shape[0], extra.shape[1]), -1)], dim=1)
-    first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
     moments = seen.moments
     if moments is not None:
+        first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
         moments = moments if extra is None else moments.with_new(extra.shape[1])
     gathered = seen.accumulated

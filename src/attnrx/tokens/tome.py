@@ -1,7 +1,6 @@
 """ToMe: the patches whose keys are most alike become one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
@@ -20,8 +19,6 @@ class ToMe(Merging):
     more than a round; here it is before a layer (`tome:N@every` is nearest to that).
     """
 
-    by: ClassVar[str] = "keys"
-
     @property
     def needs(self) -> tuple[str, ...]:
         """What of the layers before it must see."""
@@ -36,13 +33,7 @@ class ToMe(Merging):
         assert seen.keys is not None
         return {"patches": seen.patches, "keys": seen.keys[:, seen.prefix :]}
 
-    def closeness(
-        self,
-        first: Float[Tensor, "batch first features"],
-        second: Float[Tensor, "batch second features"],
-        first_sizes: Float[Tensor, "batch first"],
-        second_sizes: Float[Tensor, "batch second"],
-    ) -> Float[Tensor, "batch first second"]:
+    def closeness(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
         """Gives the cosine of the keys."""
-        unit = [nn.functional.normalize(keys, dim=-1) for keys in (first, second)]
-        return unit[0] @ unit[1].transpose(1, 2)
+        keys = nn.functional.normalize(tables["keys"], dim=-1)
+        return keys[:, 0::2] @ keys[:, 1::2].transpose(1, 2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.merging import Merging, Tables, flat_places, rows_of
+from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
 from attnrx.tokens.seen import Seen
 
@@ -36,35 +36,33 @@ class Ward(Merging):
         lengths = {"lengths": seen.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {"patches": seen.patches, **lengths}
 
-    def closeness(
-        self,
-        first: Float[Tensor, "batch first features"],
-        second: Float[Tensor, "batch second features"],
-        first_sizes: Float[Tensor, "batch first"],
-        second_sizes: Float[Tensor, "batch second"],
-    ) -> Float[Tensor, "batch first second"]:
+    def closeness(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
         """Gives the squared error that merging would add, negative."""
-        square = first.norm(dim=-1).square()[..., None] + second.norm(dim=-1).square()[:, None]
-        near = torch.baddbmm(square, first, second.transpose(1, 2), beta=-1, alpha=2).clamp_max_(0)
-        return near.div_(first_sizes.reciprocal()[..., None] + second_sizes.reciprocal()[:, None])
+        patches = tables["patches"]
+        squares, light = patches.norm(dim=-1).square(), sizes.reciprocal()
+        first, second = patches[:, 0::2], patches[:, 1::2].transpose(1, 2)
+        near = torch.baddbmm(_sums(squares), first, second, beta=-1, alpha=2).clamp_max_(0)
+        return near.div_(_sums(light))
 
-    def finished(
-        self, tables: Tables, merged: Int[Tensor, "batch merged"] | None
-    ) -> Float[Tensor, "batch patches width"]:
+    def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
         """Gives the patches, as long as they should be."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
         if merged is None:
             return patches * _stretch(patches, tables["lengths"])
-        changed = rows_of(patches, merged)
-        changed = changed * _stretch(changed, rows_of(tables["lengths"], merged))
-        into = flat_places(merged, patches.shape[1])
+        rows = patches.flatten(0, 1)
+        changed, lengths = rows.index_select(0, merged), tables["lengths"].flatten(0, 1).index_select(0, merged)
         # One that several left into is written as often, the same each time.
-        return patches.flatten(0, 1).index_copy_(0, into, changed.flatten(0, 1)).unflatten(0, patches.shape[:2])
+        return rows.index_copy_(0, merged, changed * _stretch(changed, lengths)).view_as(patches)
+
+
+def _sums(values: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
+    """Adds the value of every patch at an even place to that of every one at an odd place."""
+    return values[:, 0::2, None] + values[:, None, 1::2]
 
 
 def _stretch(
-    patches: Float[Tensor, "batch patches width"], lengths: Float[Tensor, "batch patches 1"]
-) -> Float[Tensor, "batch patches 1"]:
+    patches: Float[Tensor, "*patches width"], lengths: Float[Tensor, "*patches 1"]
+) -> Float[Tensor, "*patches 1"]:
     return lengths / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6)
