@@ -54,7 +54,7 @@ class Part:
         return f"{self.model}-{self.runtime}"
 
 
-# Large models and slow compilers are timed at fewer places, so that the whole table takes about twenty minutes on two cores.
+# Large models and slow compilers are timed at fewer places, so that the whole table takes about twenty minutes.
 PARTS = (
     Part("vit_tiny_patch16_224", "eager", (1, 8, 64), (1, 2), 8),
     Part("vit_tiny_patch16_224", "onnx", (1, 8, 64), (1, 2), 8),
