@@ -10,6 +10,7 @@ import torch
 import attnrx as rx
 from attnrx.attention import Backend, Chosen, Explicit, Fused
 from attnrx.costs import Conditions
+from attnrx.models import attach_tokens_, family_of
 from attnrx.realization import realize
 from cases import CONFIGS, PATTERNS, images, model, prescription
 
@@ -21,7 +22,7 @@ def test_compressed_models_are_one_graph() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [each.__name__ for each in BACKENDS]
+    assert done.stdout.split() == [*(each.__name__ for each in BACKENDS), "adopted"]
 
 
 @pytest.mark.gpu
@@ -52,3 +53,13 @@ if __name__ == "__main__":
                 close = 40 * torch.finfo(dtype).eps * float(wanted.abs().max())
                 torch.testing.assert_close(logits, wanted, rtol=0, atol=close)
         print(kind.__name__)
+    adopted = rx.models.TimmFamily().fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
+    for policy in (None, "ward:0.5@2"):
+        if policy is not None:
+            attach_tokens_(adopted, family_of(adopted), rx.tokens.parse_policy(policy)).eval()
+        torch.compiler.reset()
+        with torch.no_grad():
+            inputs = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+            compiled = torch.compile(adopted, fullgraph=True, dynamic=False, backend="aot_eager")
+            torch.testing.assert_close(compiled(inputs), adopted(inputs), rtol=1e-5, atol=1e-5)
+    print("adopted")

@@ -52,13 +52,18 @@ class Attention(nn.Module):
         self._plans_of: Backend | None = None
         self._plans: dict[Occasion, Plan] = {}
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Mixes the tokens."""
+    def forward(
+        self, tokens: Float[Tensor, "batch tokens width"], among: Float[Tensor, "batch keys width"] | None = None
+    ) -> Float[Tensor, "batch tokens width"]:
+        """Mixes the tokens, or lets them attend to all those that they are `among`."""
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
-        plan, scores = self.plan(tokens), self.scores
+        plan, scores = self.plan(tokens if among is None else among), self.scores
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
-        query, key, value = self._together(tokens, sides)
+        if among is None:
+            query, key, value = self._together(tokens, sides)
+        else:
+            query, (key, value) = scores.query.padded(tokens, plan.rows), self._together(among, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)

@@ -33,14 +33,14 @@ class ScoreFactors:
     """
 
     bucket: Bucket
-    query: Float[Tensor, "batch tokens owners width"]
-    key: Float[Tensor, "batch tokens owners width"]
+    query: Float[Tensor, "batch queries owners width"]
+    key: Float[Tensor, "batch keys owners width"]
     strength: Float[Tensor, "heads width"] | None
     scale: float
 
     def folded(
         self,
-    ) -> tuple[Float[Tensor, "batch heads tokens width"], Float[Tensor, "batch heads tokens width"]]:
+    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)

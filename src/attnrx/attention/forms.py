@@ -13,7 +13,8 @@ from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
-Features = Float[Tensor, "batch tokens rows"]
+Queries = Float[Tensor, "batch queries rows"]
+Keys = Float[Tensor, "batch keys rows"]
 
 
 class ScoreForm(nn.Module, ABC):
@@ -26,7 +27,7 @@ class ScoreForm(nn.Module, ABC):
         self.key = HeadLinear(spec.width, spec.rows, spec.has_bias("key"))
 
     @abstractmethod
-    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives the factors of every bucket that has directions, in order; heads of rank 0 have none.
 
         `query` and `key` are what the two projections give, padded to `rows`.
@@ -37,7 +38,7 @@ class ScoreForm(nn.Module, ABC):
         wanted = zip(buckets, self._wanted(buckets), strict=True)
         return tuple(rows for bucket, rows in wanted for _ in range(bucket.start, bucket.stop))
 
-    def parts(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
+    def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Gives every bucket that has directions with its rows of query and key."""
         rows = self._wanted(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
@@ -51,7 +52,7 @@ class ScoreForm(nn.Module, ABC):
 class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
-    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives the projected rows as they are, followed by zeros up to the width of their bucket."""
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
@@ -71,7 +72,7 @@ class SharedForm(ScoreForm):
         (bucket,) = buckets
         return (bucket.width if bucket.rank else 0,)
 
-    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives the shared rows once, and the strengths of every head."""
         (bucket,) = buckets
         if not bucket.rank:
@@ -92,7 +93,7 @@ class SvdaForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
         self._kept: Kept[dict[Bucket, Tensor]] = Kept()
 
-    def forward(self, query: Features, key: Features, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Gives unit rows and the strengths."""
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(

@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.last_layer import LastLayer
 from attnrx.models.observing import evaluating
 from attnrx.models.parts import in_parts
 from attnrx.shapes import Float, Tensor
@@ -54,6 +55,7 @@ class Adopted(nn.Module):
         self.source = source
         self.origin = origin
         self.tokens: nn.Module | None = None
+        self.last: LastLayer | None = None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Gives the logits, or the pooled features where the model has no classifier."""
@@ -63,7 +65,7 @@ class Adopted(nn.Module):
                 f"images of shape {tuple(images.shape)}: {self.origin.architecture} wants [batch, {channels}, "
                 f"{height}, {width}]. Load the data with image_size={height}."
             )
-        return in_parts(self, self.logits, images, self._largest)
+        return in_parts(self, self._answered, images, self._largest)
 
     @cached_property
     def _largest(self) -> int:
@@ -74,17 +76,36 @@ class Adopted(nn.Module):
         (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
+    def _answered(self, images: Tensor) -> Tensor:
+        """Gives the logits, and does not compute in the last layer what nobody reads."""
+        if self.last is None or self.last.watched:
+            return self.logits(images)
+        self.last.at_work = True
+        try:
+            return self.logits(images)
+        finally:
+            self.last.at_work = False
+
     def logits(self, images: Tensor) -> Tensor:
         """Runs the source on images of the right shape."""
         return self.source(images)
 
 
 class Adapter(nn.Module):
-    """Stands where the attention of a foreign layer stood, and passes on to ours."""
+    """Stands where the attention of a foreign layer stood, and passes on to ours.
+
+    Where its layer is given some tokens alone, `among` holds all those that they attend to, for one call.
+    """
 
     def __init__(self, attention: Attention):
         super().__init__()
         self.attention = attention
+        self.among: Tensor | None = None
+
+    def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+        """Gives what our attention gives."""
+        among, self.among = self.among, None
+        return self.attention(tokens, among)
 
 
 def assembled(

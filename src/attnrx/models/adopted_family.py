@@ -16,6 +16,7 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.adopted import Adapter, Adopted, Origin, require_same
 from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
+from attnrx.models.last_layer import LastLayer
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.plain_attention import model_name
 from attnrx.models.token_prices import priced_tokens
@@ -66,6 +67,10 @@ class AdoptedFamily(Family):
         """Our attention with the weights of theirs."""
 
     @abstractmethod
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """Where a block has the norm before its attention, if any; asked where the class token answers."""
+
+    @abstractmethod
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """The patch embedding."""
 
@@ -110,6 +115,7 @@ class AdoptedFamily(Family):
         for layer in self.layers(adopted.source):
             theirs = getattr(layer, self.attention_name)
             setattr(layer, self.attention_name, self.adapter_type(self.own(theirs)).train(theirs.training))
+        self._shorten_(adopted)
         require_same(self.model_type(model, origin), adopted, "its attention is not what it seems")
         self._require_rebuilt(adopted)
         return adopted
@@ -149,7 +155,8 @@ class AdoptedFamily(Family):
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         """Replaces one layer's attention; its spec is its description."""
-        self._adapters(model)[layer].attention = attention
+        adapter = self._adapters(model)[layer]
+        adapter.attention = attention.train(adapter.attention.training)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         """The two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another kind."""
@@ -162,7 +169,8 @@ class AdoptedFamily(Family):
         """Puts another map into one layer's MLP, the first (0) or the second (1)."""
         if not self.mlp(model):
             raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
-        setattr(self.layers(self._adopted(model).source)[layer].mlp, MLP_MAPS[which], linear)
+        mlp, name = self.layers(self._adopted(model).source)[layer].mlp, MLP_MAPS[which]
+        setattr(mlp, name, linear.train(getattr(mlp, name).training))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """How the model was made, the spec of every layer's attention, and the ranks of its MLP."""
@@ -187,10 +195,18 @@ class AdoptedFamily(Family):
             raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
         for layer, spec in zip(layers, specs, strict=True):
             setattr(layer, self.attention_name, self.adapter_type(Attention(from_dict(spec, (AttentionSpec,)))))
+        self._shorten_(adopted)
         for layer, pair in enumerate(description["mlp_ranks"]):
             for which, rank in enumerate(pair):
                 self._factor_(adopted, layer, which, rank)
         return adopted
+
+    def _shorten_(self, adopted: Adopted) -> None:
+        """Lets the last layer leave the patches out, where the answer is read off the tokens before them."""
+        source, layers = adopted.source, self.layers(adopted.source)
+        if layers and self.pooling(source) == "class":
+            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         """Channels, height and width of an image."""

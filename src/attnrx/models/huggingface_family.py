@@ -112,7 +112,7 @@ class HuggingFaceAttention(Adapter):
                 "output_attentions=True: an adopted model keeps no attention weights. Observe its layers with "
                 "attnrx.models.observing instead."
             )
-        return self.attention(hidden_states), None
+        return self.mixed(hidden_states), None
 
 
 class HuggingFaceFamily(AdoptedFamily):
@@ -224,6 +224,10 @@ class HuggingFaceFamily(AdoptedFamily):
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
+
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """The first norm; layers of DINOv2 have it by another name, and answer by all their tokens."""
+        return "layernorm_before"
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """The convolution of the patch embedding."""

@@ -186,16 +186,21 @@ def attach_tokens_(
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # nothing ever leaves: the model runs as it did, bit for bit
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
-    blocks[0].register_forward_pre_hook(_Begin(reduction), with_kwargs=True)
-    for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
-        block.register_forward_pre_hook(_Accumulate(reduction), with_kwargs=True)  # enters one, left the one before
     for stage, layer in enumerate(policy.layers):
-        blocks[layer - 1].register_forward_pre_hook(_Stage(reduction, stage), with_kwargs=True)
+        _first_(blocks[layer - 1], _Stage(reduction, stage))
+    for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
+        _first_(block, _Accumulate(reduction))  # what enters one, left the one before
+    _first_(blocks[0], _Begin(reduction))
     for index, layer in enumerate(layers, 1):
         _tap_(layer, index, reduction)
     if layout.pooled in _POOLED:
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
+
+
+def _first_(block: nn.Module, hook: Any) -> None:
+    """Lets the hook see what the block is given before any that is there already."""
+    block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 def _tap_(layer: Attention, index: int, reduction: TokenReduction) -> None:

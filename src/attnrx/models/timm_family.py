@@ -59,6 +59,7 @@ class TimmModel(Adopted):
         arguments = {**self.origin.arguments, "num_classes": num_classes}
         if global_pool is not None:
             arguments["global_pool"] = global_pool
+            self.last = None  # the answer may now be read off all tokens
         self.origin = replace(self.origin, arguments=arguments)
 
 
@@ -71,7 +72,7 @@ class TimmAttention(Adapter):
         """Mixes the tokens; refuses masks."""
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
-        return self.attention(x)
+        return self.mixed(x)
 
 
 class TimmFamily(AdoptedFamily):
@@ -175,6 +176,10 @@ class TimmFamily(AdoptedFamily):
         fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
         biases = {**dict(zip(names, fused, strict=True)), "output": theirs.proj.bias}
         return assembled({**weights, "output": theirs.proj.weight}, biases, theirs.num_heads, theirs.scale)
+
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """The first norm, unless the block has its norms after attention and MLP."""
+        return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """The convolution of the patch embedding."""

@@ -16,6 +16,7 @@ from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of
 from attnrx.models.blocks import block_names
+from attnrx.models.last_layer import last_layer_of
 from attnrx.planning.damages import Say
 from attnrx.planning.prices import Prices
 from attnrx.planning.space import TOKENS, Choices, Space
@@ -84,9 +85,10 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = _never_slower_mlp(mlp, attention[0, 0], space)
     attention = _never_slower(attention, space)
+    last = timer.last() / attention[0, 0]
     every = np.arange(tokens + 1)
-    wide = _between(every, grid, attention)[None].repeat(space.depth, 0)
-    narrow = _between(every, grid, mlp)[None].repeat(space.depth, 0)
+    wide = _with_last(_between(every, grid, attention), _between(every, grid, last * attention), space.depth)
+    narrow = _with_last(_between(every, grid, mlp), _between(every, grid, last * mlp), space.depth)
     return timer.whole(wide, narrow)
 
 
@@ -115,6 +117,11 @@ def _some_at_every_layer(space: Space) -> Choices:
     return replace(Choices.nothing(space.depth), leaving=(0, *((count,) * (space.depth - 1))))
 
 
+def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
+    """Gives the table of every layer. The last may compute less than the others; its ranks then save in proportion."""
+    return np.stack([*([others] * (depth - 1)), last])
+
+
 class _Timer:
     """Times blocks and models under one set of conditions, in units of the original's block at all its tokens."""
 
@@ -128,12 +135,22 @@ class _Timer:
         # A batch may pass in parts; `whole` counts how often a block then runs.
         self.parts = -(-clock.batch // images)
 
-    def _block(self, model: nn.Module) -> Callable[[torch.Tensor], Any]:
-        return self.clock.conditions.place(model.get_submodule(block_names(model, self.family)[0]))
+    def _block(self, model: nn.Module, layer: int = 0) -> Callable[[torch.Tensor], Any]:
+        return self.clock.conditions.place(model.get_submodule(block_names(model, self.family)[layer]))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Gives the times of a block at every number of tokens."""
-        block = self._block(self._at(levels)) if any(levels.values()) else self.original
+        return self._times(self._block(self._at(levels)) if any(levels.values()) else self.original)
+
+    def last(self) -> np.ndarray:
+        """Gives the times of the last block as it runs in the model, which may leave out what nobody reads."""
+        model = copy.deepcopy(self.space.model)
+        shortened = last_layer_of(model)
+        if shortened is not None:
+            shortened.at_work = True
+        return self._times(self._block(model, -1))
+
+    def _times(self, block: Callable[[torch.Tensor], Any]) -> np.ndarray:
         runs = {str(n): partial(block, self._placed(rows)) for n, rows in self.rows.items()}
         seconds = self._turns({**runs, REFERENCE: partial(self.original, self._placed(self.rows[self.grid[-1]]))})
         return np.array([seconds[str(n)] for n in self.grid])
@@ -164,7 +181,7 @@ class _Timer:
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)}, 2 * self.clock.rounds)
         own, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model a block finds its input warm: the whole says what all of them really take.
-        scale = (own - outside) / float(space.depth * attention[0, 0, 0, -1])
+        scale = (own - outside) / float(attention[:, 0, 0, -1].sum())
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
         sizes = layout.prefix, layout.patches

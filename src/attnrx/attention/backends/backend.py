@@ -17,6 +17,9 @@ class Backend(ABC):
     watches = False
     """Whether somebody is told of every call, and so must see the whole batch at once."""
 
+    takes_few_queries = False
+    """Whether it takes queries of fewer tokens than keys and values."""
+
     @abstractmethod
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Chooses which neighbouring heads are computed together, and at which padded rank."""
@@ -30,15 +33,15 @@ class Backend(ABC):
         return spec.reads
 
     @abstractmethod
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
-        """Gives the output of one bucket's heads, in the shape of their values."""
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+        """Gives the output of one bucket's heads, for every query as wide as their values."""
 
     def __call__(
         self,
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
-        values: Sequence[Float[Tensor, "batch _ tokens _"]],
-    ) -> Float[Tensor, "batch tokens features"]:
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> Float[Tensor, "batch queries features"]:
         """Gives what all heads read out, side by side, from the values of every bucket.
 
         A head without directions reads out the mean of its values.

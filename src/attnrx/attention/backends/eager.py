@@ -16,7 +16,7 @@ class Eager(Backend):
         """Groups only neighbours of equal shape."""
         return exact_buckets(spec.ranks, spec.reads)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""
         return torch.softmax(scores(factors), dim=-1) @ value
 

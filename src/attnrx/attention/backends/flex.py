@@ -20,6 +20,7 @@ class Flex(Backend):
     other. What the generated kernels cannot do (gradients on a CPU, float64, torch without them) `Fused` does.
     """
 
+    takes_few_queries = True
     LEAST = 16  # features that the generated kernels want
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
@@ -38,7 +39,7 @@ class Flex(Backend):
         """Chooses one width for what is read out."""
         return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Calls the generated kernel."""
         query, key = (side.contiguous() for side in factors.folded())
         run = flex_attention()

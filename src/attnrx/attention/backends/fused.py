@@ -17,6 +17,8 @@ class Fused(Backend):
     scale is always passed: its default would follow the padded rank.
     """
 
+    takes_few_queries = True
+
     # Above this share of the width of the values, projecting fewer rows saves less than it costs to spread them out
     # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
     # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
@@ -41,7 +43,7 @@ class Fused(Backend):
         stepped = -(-width // self.STEP) * self.STEP
         return (stepped if stepped <= whole else width,) * len(spec.heads)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Calls the fused kernel; where queries are left narrower than values, writes the attention out."""
         query, key = factors.folded()
         if query.shape[-1] < value.shape[-1]:

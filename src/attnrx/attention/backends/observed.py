@@ -40,7 +40,7 @@ class Observed(Backend):
         """Pads all heads to the one that reads out most."""
         return (max((*spec.reads, 1)),) * len(spec.heads)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes the read-out and shows how."""
         logits = scores(factors)
         attention = sized_softmax(logits, None if self.tapped is None else self.tapped.sizes())

@@ -34,7 +34,7 @@ class Ragged(Backend):
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""
         return exact_buckets(spec.ranks, self.reads(spec, occasion))
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes one bucket alone, written out."""
         return written_out(*factors.folded(), value, factors.scale)
 

@@ -51,6 +51,8 @@ class Tapped(Backend):
     is used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
+    takes_few_queries = True
+
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
@@ -68,7 +70,7 @@ class Tapped(Backend):
         """Pads all heads to one width."""
         return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads tokens reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes the read-out and shows what was asked for."""
         sizes = self.sizes()
         query, key = factors.folded()
@@ -85,9 +87,9 @@ class Tapped(Backend):
     def _written_out(
         self,
         factors: ScoreFactors,
-        value: Float[Tensor, "batch heads tokens reads"],
+        value: Float[Tensor, "batch heads keys reads"],
         sizes: Float[Tensor, "batch tokens"] | None,
-    ) -> Float[Tensor, "batch heads tokens reads"]:
+    ) -> Float[Tensor, "batch heads queries reads"]:
         query, key = factors.folded()
         outputs = []
         for part in parts_of(value, query.shape[1], query.shape[2], key.shape[2]):
