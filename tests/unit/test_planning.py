@@ -25,7 +25,7 @@ from attnrx.planning.answers import Answers
 from attnrx.planning.clock import pinned, timed_prices
 from attnrx.planning.damages import PROBED, measure_damages
 from attnrx.planning.prices import counted_prices
-from attnrx.planning.refining import weights_of
+from attnrx.planning.refining import varied, weights_of
 from attnrx.planning.resuming import recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
@@ -248,6 +248,27 @@ def test_a_search_goes_on_where_it_stopped(
     assert sought(3) == 3
     assert sought(3) <= 2  # the first, and the best of before
     assert sought(5) <= 4
+
+
+def test_a_search_varies_the_best_that_it_knows(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, space: Space, tmp_path: Path
+) -> None:
+    before = {"values": 1.0, "tokens_2": 0.5}
+    for seed in range(20):
+        found = varied(space, before, np.random.default_rng(seed))
+        moved = {name for name in found if found[name] != before.get(name)}
+        assert 1 <= len(moved) <= 3 and "tokens_1" not in moved
+        old, new = weights_of(space, before), weights_of(space, found)
+        places = {f"{axis}_{layer + 1}" for axis in old for layer in range(3) if old[axis][layer] != new[axis][layer]}
+        assert places == moved
+    told = []
+    for run in ("one", "other"):
+        ways = Ways(("scores", "tokens"), search=Search(12, storage=str(tmp_path / run)), batch_size=12)
+        told.append(plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10), ways=ways).about["trials"])
+    assert told[0] == told[1]
+    broad, later = told[0][:9], told[0][9:]  # the first, which Optuna may draw again, and eight that it draws
+    assert later and not any("_2" in name for trial in broad[:8] for name in trial["knobs"])
+    assert all(any(name.endswith(("_1", "_2", "_3")) for name in trial["knobs"]) for trial in later)
 
 
 def test_what_is_expected_of_other_images_is_wider_for_few() -> None:

@@ -3,7 +3,8 @@
 The convention is the paper's (A.6): parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
 LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are kept apart. What other
-conventions count (`attnrx.costs.conventions`) follows from the same parts.
+conventions count (`attnrx.costs.conventions`) follows from the same parts. Every layer counts all its tokens, though a
+model may leave out in the last one what nobody reads.
 """
 
 from collections.abc import Iterable

@@ -98,6 +98,7 @@ class _Making:
         self.answers = Answers.of(space.model, images, ways.batch_size)
         self.timed: dict[str, Any] | None = None
         self.trials: tuple[Trial, ...] = ()
+        self.known: dict[Choices, float] = {}
 
     @cached_property
     def prices(self) -> Prices:
@@ -183,7 +184,9 @@ class _Making:
     def _at(self, most: float, knobs: dict[str, float]) -> Trial:
         """Makes and measures the plan at a cost and a weighing."""
         step = self.steps(most, knobs)[-1]
-        trial = Trial(knobs, step, self.measured(step.choices).mean)
+        if step.choices not in self.known:
+            self.known[step.choices] = self.measured(step.choices).mean
+        trial = Trial(knobs, step, self.known[step.choices])
         self.say(f"plan at {step.price:.3f}: {trial.divergence:.4f} nats")
         return trial
 
