@@ -27,19 +27,24 @@ def even_weights(depth: int) -> dict[str, np.ndarray]:
 
 
 def allocate(
-    space: Space, prices: Prices, damages: Damages, most: float, weights: Weights | None = None
+    space: Space,
+    prices: Prices,
+    damages: Damages,
+    most: float,
+    weights: Weights | None = None,
+    start: Choices | None = None,
 ) -> tuple[Step, ...]:
     """Gives the way from the original to the first plan that costs at most this share: the best next step every time.
 
     A step goes from what is chosen to any lower level of one layer, or lets a few more patches leave before it; the
-    best one saves most per nat of damage (marginal gain per cost).
+    best one saves most per nat of damage (marginal gain per cost). The way may `start` at another plan.
 
     Raises:
         NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
     """
     weights = weights or even_weights(space.depth)
-    now = Choices.nothing(space.depth)
-    steps = [Step(now, prices.total(now), 0.0)]
+    now = start or Choices.nothing(space.depth)
+    steps = [Step(now, prices.total(now), damages.total(now, weights))]
     while steps[-1].price > most:
         best, gain = None, 0.0
         for choices in space.moves(steps[-1].choices):

@@ -118,9 +118,9 @@ class _Making:
         """Where the search begins: how much the damages of an axis count, by those of the others, when they add up."""
         return dict.fromkeys(knobs_of(self.space), 0.0)
 
-    def steps(self, most: float, knobs: dict[str, float]) -> tuple[Step, ...]:
-        steps = allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs))
-        if len(steps) == 1:
+    def steps(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> tuple[Step, ...]:
+        steps = allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs), start)
+        if len(steps) == 1 and start is None:
             raise NothingChanged(
                 f"{self.target} is met by the model as it is, whose {self.prices.of} is {steps[0].price:.3f} of the "
                 "original's here: there is nothing to plan. Ask for less."
@@ -181,19 +181,9 @@ class _Making:
         self.timed = kept[2]
         return kept[0], kept[1]
 
-    def _at(self, most: float, knobs: dict[str, float]) -> Trial:
-        """Makes and measures the plan at a cost and a weighing."""
-        step = self.steps(most, knobs)[-1]
-        if step.choices not in self.known:
-            self.known[step.choices] = self.measured(step.choices).mean
-        trial = Trial(knobs, step, self.known[step.choices])
-        self.say(f"plan at {step.price:.3f}: {trial.divergence:.4f} nats")
-        return trial
-
     def _searched(self, most: float) -> Trial:
         asked = f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.ways.reducer}"
-        measure = partial(self._at, most)
-        self.trials = refine_plan(self.space, self.ways.search, asked, measure, self.calibrated(most))
+        self.trials = refine_plan(self.space, self.ways.search, asked, _Budget(self, most), self.calibrated(most))
         return min(self.trials, key=lambda trial: trial.divergence)
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
@@ -276,6 +266,23 @@ class _Making:
         found = [next(step for step in way if step.price <= share) for share in wanted]
         points = [Point(step.price, step.damage, self.measured(step.choices).mean) for step in dict.fromkeys(found)]
         return (*points, Point(best.step.price, best.step.damage, best.divergence))
+
+
+class _Budget:
+    """Makes plans at one cost, and measures each once."""
+
+    def __init__(self, making: _Making, most: float):
+        self.making, self.most = making, most
+
+    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        return self.making.steps(self.most, knobs, start)[-1]
+
+    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        making = self.making
+        if step.choices not in making.known:
+            making.known[step.choices] = making.measured(step.choices).mean
+            making.say(f"plan at {step.price:.3f}: {making.known[step.choices]:.4f} nats")
+        return Trial(knobs, step, making.known[step.choices])
 
 
 def expected_of(deviation: Deviation) -> dict[str, Expected]:

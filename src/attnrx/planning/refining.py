@@ -1,33 +1,35 @@
 """Refining a plan against what is measured: a search for how much every damage should count.
 
-Optuna finds how much each kind of damage counts, and how that changes over the layers; then the best plan is varied,
-a few layers at a time. Optuna keeps the trials of both.
+Optuna finds how much each kind of damage counts, and how that changes over the layers; then the best plan is varied: a
+few choices are changed at random, and the closed form meets the budget from there. Optuna keeps the trials of both.
 """
 
 import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.planning.allocating import Step, even_weights
 from attnrx.planning.damages import Weights
-from attnrx.planning.space import AXES, TOKENS, Space
+from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
-# This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known: damages
-# in a few layers count more or less, by powers of two of this deviation.
-BROAD, BROAD_LEAST, DEVIATION, MOST_VARIED = 1 / 3, 8, 1.5, 3
+# This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known, by so
+# many choices at most, and so often until a plan is new.
+BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 3, 20
 # Damages of one axis count up to 2**RANGE times as much as measured alone, or as little; over the layers they tilt.
 RANGE, TILT = 4.0, 2.0
-KNOBS = "knobs"
+KNOBS, CHOICES = "knobs", "choices"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that was made and measured: the knobs it came from, and the mean divergence on the images."""
+    """One plan that was made and measured: the knobs it came from, and the mean divergence on the images.
+
+    A varied plan has the knobs of the one that it was varied from.
+    """
 
     knobs: dict[str, float]
     step: Step
@@ -52,19 +54,12 @@ class Search:
 
 
 def weights_of(space: Space, knobs: dict[str, float]) -> Weights:
-    """Gives the weight of every damage: a power of two for its axis, which changes from the first layer to the last,
-    and by what single layers have of their own.
-    """
+    """Gives the weight of every damage: a power of two for its axis, which changes from the first layer to the last."""
     across = np.linspace(-0.5, 0.5, space.depth)
     found = even_weights(space.depth)
     for axis in AXES:
-        own = np.array([knobs.get(_in_layer(axis, layer), 0.0) for layer in range(space.depth)])
-        found[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across + own)
+        found[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across)
     return found
-
-
-def _in_layer(axis: str, layer: int) -> str:
-    return f"{axis}_{layer + 1}"
 
 
 def knobs_of(space: Space) -> dict[str, tuple[float, float]]:
@@ -76,25 +71,32 @@ def knobs_of(space: Space) -> dict[str, tuple[float, float]]:
     return {**levels, **tilts}
 
 
-def varied(space: Space, knobs: dict[str, float], random: np.random.Generator) -> dict[str, float]:
-    """Lets damages in a few layers count more or less than they do by these knobs."""
-    places = [
-        _in_layer(axis, layer)
-        for axis in space.axes
-        for layer in range(1 if axis == TOKENS else 0, space.depth)
-        if axis == TOKENS or space.available(axis)
-    ]
-    count = min(1 + int(random.integers(MOST_VARIED)), len(places))
-    chosen = random.choice(places, count, replace=False)
-    moved = {str(name): knobs.get(str(name), 0.0) + DEVIATION * float(random.standard_normal()) for name in chosen}
-    return {**knobs, **moved}
+def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
+    """Takes up to `MOST_VARIED` things back, or lets as many more go: any levels and any numbers of patches."""
+    ways = space.ways_back if random.integers(2) else space.moves
+    for _ in range(1 + int(random.integers(MOST_VARIED))):
+        found = list(ways(choices))
+        if found:
+            choices = found[int(random.integers(len(found)))]
+    return choices
 
 
-def refine_plan(
-    space: Space, search: Search, asked: str, measure: Callable[[dict[str, float]], Trial], first: dict[str, float]
-) -> tuple[Trial, ...]:
+@runtime_checkable
+class Budget(Protocol):
+    """Makes plans at one cost, and measures them."""
+
+    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        """Gives the plan at some knobs, on the way from the original or from another plan."""
+        ...
+
+    def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+        """Measures a plan, unless it was measured before."""
+        ...
+
+
+def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first: dict[str, float]) -> tuple[Trial, ...]:
     """Makes and measures plans, the first at the given knobs, and gives them as they came."""
-    made = [measure(first)]
+    made = [budget.tried(first, budget.step(first))]
     if search.trials < 2:
         return tuple(made)
     try:
@@ -112,32 +114,43 @@ def refine_plan(
     )
     if not study.trials:
         study.enqueue_trial(first)
-    known = {json.dumps(first, sort_keys=True): made[0]}
 
     def objective(trial: Any) -> float:
-        knobs = _proposed(space, search, trial)
+        knobs, step = _proposed(space, search, budget, trial)
         trial.set_user_attr(KNOBS, knobs)
-        key = json.dumps(knobs, sort_keys=True)
-        if key not in known:
-            known[key] = measure(knobs)
-            made.append(known[key])
-        return known[key].divergence
+        trial.set_user_attr(CHOICES, asdict(step.choices))
+        made.append(budget.tried(knobs, step))
+        return made[-1].divergence
 
     done = sum(trial.state.is_finished() for trial in study.trials)
     if done < search.trials:
         study.optimize(objective, n_trials=search.trials - done)
-    best = study.best_trial.user_attrs[KNOBS]
-    if json.dumps(best, sort_keys=True) not in known:  # found by a search before this one
-        made.append(measure(best))
+    knobs, choices = _known(study.best_trial)
+    if all(choices != trial.step.choices for trial in made):  # found by a search before this one, or elsewhere
+        made.append(budget.tried(knobs, budget.step(knobs, choices)))
     return tuple(made)
 
 
-def _proposed(space: Space, search: Search, trial: Any) -> dict[str, float]:
-    """Gives the knobs to try: drawn by Optuna at first, then varied from the best that is known."""
+def _proposed(space: Space, search: Search, budget: Budget, trial: Any) -> tuple[dict[str, float], Step]:
+    """Gives the plan to try: at knobs drawn by Optuna at first, then varied from the best that is known."""
     if trial.number < max(BROAD_LEAST, round(BROAD * search.trials)):
-        return {name: trial.suggest_float(name, *span) for name, span in knobs_of(space).items()}
-    best = trial.study.best_trial.user_attrs[KNOBS]
-    return varied(space, best, np.random.default_rng((search.seed, trial.number)))
+        knobs = {name: trial.suggest_float(name, *span) for name, span in knobs_of(space).items()}
+        return knobs, budget.step(knobs)
+    random = np.random.default_rng((search.seed, trial.number))
+    knobs, best = _known(trial.study.best_trial)
+    seen = [_known(each)[1] for each in trial.study.trials if CHOICES in each.user_attrs]
+    for _ in range(ATTEMPTS):
+        with suppress(NotSupported):  # what was taken back may be needed
+            step = budget.step(knobs, varied(space, best, random))
+            if step.choices not in seen:
+                return knobs, step
+    return knobs, budget.step(knobs, best)
+
+
+def _known(trial: Any) -> tuple[dict[str, float], Choices]:
+    """Reads the knobs and the choices of a trial that Optuna keeps."""
+    choices = {name: tuple(own) for name, own in trial.user_attrs[CHOICES].items()}
+    return trial.user_attrs[KNOBS], Choices(**choices)
 
 
 def _address(storage: str | None) -> str | None:
