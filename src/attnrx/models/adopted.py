@@ -104,7 +104,10 @@ class Adapter(nn.Module):
 
     def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
         """Gives what our attention gives."""
-        among, self.among = self.among, None
+        among = self.among
+        if among is None:
+            return self.attention(tokens)
+        self.among = None
         return self.attention(tokens, among)
 
 
