@@ -18,7 +18,7 @@ from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
 # This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known, by so
 # many choices at most, and so often until a plan is new.
-BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 3, 20
+BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 2, 20
 # Damages of one axis count up to 2**RANGE times as much as measured alone, or as little; over the layers they tilt.
 RANGE, TILT = 4.0, 2.0
 KNOBS, CHOICES = "knobs", "choices"
