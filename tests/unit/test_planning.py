@@ -104,6 +104,14 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
         assert damages.of_leaving(layer, count, own.patches) == pytest.approx(alone, rel=1e-6, abs=1e-8)
 
 
+def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
+    answers = Answers.of(model, pixels(CONFIG, 10), 4)
+    for count, images in ((1, 4), (4, 4), (5, 8), (9, 10), (99, 10)):
+        part = answers.first(count)
+        assert (len(part), sum(map(len, part.batches)), len(part.logs)) == (images,) * 3
+        assert torch.equal(part.measure(model).divergence, answers.measure(model).divergence[:images])
+
+
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
     damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)
     for axis in RANKS:

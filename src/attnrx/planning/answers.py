@@ -58,6 +58,16 @@ class Answers:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def first(self, count: int) -> "Answers":
+        """Gives the first batches, of so many images together or a few more."""
+        kept, images = [], 0
+        for batch in self.batches:
+            if images >= count:
+                break
+            kept.append(batch)
+            images += len(batch)
+        return Answers(tuple(kept), self.labels[:images], self.logs[:images])
+
     def measure(self, candidate: nn.Module) -> Deviation:
         """Asks a candidate, and compares."""
         with evaluating([candidate]):

@@ -30,6 +30,9 @@ from attnrx.tokens import Reducer, parse_reducer
 # A plan for the clock is made again with a smaller target until the clock agrees, so often.
 # Between NEAR and all of the target is near enough; CARE is aimed at.
 ATTEMPTS, NEAR, CARE = 4, 0.95, 0.98
+# Every choice alone is measured on so many images, since there are many choices; whole plans on all, since the best of
+# many on few images is best by chance.
+FOR_DAMAGES = 96
 # Plans of the front, from the whole model to the target.
 FRONT = 5
 # Halvings of the share in which a drop is sought.
@@ -73,7 +76,7 @@ def plan(
     """Shares one budget out over ranks and tokens, for the least divergence of the answers.
 
     What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it does
-    to the answers is measured on `images`, each alone. The closed form takes whatever saves most for its damage;
+    to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most for its damage;
     because damages do not quite add up, a search then weighs them, by the divergence of whole plans on `images`. What
     is promised is measured on `others`, which nothing was chosen by; labels are used there, and for a target of
     accuracy.
@@ -111,7 +114,7 @@ class _Making:
 
     @cached_property
     def damages(self) -> Damages:
-        return measure_damages(self.space, self.answers, self.say)
+        return measure_damages(self.space, self.answers.first(FOR_DAMAGES), self.say)
 
     @cached_property
     def first(self) -> dict[str, float]:
