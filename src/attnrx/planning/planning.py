@@ -76,10 +76,10 @@ def plan(
     """Shares one budget out over ranks and tokens, for the least divergence of the answers.
 
     What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it does
-    to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most for its damage;
-    because damages do not quite add up, a search then weighs them, by the divergence of whole plans on `images`. What
-    is promised is measured on `others`, which nothing was chosen by; labels are used there, and for a target of
-    accuracy.
+    to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most for its
+    damage; because damages do not quite add up, a search then weighs them, by the divergence of whole plans on
+    `images`. What is promised is measured on `others`, which nothing was chosen by; labels are used there, and for a
+    target of accuracy.
 
     Raises:
         NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
