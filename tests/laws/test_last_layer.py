@@ -168,3 +168,22 @@ def test_gradients_are_those_of_all_tokens() -> None:
         found.append([inputs.grad, *(parameter.grad for parameter in model.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_dropout_of_nothing_is_left_out_of_the_copy_alone() -> None:
+    source = of_timm("vit_tiny_patch16_224")
+    adopted: Any = TIMM.adopt(source)
+    assert not any(isinstance(part, nn.Dropout) for part in adopted.source.blocks.modules())
+    assert any(isinstance(part, nn.Dropout) for part in source.blocks.modules())
+
+
+def test_both_maps_of_a_low_rank_map_can_be_watched_and_replaced() -> None:
+    linear, features = rx.models.LowRankLinear(6, 5, 2).double(), torch.randn(3, 4, 6, dtype=torch.float64)
+    wanted = linear.second(linear.first(features))
+    torch.testing.assert_close(linear(features), wanted, rtol=0, atol=0)
+    for part in (linear.first, linear.second):
+        handle = part.register_forward_hook(lambda *told: torch.zeros_like(told[2]))
+        assert not torch.equal(linear(features), wanted)
+        handle.remove()
+    linear.second = nn.Sequential(linear.second, nn.ReLU())  # type: ignore[assignment]
+    torch.testing.assert_close(linear(features), wanted.relu(), rtol=0, atol=0)
