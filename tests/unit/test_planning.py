@@ -119,7 +119,8 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
     for layer in (1, 2):
         grown = [damages.of_leaving(layer, count, 16) for count in range(1, 9)]
         assert grown == sorted(grown)
-        assert damages.of_leaving(layer, 2, 8) == pytest.approx(damages.of_leaving(layer, 4, 16))
+        both = damages.of_leaving(layer, 4, 16) + damages.of_leaving(layer, 2, 12)
+        assert both == pytest.approx(damages.of_leaving(layer, 6, 16))  # what leaves later does what it adds
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
     alone = damages.ranks["scores"][0, 2] + damages.ranks["values"][1, 3] + damages.of_leaving(2, 4, 16)
     assert damages.total(both, even_weights(3)) == pytest.approx(alone)

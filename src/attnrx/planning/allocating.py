@@ -1,6 +1,6 @@
 """Sharing a budget out: again and again whatever saves most for the damage it does, in closed form."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from attnrx.planning.prices import Prices
 from attnrx.planning.space import AXES, Choices, Space
 
 NOTHING = 1e-12
+STAGES = "stages"
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,23 @@ def allocate(
     """Gives the way from the original to the first plan that costs at most this share: the best next step every time.
 
     A step goes from what is chosen to any lower level of one layer, or lets a few more patches leave before it; the
-    best one saves most per nat of damage (marginal gain per cost). The way may `start` at another plan.
+    best one saves most per nat of damage (marginal gain per cost). The way may `start` at another plan. A weight of
+    STAGES makes every stage at which tokens leave seem dearer, so that there are fewer and larger ones, or cheaper.
 
     Raises:
         NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
     """
     weights = weights or even_weights(space.depth)
+    seeming = replace(prices, stages=prices.stages * float(weights.get(STAGES, np.ones(1))[0]))
     now = start or Choices.nothing(space.depth)
     steps = [Step(now, prices.total(now), damages.total(now, weights))]
     while steps[-1].price > most:
-        best, gain = None, 0.0
+        best, gain, before = None, 0.0, seeming.total(steps[-1].choices)
         for choices in space.moves(steps[-1].choices):
-            price, damage = prices.total(choices), damages.total(choices, weights)
-            saved, done = steps[-1].price - price, damage - steps[-1].damage
+            damage = damages.total(choices, weights)
+            saved, done = before - seeming.total(choices), damage - steps[-1].damage
             if saved > NOTHING and saved / max(done, NOTHING) > gain:
-                best, gain = Step(choices, price, damage), saved / max(done, NOTHING)
+                best, gain = Step(choices, prices.total(choices), damage), saved / max(done, NOTHING)
         if best is None:
             raise NotSupported(
                 f"no plan over {', '.join(space.axes)} comes to {most:g} of the original's {prices.of}: the cheapest "

@@ -25,7 +25,7 @@ Weights = Mapping[str, np.ndarray]
 
 # The levels (places in LEVELS) at which the answers are measured, and the shares of the patches that leave.
 PROBED = (2, 4)
-LEAVING = (1 / 24, 1 / 8, 1 / 3)
+LEAVING = (1 / 24, 1 / 8, 1 / 3, 2 / 3)
 LEAST = 1e-9
 
 
@@ -35,23 +35,29 @@ class Damages:
 
     `ranks` is [layer, level] for every axis. Of the tokens `places` and `tokens` [layer, place] hold the logarithms of
     what was measured at some numbers of patches that leave; between and beyond, the divergence grows as a power of
-    their number. Where fewer patches are there than at first, the same share of them does the same damage.
+    their number. Where some have left before, it is what leaves in addition that counts: those that are left are less
+    alike.
     """
 
     ranks: Mapping[str, np.ndarray]
     places: np.ndarray
     tokens: np.ndarray
     patches: int
-    _known: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_leaving(self, layer: int, count: int, present: int) -> float:
         """Gives what it costs that so many of the patches that are there leave before a layer."""
         if not count:
             return 0.0
-        key = (layer, count, present)
+        gone = self.patches - present
+        return self._of_gone(layer, gone + count) - self._of_gone(layer, gone)
+
+    def _of_gone(self, layer: int, gone: int) -> float:
+        if not gone:
+            return 0.0
+        key = (layer, gone)
         if key not in self._known:
-            place = math.log(count * self.patches / present)
-            self._known[key] = math.exp(_on_line(place, self.places, self.tokens[layer]))
+            self._known[key] = math.exp(_on_line(math.log(gone), self.places, self.tokens[layer]))
         return self._known[key]
 
     def total(self, choices: Choices, weights: Weights) -> float:

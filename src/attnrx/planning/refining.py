@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.planning.allocating import Step, even_weights
+from attnrx.planning.allocating import STAGES, Step, even_weights
 from attnrx.planning.damages import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
@@ -21,6 +21,8 @@ from attnrx.planning.space import AXES, TOKENS, Choices, Space
 BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 2, 20
 # Damages of one axis count up to 2**RANGE times as much as measured alone, or as little; over the layers they tilt.
 RANGE, TILT = 4.0, 2.0
+# A stage at which tokens leave seems up to 2**DEARER times as dear as it is, or as cheap.
+DEARER = 2.0
 KNOBS, CHOICES = "knobs", "choices"
 
 
@@ -59,16 +61,19 @@ def weights_of(space: Space, knobs: dict[str, float]) -> Weights:
     found = even_weights(space.depth)
     for axis in AXES:
         found[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across)
+    found[STAGES] = np.full(1, 2.0 ** knobs.get(STAGES, 0.0))
     return found
 
 
 def knobs_of(space: Space) -> dict[str, tuple[float, float]]:
-    """Names what is searched, with its range: only what counts against another axis, and the tilts."""
+    """Names what is searched, with its range: only what counts against another axis, the tilts, and how dear a stage
+    at which tokens leave is to seem.
+    """
     ranks = [axis for axis in space.axes if axis != TOKENS and space.available(axis)]
     first = next(iter(ranks), None) if TOKENS not in space.axes else None
     levels = {axis: (-RANGE, RANGE) for axis in ranks if axis != first}
     tilts = {f"{axis}_tilt": (-TILT, TILT) for axis in space.axes if axis == TOKENS or axis in ranks}
-    return {**levels, **tilts}
+    return {**levels, **tilts, **({STAGES: (-DEARER, DEARER)} if TOKENS in space.axes else {})}
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:

@@ -23,7 +23,7 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 
 # How many steps more patches may leave at once: a stage costs something however few leave.
-JUMPS = (1, 2, 4, 8)
+JUMPS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
