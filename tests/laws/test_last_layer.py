@@ -32,7 +32,8 @@ def batch(model: Any, count: int = 3) -> torch.Tensor:
 def seen_by_the_last_mlp(model: Any) -> Iterator[list[int]]:
     """Counts the tokens by a function that replaces the MLP's own, which nobody can tell from it."""
     seen: list[int] = []
-    mlp = family_of(model).layers(model.source)[-1].mlp  # type: ignore[attr-defined]
+    family: Any = family_of(model)
+    mlp = family.layers(model.source)[-1].mlp
     own = mlp.forward
 
     def counting(tokens: torch.Tensor) -> torch.Tensor:
@@ -178,12 +179,13 @@ def test_dropout_of_nothing_is_left_out_of_the_copy_alone() -> None:
 
 
 def test_both_maps_of_a_low_rank_map_can_be_watched_and_replaced() -> None:
-    linear, features = rx.models.LowRankLinear(6, 5, 2).double(), torch.randn(3, 4, 6, dtype=torch.float64)
+    linear: Any = rx.models.LowRankLinear(6, 5, 2).double()
+    features = torch.randn(3, 4, 6, dtype=torch.float64)
     wanted = linear.second(linear.first(features))
     torch.testing.assert_close(linear(features), wanted, rtol=0, atol=0)
     for part in (linear.first, linear.second):
         handle = part.register_forward_hook(lambda *told: torch.zeros_like(told[2]))
         assert not torch.equal(linear(features), wanted)
         handle.remove()
-    linear.second = nn.Sequential(linear.second, nn.ReLU())  # type: ignore[assignment]
+    linear.second = nn.Sequential(linear.second, nn.ReLU())
     torch.testing.assert_close(linear(features), wanted.relu(), rtol=0, atol=0)

@@ -35,10 +35,10 @@ class LastLayer:
     def __call__(self, block: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Sends the tokens before the patches on, and all of them to the attention."""
         tokens = given[0] if given else named["hidden_states"]
-        adapter = block.get_submodule(self.attention)
-        if not (self.at_work and _takes_few(adapter.attention, tokens)):  # type: ignore[arg-type]
+        adapter: Any = block.get_submodule(self.attention)
+        if not (self.at_work and _takes_few(adapter.attention, tokens)):
             return given, named
-        adapter.among = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)  # type: ignore[assignment]
+        adapter.among = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
         few = tokens[:, : self.prefix]
         return ((few, *given[1:]), named) if given else (given, {**named, "hidden_states": few})
 
