@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from attnrx.attention import Eager, Explicit, Fused, using
+from attnrx.attention import Attention, Eager, Explicit, Fused, Tapped, using
 from attnrx.attention.backends import explicit
 from attnrx.models import family_of, observing, parts
 from attnrx.realization import realize
+from attnrx.spec import AttentionSpec
 from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
 
 
@@ -70,3 +71,26 @@ def test_written_out_equals_eager_with_any_number_of_images_at_once(
         logits = small(inputs)
     with torch.no_grad(), using(layers, [Eager() for _ in layers]):
         torch.testing.assert_close(logits, small(inputs), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize("together", [1, 2, 9])
+@pytest.mark.parametrize("reads", [(4, 4, 4), (1, 4, 2)])
+@pytest.mark.parametrize("ranks", [(3, 3, 3), (2, 2, 1), (4, 0, 2)])
+def test_heads_of_any_widths_are_written_out_some_images_at_a_time(
+    ranks: tuple[int, ...], reads: tuple[int, ...], together: int, sized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec("dense", 12, 4, ranks, (0, 1, 2), 0.5, 4, value_ranks=reads)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(5, 7, 12, generator=generator, dtype=torch.float64)
+    sizes = torch.randint(0, 4, (5, 7), generator=generator).double()  # one of size 0 has left
+    sizes[:, 0] = 1
+    counted = (lambda: sizes) if sized else (lambda: None)
+    layer = Attention(spec, Tapped(counted, print, ())).double().eval()
+    truth = layer(tokens).detach()  # where gradients are recorded nothing is written out
+    monkeypatch.setattr(explicit, "FEW_TOKENS", 0)
+    monkeypatch.setattr(explicit, "CACHED", together * 2 * sum(rank > 0 for rank in ranks) * 7 * 7 * 8)
+    with torch.no_grad():
+        layer.backend = Explicit(counted)
+        torch.testing.assert_close(layer(tokens), truth, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(layer(tokens[:, :2], tokens), truth[:, :2], rtol=1e-12, atol=1e-12)

@@ -1,11 +1,12 @@
 """Choosing a backend: the fastest that is right, measured once, kept on disk, pinned on request."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnrx.attention import Attention, Backend, Chosen, Eager, Explicit, Fused, Occasion, choosing
+from attnrx.attention import Attention, Backend, Chosen, Eager, Explicit, Fused, Occasion, Tapped, choosing
 from attnrx.attention.factors import ScoreFactors
 from attnrx.errors import CheckpointError
 from attnrx.hardware import Measurements, cache_folder
@@ -13,10 +14,11 @@ from attnrx.spec import AttentionSpec
 from attnrx.storage import read_json, write_json
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
+WIDE = replace(SPEC, ranks=(4, 4, 4))
 OCCASION = Occasion(2, 5, "cpu", torch.float64, 1, True)
 
 
-class Wrong(Explicit):
+class Wrong(Eager):
     """The fastest of all, but wrong."""
 
     def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
@@ -70,11 +72,12 @@ def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pyte
 
 def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(monkeypatch)
-    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Fused
+    assert type(Chosen(measure=False).at(WIDE, OCCASION)) is Fused
+    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Explicit  # without a measurement: narrow on a CPU
     assert type(Chosen().at(SPEC, OCCASION._replace(free=False))) is Fused
     assert type(Chosen().at(SPEC, OCCASION._replace(device="meta"))) is Fused
     monkeypatch.setenv("ATTNRX_MEASURE", "0")
-    assert type(Chosen().at(SPEC, OCCASION)) is Fused
+    assert type(Chosen().at(WIDE, OCCASION)) is Fused
     layer, tokens = Attention(SPEC, Chosen()), torch.randn(2, 5, 12)
     layer(tokens).sum().backward()
     assert not cache.exists()
@@ -89,8 +92,29 @@ def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: p
     forbid(monkeypatch)
     backend = Chosen(str(table), pinned=True)
     assert type(backend.at(SPEC, OCCASION)) is Slow
-    assert type(backend.at(SPEC, OCCASION._replace(images=3))) is Fused
+    assert type(backend.at(WIDE, OCCASION._replace(images=3))) is Fused
     assert table.read_bytes() == written and not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "images", "written"),
+    [
+        ((4, 4, 4), 400, False),
+        ((2, 2, 2), 400, True),
+        ((4, 2, 1), 400, True),  # every head at its own rank
+        ((4, 2, 1), 1, False),  # with few tokens all heads at the largest
+        ((2, 2, 2), 1, True),
+        ((0, 0, 0), 400, False),
+    ],
+)
+def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images: int, written: bool) -> None:
+    spec, occasion = replace(SPEC, ranks=ranks), OCCASION._replace(images=images)
+    sized, watched = (Tapped(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
+    for backend in (Fused(), sized):
+        assert (type(backend.at(spec, occasion)) is Explicit) == written
+        assert backend.at(spec, occasion._replace(free=False)) is backend
+        assert backend.at(spec, occasion._replace(device="cuda")) is backend
+    assert watched.at(spec, occasion) is watched
 
 
 def test_measurements_survive_others_and_damage(cache: Path, tmp_path: Path) -> None:

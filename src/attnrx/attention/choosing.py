@@ -58,15 +58,15 @@ class Chosen(Fused):
         """Gives the candidate to run."""
         candidates = CANDIDATES.get(occasion.device)
         if not occasion.free or candidates is None:
-            return self._fused
+            return self._fused.at(spec, occasion)
         known, key = self._measurements(occasion.device), key_of(spec, occasion)
         record = known.get(key)
         if record is None:
             if not self.measure or not may_measure():
-                return self._fused
+                return self._fused.at(spec, occasion)
             record = chosen(trials(spec, occasion, candidates))
             known.put(key, record)
-        return candidates.get(record["backend"], Fused)()
+        return candidates.get(record["backend"], Fused)().at(spec, occasion)
 
     def _measurements(self, device: str) -> Measurements:
         if device not in self._known:

@@ -27,12 +27,14 @@ from attnrx.planning.target import DROP, Target
 from attnrx.realization import realize
 from attnrx.tokens import Reducer, parse_reducer
 
-# A plan for the clock is made again with a smaller target until the clock agrees, so often.
-# Between NEAR and all of the target is near enough; CARE is aimed at.
-ATTEMPTS, NEAR, CARE = 4, 0.95, 0.98
+# A plan for the clock is made again until the clock agrees, so often. Between NEAR and all of the target is near
+# enough; CARE is aimed at.
+ATTEMPTS, NEAR, CARE = 4, 0.98, 0.993
 # Every choice alone is measured on so many images, since there are many choices; whole plans on all, since the best of
 # many on few images is best by chance.
 FOR_DAMAGES = 96
+# Levels are eighths of a head's directions; for the clock ranks are multiples of one, which kernels like.
+EIGHTHS = 8
 # Plans of the front, from the whole model to the target.
 FRONT = 5
 # Halvings of the share in which a drop is sought.
@@ -58,10 +60,12 @@ class Ways:
     say: Say = silent
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Gives all plans: ragged ranks where arithmetic counts, even ones where the clock does."""
+        """Gives all plans: every head at its own rank, unless a clock on CUDA counts, where heads are padded."""
         reducer: Reducer | None = parse_reducer(self.reducer) if TOKENS in self.axes else None
-        form = "uniform_rank" if target.spend == "latency" else "total_rank"
-        return Space(model, diagnosis, reducer, self.axes, form)
+        clocked = target.spend == "latency"
+        form = "uniform_rank" if clocked and self.clock.conditions.on_cuda else "total_rank"
+        least = min(layer.spec.head_dim for layer in family_of(model).attention(model))
+        return Space(model, diagnosis, reducer, self.axes, form, multiple=max(least // EIGHTHS, 1) if clocked else 1)
 
 
 def plan(
@@ -159,22 +163,24 @@ class _Making:
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
-        best = self._searched(most)
-        return self._by_the_clock(best, most) if self.target.spend == "latency" else (best, most)
+        return self._by_the_clock(most) if self.target.spend == "latency" else (self._searched(most), most)
 
-    def _by_the_clock(self, trial: Trial, most: float) -> tuple[Trial, float]:
-        """Asks for as much less, or more, as the clock says, and keeps the nearest plan that it finds fast enough."""
+    def _by_the_clock(self, most: float) -> tuple[Trial, float]:
+        """Asks for as much less, or more, as the clock says, and keeps the best plan that it finds fast enough.
+
+        By how much the prices are off where such plans are, the closed form alone tells before anything is searched.
+        """
         allowed, said, kept = most, [], None
         for attempt in range(ATTEMPTS):
-            trial = self._searched(allowed) if attempt else trial
+            trial = self._searched(allowed) if attempt else self._first(allowed)
             timed = self._clocked(trial)
             said.append(timed["ratio"])
             self.say(f"the clock says {said[-1]:.3f} where {trial.step.price:.3f} was predicted")
-            if said[-1] <= most and (kept is None or said[-1] > kept[2]["ratio"]):
+            if said[-1] <= most and (kept is None or trial.divergence < kept[0].divergence):
                 kept = trial, allowed, timed
-            if NEAR * most <= said[-1] <= most:
+            if NEAR * most <= said[-1] <= most and (attempt or self.ways.search.trials < 2):
                 break
-            allowed *= CARE * most / said[-1]
+            allowed = trial.step.price * CARE * most / said[-1]
         if kept is None:
             raise NotSupported(
                 f"{self.target} cannot be promised: of plans priced at about {most:.3f} the clock said "
@@ -184,9 +190,16 @@ class _Making:
         self.timed = kept[2]
         return kept[0], kept[1]
 
+    def _first(self, most: float) -> Trial:
+        budget, knobs = _Budget(self, most), self.calibrated(most)
+        return budget.tried(knobs, budget.step(knobs))
+
     def _searched(self, most: float) -> Trial:
-        asked = f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.ways.reducer}"
-        self.trials = refine_plan(self.space, self.ways.search, asked, _Budget(self, most), self.calibrated(most))
+        asked = (
+            f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.ways.reducer} "
+            f"{len(self.answers)}"
+        )
+        self.trials = refine_plan(self.space, self.ways.search, asked, _Budget(self, most), self._first(most))
         return min(self.trials, key=lambda trial: trial.divergence)
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
 # This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known, by so
 # many choices at most, and so often until a plan is new.
-BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 2, 20
-# Damages of one axis count up to 2**RANGE times as much as measured alone, or as little; over the layers they tilt.
-RANGE, TILT = 4.0, 2.0
-# A stage at which tokens leave seems up to 2**DEARER times as dear as it is, or as cheap.
-DEARER = 2.0
+BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 3, 40
+# Damages of one axis count up to 2**RANGE times as much as measured alone, or as little. A search goes so many powers
+# of two beyond where it begins: for an axis, for its tilt over the layers, for how dear stages at which tokens leave
+# seem.
+RANGE, SPAN, TILT, DEARER = 4.0, 1.5, 1.0, 1.0
 KNOBS, CHOICES = "knobs", "choices"
 
 
@@ -40,7 +40,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """How a plan is refined: so many trials in all, drawn from `seed`.
+    """How a plan is refined: so many trials in all, drawn from `seed`, the later ones near the best that is known.
 
     With a `storage`, a file or an address of Optuna, trials are kept there under a name that says what is sought:
     a search that was stopped goes on, and several machines that share it search together.
@@ -65,22 +65,21 @@ def weights_of(space: Space, knobs: dict[str, float]) -> Weights:
     return found
 
 
-def knobs_of(space: Space) -> dict[str, tuple[float, float]]:
-    """Names what is searched, with its range: only what counts against another axis, the tilts, and how dear a stage
-    at which tokens leave is to seem.
+def knobs_of(space: Space) -> dict[str, float]:
+    """Names what is searched, and how far from where the search begins: only what counts against another axis, the
+    tilts, and how dear a stage at which tokens leave is to seem.
     """
     ranks = [axis for axis in space.axes if axis != TOKENS and space.available(axis)]
     first = next(iter(ranks), None) if TOKENS not in space.axes else None
-    levels = {axis: (-RANGE, RANGE) for axis in ranks if axis != first}
-    tilts = {f"{axis}_tilt": (-TILT, TILT) for axis in space.axes if axis == TOKENS or axis in ranks}
-    return {**levels, **tilts, **({STAGES: (-DEARER, DEARER)} if TOKENS in space.axes else {})}
+    levels = {axis: SPAN for axis in ranks if axis != first}
+    tilts = {f"{axis}_tilt": TILT for axis in space.axes if axis == TOKENS or axis in ranks}
+    return {**levels, **tilts, **({STAGES: DEARER} if TOKENS in space.axes else {})}
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Takes up to `MOST_VARIED` things back, or lets as many more go: any levels and any numbers of patches."""
-    ways = space.ways_back if random.integers(2) else space.moves
+    """Changes up to `MOST_VARIED` things: takes them back, or lets as many more go, to any level or number."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
-        found = list(ways(choices))
+        found = list((space.ways_back if random.integers(2) else space.moves)(choices))
         if found:
             choices = found[int(random.integers(len(found)))]
     return choices
@@ -99,11 +98,13 @@ class Budget(Protocol):
         ...
 
 
-def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first: dict[str, float]) -> tuple[Trial, ...]:
-    """Makes and measures plans, the first at the given knobs, and gives them as they came."""
-    made = [budget.tried(first, budget.step(first))]
+def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first: Trial) -> tuple[Trial, ...]:
+    """Makes and measures plans beside the first, and gives all as they came.
+
+    The first third of them comes from knobs about those of the first, the others vary the best that is known.
+    """
     if search.trials < 2:
-        return tuple(made)
+        return (first,)
     try:
         import optuna
     except ImportError as error:
@@ -113,21 +114,24 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=_address(search.storage),
-        study_name=f"attnrx 2 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
+        study_name=f"attnrx 3 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
     )
-    if not study.trials:
-        study.enqueue_trial(first)
+    if not study.get_trials(deepcopy=False):
+        study.enqueue_trial(first.knobs)
+    broad = max(BROAD_LEAST, round(BROAD * search.trials))
+    proposals = _Proposals(space, budget, first, broad, search.seed)
+    made = [first]
 
     def objective(trial: Any) -> float:
-        knobs, step = _proposed(space, search, budget, trial)
+        knobs, step = proposals.next(trial)
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
         made.append(budget.tried(knobs, step))
         return made[-1].divergence
 
-    done = sum(trial.state.is_finished() for trial in study.trials)
+    done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
     if done < search.trials:
         study.optimize(objective, n_trials=search.trials - done)
     knobs, choices = _known(study.best_trial)
@@ -136,20 +140,38 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
     return tuple(made)
 
 
-def _proposed(space: Space, search: Search, budget: Budget, trial: Any) -> tuple[dict[str, float], Step]:
-    """Gives the plan to try: at knobs drawn by Optuna at first, then varied from the best that is known."""
-    if trial.number < max(BROAD_LEAST, round(BROAD * search.trials)):
-        knobs = {name: trial.suggest_float(name, *span) for name, span in knobs_of(space).items()}
-        return knobs, budget.step(knobs)
-    random = np.random.default_rng((search.seed, trial.number))
-    knobs, best = _known(trial.study.best_trial)
-    seen = [_known(each)[1] for each in trial.study.trials if CHOICES in each.user_attrs]
-    for _ in range(ATTEMPTS):
-        with suppress(NotSupported):  # what was taken back may be needed
-            step = budget.step(knobs, varied(space, best, random))
-            if step.choices not in seen:
-                return knobs, step
-    return knobs, budget.step(knobs, best)
+@dataclass(frozen=True)
+class _Proposals:
+    """Which plan to try next: so many at knobs drawn by Optuna, then ones that vary the best that is known."""
+
+    space: Space
+    budget: Budget
+    start: Trial
+    broad: int
+    seed: int
+
+    def next(self, trial: Any) -> tuple[dict[str, float], Step]:
+        if trial.number >= self.broad:
+            return self._near(trial)
+        start = self.start.knobs
+        spans = {name: (start[name] - span, start[name] + span) for name, span in knobs_of(self.space).items()}
+        knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
+        return knobs, self.budget.step(knobs)
+
+    def _near(self, trial: Any) -> tuple[dict[str, float], Step]:
+        random = np.random.default_rng((self.seed, trial.number))
+        known = [each for each in trial.study.get_trials(deepcopy=False) if each.value is not None]
+        seen = [self.start.step.choices, *(_known(each)[1] for each in known)]
+        best = min(known, key=lambda each: each.value, default=None)
+        knobs, choices = self.start.knobs, self.start.step.choices
+        if best is not None and best.value < self.start.divergence:
+            knobs, choices = _known(best)
+        for _ in range(ATTEMPTS):
+            with suppress(NotSupported):  # what was taken back may be needed
+                step = self.budget.step(knobs, varied(self.space, choices, random))
+                if step.choices not in seen:
+                    return knobs, step
+        return knobs, self.budget.step(knobs, choices)
 
 
 def _known(trial: Any) -> tuple[dict[str, float], Choices]:

@@ -66,15 +66,17 @@ class Choices:
 class Space:
     """All plans for one model.
 
-    `form` is the rule that a level is put into: "uniform_rank" gives all heads of a layer the same rank, which is what
-    the kernels can make use of, "total_rank" deals the layer's directions out to its heads, which costs the same MACs.
+    `form` is the rule that a level is put into: "total_rank" deals the layer's directions out to its heads, which costs
+    the same MACs as "uniform_rank", the same rank for all heads, and does less damage; where heads are padded to the
+    largest rank, only the second is faster. Ranks are multiples of `multiple`.
     """
 
     model: nn.Module
     diagnosis: Diagnosis
     reducer: Reducer | None
     axes: tuple[str, ...] = AXES
-    form: str = "uniform_rank"
+    form: str = "total_rank"
+    multiple: int = 1
     step: int = 4
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
@@ -136,7 +138,7 @@ class Space:
 
     def rule(self, level: int) -> Rule:
         """The rule of a level."""
-        return parse_rule(f"{self.form}:{self.levels[level]!r}")
+        return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={self.multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
         """Gives the policy that lets the chosen patches leave; None where none do."""

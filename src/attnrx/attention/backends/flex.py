@@ -27,7 +27,7 @@ class Flex(Backend):
         """Gives itself where the kernels exist."""
         on_cpu_with_gradients = occasion.device == "cpu" and torch.is_grad_enabled()
         if on_cpu_with_gradients or occasion.dtype == torch.float64 or flex_attention() is None:
-            return Fused()
+            return Fused().at(spec, occasion)
         return self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import written_out
+from attnrx.attention.backends.explicit import FEW_TOKENS, Explicit, worth_writing_out
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -13,8 +13,9 @@ from attnrx.spec import AttentionSpec
 class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
-    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise. The
-    scale is always passed: its default would follow the padded rank.
+    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise; on a
+    CPU attention that is narrow enough is written out instead (`Explicit`), every head at its own widths. The scale is
+    always passed: its default would follow the padded rank.
     """
 
     takes_few_queries = True
@@ -22,37 +23,28 @@ class Fused(Backend):
     # Above this share of the width of the values, projecting fewer rows saves less than it costs to spread them out
     # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
     # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
-    FULL_ABOVE, FULL_ABOVE_WITH_FEW, FEW_TOKENS = 0.75, 0.25, 1024
+    FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
     # The kernels read features by so many; a width between two steps is slower than the next one.
     STEP = 8
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself, or what writes narrow attention out on a CPU."""
+        return Explicit() if worth_writing_out(spec, occasion) else self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
         most, width = max(spec.ranks, default=0), self.reads(spec, occasion)[0]
-        if self._narrow(spec, occasion):
-            return padded_buckets(spec.ranks, most, most)
-        limit = self.FULL_ABOVE_WITH_FEW if occasion.has_fewer_than(self.FEW_TOKENS) else self.FULL_ABOVE
+        limit = self.FULL_ABOVE_WITH_FEW if occasion.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
     def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
         """Chooses one width for queries, keys and values."""
-        if self._narrow(spec, occasion):
-            return (max(spec.reads),) * len(spec.heads)
         width, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
         stepped = -(-width // self.STEP) * self.STEP
         return (stepped if stepped <= whole else width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Calls the fused kernel; where queries are left narrower than values, writes the attention out."""
+        """Calls the fused kernel."""
         query, key = factors.folded()
-        if query.shape[-1] < value.shape[-1]:
-            return written_out(query, key, value, factors.scale)
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
-
-    def _narrow(self, spec: AttentionSpec, occasion: Occasion) -> bool:
-        """Whether queries and keys stay narrower than values: written out, that is faster on a CPU than the padding."""
-        return occasion.free_on_cpu and spec.norms != "original" and self._is_low(spec)
-
-    def _is_low(self, spec: AttentionSpec) -> bool:
-        return 0 < max(spec.ranks, default=0) <= self.FULL_ABOVE * max(spec.reads, default=0)

@@ -28,7 +28,7 @@ class Ragged(Backend):
         """Gives itself where the kernel runs."""
         runs = (self.anywhere or occasion.device == "cuda") and occasion.free and occasion.dtype != torch.float64
         fits = spec.form != "shared" and any(spec.ranks) and any(spec.reads)
-        return self if runs and fits else Fused()
+        return self if runs and fits else Fused().at(spec, occasion)
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.explicit import Explicit, worth_writing_out
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -53,6 +54,9 @@ class Tapped(Backend):
 
     takes_few_queries = True
 
+    # As that of `Explicit`. Padding costs more here, because rows are always padded after they were projected.
+    NARROW = 0.97
+
     def __init__(
         self,
         sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
@@ -60,6 +64,11 @@ class Tapped(Backend):
         wanted: tuple[str, ...],
     ):
         self.sizes, self.show, self.wanted = sizes, show, wanted
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself, or what writes narrow attention out on a CPU, where nobody wishes to see anything of it."""
+        written = not self.wanted and worth_writing_out(spec, occasion, self.NARROW)
+        return Explicit(self.sizes) if written else self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
