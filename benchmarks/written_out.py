@@ -1,0 +1,85 @@
+"""How long one layer of attention takes in the fused kernel and written out, by the ranks of its heads, on a CPU.
+
+    python benchmarks/written_out.py timm:vit_tiny_patch16_224 --ranks 64,64,64 56,32,32 48,40,32 --tokens 197 133 91
+
+All take turns in one run; `fused` pads heads to one width, `written out` leaves every head at its own. With `--sizes`
+tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
+"""
+
+import argparse
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from attnrx.attention import Attention, Backend, Explicit, Fused, Occasion, Tapped
+from attnrx.costs import Conditions, device_name, interleave
+from attnrx.models import build_model, family_of
+from attnrx.spec import AttentionSpec
+
+
+class Padded(Fused):
+    """The fused kernel, whatever would be faster."""
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself."""
+        return self
+
+
+class PaddedSized(Tapped):
+    """The same over tokens of different sizes."""
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself."""
+        return self
+
+
+def main() -> None:
+    """Times, and prints a table: medians in ms, and shares of the first row's in the fused kernel with quartiles."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--ranks", nargs="+", required=True, help="ranks of all heads; those of the original first")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[197])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--sizes", action="store_true")
+    arguments = parser.parse_args()
+    model = build_model(arguments.model, seed=0)
+    spec, conditions = family_of(model).attention(model)[0].spec, Conditions(threads=arguments.threads)
+    kind = "tokens of different sizes" if arguments.sizes else "tokens of one size"
+    print(
+        f"{device_name('cpu')}, torch {torch.__version__}, batch {arguments.batch}, {arguments.threads} threads, {kind}"
+    )
+    ranks = [tuple(map(int, text.split(","))) for text in arguments.ranks]
+    for count in arguments.tokens:
+        tokens = torch.randn(arguments.batch, count, spec.width, generator=torch.Generator().manual_seed(0))
+        sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
+        backends: dict[str, Backend] = {
+            "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Padded(),
+            "written out": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
+        }
+        layers = {
+            (own, name): partial(_layer(spec, own, backend), tokens)
+            for own in ranks
+            for name, backend in backends.items()
+        }
+        runs = {f"{','.join(map(str, own))} {name}": run for (own, name), run in layers.items()}
+        with torch.inference_mode(), conditions.held():
+            seconds = interleave(runs, rounds=arguments.rounds, warmup=3, clock="wall")
+        first = next(iter(seconds.values()))
+        for name, own in seconds.items():
+            low, middle, high = (own / first).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=own.dtype)).tolist()
+            print(f"{count} tokens, {name}: {1e3 * float(own.median()):.2f} ms, {middle:.3f} [{low:.3f}, {high:.3f}]")
+
+
+def _layer(spec: AttentionSpec, ranks: tuple[int, ...], backend: Backend) -> Attention:
+    return Attention(replace(spec, ranks=ranks), backend).eval()
+
+
+def _see(shown: object) -> None:
+    """Nobody wishes to see anything."""
+
+
+if __name__ == "__main__":
+    main()
