@@ -95,6 +95,23 @@ def test_a_model_named_for_other_data_is_built_for_the_data_at_hand(chain: Simpl
     assert (config["channels"], config["classes"], config["image_size"]) == (3, 3, 16)
 
 
+def test_a_realized_model_is_refined_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
+    words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out")
+    plain, refined = tmp_path / "plain", tmp_path / "refined"
+    record(*words, plain)
+    told = record(*words, refined, "--refine", 40)
+    assert told["refine"] == 40 and told["compressed"] == chain.steps["realize"]["compressed"]
+    images = rx.load_data(str(chain.data), image_size=16).train
+    models = [rx.load(folder) for folder in (chain.run, plain, refined)]
+    divergences = [refine(model, models[0], images, Refinement(1)).before for model in models[1:]]
+    assert all(after < before for before, after in zip(*divergences, strict=True))
+    checks = ("--checks", "fidelity", "--controls", "--draws", 2, "--diagnosis", chain.diagnosis)
+    call("verify", refined, "--reference", chain.run, "--data", chain.data, *checks)
+    evidence = json.loads((refined / "evidence.json").read_text())
+    assert evidence["about"]["realization"] == "refined"
+    assert {finding["check"] for finding in evidence["findings"]} == {"fidelity", "controls"}
+
+
 def test_the_report_shows_what_was_collected(chain: SimpleNamespace) -> None:
     page = chain.page.read_text()
     assert chain.steps["report"]["bytes"] == chain.page.stat().st_size
@@ -244,6 +261,9 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("diagnose {run} --data {data} --device nowhere --out x.json", 2, "Take cpu"),
         ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
         ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --refine 5 --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --refine -1 --data {data} --out x", 2, "number of steps"),
+        ("realize {run} --prescription {rx} --refine 5 --by mask --data {data} --out x", 2, "--by compress"),
         ("realize {run} --prescription {rx} --out {run}", 2, "never changed"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
         ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.making import REFINED_ON, made
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.cli.prices import priced, prices_table
@@ -38,9 +39,21 @@ def add(parser: Parser) -> None:
         help="how a compressed SVDA layer keeps its norms: the paper's way, exactly (saves less), or with strengths "
         "refitted on --data (renormalized)",
     )
-    add_data(parser, "for --norms refit, whose training images are used", required=False)
     parser.add_argument(
-        "--calibration-images", type=int, default=512, metavar="N", help="training images for --norms refit (512)"
+        "--refine",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="bring the queries and keys of every layer nearer to the original's attention afterwards, on --data and "
+        "without labels, in so many steps, e.g. 200 (0)",
+    )
+    add_data(parser, "for --norms refit and --refine, whose training images are used", required=False)
+    parser.add_argument(
+        "--calibration-images",
+        type=int,
+        default=512,
+        metavar="N",
+        help=f"training images for --norms refit (512); the first {REFINED_ON} of them for --refine",
     )
     add_device(parser)
 
@@ -51,21 +64,23 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         raise InvalidInput(f"--out {arguments.out} is the model itself, which is never changed; choose another folder.")
     prescription = rx.Prescription.load(arguments.prescription)
     model = load_model(arguments.model, arguments.device, arguments.weights)
-    calibration = _calibration(model, arguments)
-    made = rx.realize(model, prescription, by=arguments.by, norms=arguments.norms, calibration=calibration)
     # How it was made stays with the model: its controls must be made in the same way.
-    how = {"by": arguments.by, "norms": arguments.norms, "calibration_images": arguments.calibration_images}
+    how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "calibration_images")}
+    slim = made(model, prescription, how, _calibration(model, arguments))
     prescription = replace(prescription, about={**prescription.about, "realized": how})
-    folder = rx.save(made, arguments.out, prescription=prescription)
-    before, after = (rx.models.family_of(each).costs(each) for each in (model, made))
+    folder = rx.save(slim, arguments.out, prescription=prescription)
+    before, after = (rx.models.family_of(each).costs(each) for each in (model, slim))
     record = {"model": str(folder), **how, **priced(before, after), "removed_share": prescription.removed_share}
     return Outcome(record, (prices_table(before, after), f"model: {folder}"))
 
 
 def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
-    if arguments.by != "compress" or arguments.norms != "refit":
+    if arguments.refine < 0:
+        raise InvalidInput(f"--refine {arguments.refine}: give a number of steps, e.g. 200, or 0 for none.")
+    if not arguments.refine and (arguments.by != "compress" or arguments.norms != "refit"):
         return None
     if arguments.data is None:
-        raise InvalidInput("--norms refit solves for strengths on images, and --data names none; add --data NAME.")
+        asked = "--refine" if arguments.refine else "--norms refit"
+        raise InvalidInput(f"{asked} is fitted on images, and --data names none; add --data NAME.")
     train = splits_for(model, arguments).train
     return train.take(min(arguments.calibration_images, len(train)))

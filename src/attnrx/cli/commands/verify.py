@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.making import kind_of, made
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split
 from attnrx.errors import InvalidInput
@@ -111,7 +112,7 @@ class _Case:
     @property
     def kind(self) -> str | None:
         """The realization in one word, if it is known."""
-        return "mask" if self.how.get("by") == "mask" else self.how.get("norms")
+        return kind_of(self.how)
 
     def inputs(self, check: str, arguments: Namespace) -> dict[str, Any]:
         """Gives what a check needs beside its knobs."""
@@ -130,8 +131,7 @@ class _Case:
             )
         train = self.splits.train
         calibration = train.take(min(self.how["calibration_images"], len(train)))
-        how = {"by": self.how["by"], "norms": self.how["norms"]}
-        realize = partial(rx.realize, self.reference, **how, calibration=calibration)
+        realize = partial(made, self.reference, how=self.how, calibration=calibration)
         prescriptions = rx.control_prescriptions(self.diagnosis, self.prescription, draws=draws, seed=seed)
         return {"prescriptions": prescriptions, "realize": realize}
 
