@@ -114,6 +114,7 @@ def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images
         assert (type(backend.at(spec, occasion)) is Explicit) == written
         assert backend.at(spec, occasion._replace(free=False)) is backend
         assert backend.at(spec, occasion._replace(device="cuda")) is backend
+        assert backend.at(spec, occasion._replace(threads=2)) is backend
     assert watched.at(spec, occasion) is watched
 
 

@@ -71,8 +71,12 @@ def written_out(
 
 
 def worth_writing_out(spec: AttentionSpec, occasion: Occasion, narrow: float = NARROW) -> bool:
-    """Whether attention written out in parts is faster than a fused kernel, which pads: where it is narrow enough."""
-    if not occasion.free_on_cpu or spec.norms == "original" or not any(spec.ranks):
+    """Whether attention written out in parts is faster than a fused kernel, which pads: where it is narrow enough.
+
+    Several threads would wait for each other at every product, where a fused kernel gives each of them images.
+    """
+    alone = occasion.free_on_cpu and occasion.threads == 1
+    if not alone or spec.norms == "original" or not any(spec.ranks):
         return False
     heads = [(rank, own) for rank, own in zip(spec.ranks, spec.reads, strict=True) if rank]
     most = tuple(map(max, zip(*heads, strict=True)))
