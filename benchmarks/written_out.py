@@ -59,12 +59,11 @@ def main() -> None:
             "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Padded(),
             "written out": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
-        layers = {
-            (own, name): partial(_layer(spec, own, backend), tokens)
+        runs = {
+            f"{','.join(map(str, own))} {name}": partial(_layer(spec, own, backend), tokens)
             for own in ranks
             for name, backend in backends.items()
         }
-        runs = {f"{','.join(map(str, own))} {name}": run for (own, name), run in layers.items()}
         with torch.inference_mode(), conditions.held():
             seconds = interleave(runs, rounds=arguments.rounds, warmup=3, clock="wall")
         first = next(iter(seconds.values()))
