@@ -8,27 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 import torch
-from torch import nn
 
 import cases
+import planned
 import pretrained
 from attnrx.checks import Comparison, Promises
-from attnrx.costs import Conditions
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NothingChanged, NotSupported, UnknownName
-from attnrx.examination import diagnose
-from attnrx.models import VisionTransformer, ViTConfig, family_of, load_model, parts
-from attnrx.planning import AXES, Clock, Expected, Search, Target, Ways, plan
-from attnrx.planning.allocating import allocate, even_weights
+from attnrx.models import VisionTransformer, family_of, load_model, parts
+from attnrx.planning import AXES, Expected, Search, Target, Ways, plan
+from attnrx.planning.allocating import Step, allocate, even_weights
 from attnrx.planning.answers import Answers
-from attnrx.planning.clock import pinned, timed_prices
 from attnrx.planning.damages import PROBED, measure_damages
 from attnrx.planning.planning import _Making
 from attnrx.planning.prices import Prices, counted_prices
-from attnrx.planning.refining import Trial, varied, weights_of
+from attnrx.planning.refining import VARIATIONS, Trial, _Proposals, varied, weights_of
 from attnrx.planning.resuming import recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
@@ -36,22 +34,17 @@ from attnrx.realization import realize
 from attnrx.storage import read_json
 from attnrx.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
 from comparisons import pixels
-
-# Three layers of 16 patches, heads of eight directions: every level is another rank.
-CONFIG = ViTConfig.uniform(
-    "dense", width=16, depth=3, heads=2, **{**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
-)
-CLOCK = Clock(2, Conditions(threads=1), "cpu", 2, apart=False)
+from planned import CLOCK, CONFIG, made
 
 
 @pytest.fixture(scope="module")
 def model() -> VisionTransformer:
-    return cases.model(CONFIG)
+    return planned.original()
 
 
 @pytest.fixture(scope="module")
-def diagnosis(model: VisionTransformer) -> Diagnosis:
-    return diagnose(model, pixels(CONFIG, 16), batch_size=8)
+def diagnosis() -> Diagnosis:
+    return planned.diagnosed()
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +53,8 @@ def images() -> ImageSet:
 
 
 @pytest.fixture(scope="module")
-def space(model: VisionTransformer, diagnosis: Diagnosis) -> Space:
-    return Space(model, diagnosis, Ward(), form="total_rank", step=2)
-
-
-def made(space: Space, choices: Choices) -> nn.Module:
-    return realize(space.model, space.prescription(choices))
-
-
-CHOICES = [
-    Choices((2, 0, 4), (0, 0, 0), (0, 0, 0), (0, 0, 0)),
-    Choices((0, 0, 0), (0, 3, 6), (0, 0, 0), (0, 0, 0)),
-    Choices((0, 0, 0), (0, 0, 0), (5, 0, 6), (0, 0, 0)),
-    Choices((0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 6, 4)),
-    Choices((6, 1, 2), (0, 4, 0), (0, 6, 5), (0, 2, 6)),
-]
-
-
-@pytest.mark.parametrize("choices", CHOICES)
-@pytest.mark.parametrize("of", ["macs", "params"])
-@pytest.mark.parametrize("form", ["total_rank", "uniform_rank"])
-def test_the_price_is_what_the_realized_model_costs(space: Space, choices: Choices, of: str, form: str) -> None:
-    own = replace(space, form=form, _pieces={})
-    family = family_of(space.model)
-    share = getattr(family.costs(made(own, choices)), of) / getattr(family.costs(space.model), of)
-    assert counted_prices(own, of).total(choices) == pytest.approx(share, rel=1e-12)
-
-
-def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
-    for of in ("macs", "params"):
-        assert counted_prices(space, of).total(Choices.nothing(3)) == pytest.approx(1, abs=1e-12)
+def space() -> Space:
+    return planned.spanned()
 
 
 @pytest.mark.parametrize("reducer", [Ward(), ToMe(), AttentionReceived(), Random()], ids=type)
@@ -181,31 +146,6 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, images: I
     assert not any(steps[-1].choices.scores) and any(steps[-1].choices.leaving)
 
 
-def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
-    prices = timed_prices(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda told: None)
-    assert prices.total(Choices.nothing(3)) > 0
-    one = prices.attention[0, 0, 0]
-    assert one[-1] > 0 and one[0] == 0 and (np.diff(one[[0, -1]]) > 0).all()
-    for table in (prices.attention[0, :, 0, -1], prices.attention[0, 0, :, -1], prices.mlp[0, :, -1]):
-        known = [value for level, value in enumerate(table) if level == 0 or value]
-        assert all(after <= before + 1e-12 for before, after in itertools.pairwise(known))
-
-
-def test_prices_are_pinned_to_two_whole_models(space: Space) -> None:
-    even = replace(space, form="uniform_rank", _pieces={})
-    prices = counted_prices(even, "macs")
-    own = space.model
-    found = pinned(prices, even, lambda model: 1.25 if model is own else 0.97)
-    nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
-    assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(0.97)
-    cut = some.with_level("scores", 0, 4)
-    saved = prices.total(some) - prices.total(cut)
-    assert found.total(some) - found.total(cut) == pytest.approx(1.25 * saved)
-    # What is faster than its layers costs nothing beside them.
-    free = pinned(prices, even, lambda model: 1.25 if model is own else 0.1)
-    assert free.total(some) == pytest.approx(1.25 * replace(prices, stages=0 * prices.stages).total(some), rel=0.05)
-
-
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
 def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
@@ -276,6 +216,32 @@ def test_a_search_varies_the_best_that_it_knows(
     divergences = [trial["divergence"] for trial in told[1]]
     assert len(set(divergences)) > len({trial["divergence"] for trial in told[0]})
     assert min(divergences) <= min(divergences[: len(told[0])])
+
+
+def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) -> None:
+    class Known:
+        """Plans whose damage is their price, and what of them was made."""
+
+        def __init__(self):
+            self.made: list[Step] = []
+
+        def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+            assert start is not None
+            own = float(sum(map(sum, (start.scores, start.values, start.mlp, start.leaving))))
+            self.made.append(Step(start, own, own))
+            return self.made[-1]
+
+        def tried(self, knobs: dict[str, float], step: Step) -> Trial:
+            return Trial(knobs, step, step.damage)
+
+    budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
+    start = budget.tried({}, budget.step({}, before))
+    budget.made.clear()
+    study = optuna.create_study()
+    knobs, step = _Proposals(space, budget, start, broad=0, seed=0).next(study.ask())
+    new = [own for own in budget.made if own.choices != before]
+    assert len(new) >= VARIATIONS and len({own.damage for own in new}) > 1
+    assert step.damage == min(own.damage for own in new) and knobs == {}
 
 
 def test_a_plan_for_the_clock_is_made_again_until_the_clock_agrees(

@@ -1,33 +1,37 @@
 """Prices by the clock: how long a block takes at every rank and number of tokens, measured on this machine."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.linear_model import LinearRegression
 from torch import nn
 
 from attnrx.costs import Conditions, LatencyProtocol, interleave
 from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import family_of
+from attnrx.models import TokenReduction, attach_tokens_, family_of
 from attnrx.models.blocks import block_names
 from attnrx.models.last_layer import last_layer_of
 from attnrx.planning.damages import Say
 from attnrx.planning.prices import Prices
 from attnrx.planning.space import TOKENS, Choices, Space
 from attnrx.realization import realize
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; between them the time is taken to lie on straight lines.
-TIMED = (0.15, 0.3, 0.5, 0.75, 1.0)
+TIMED = (0.25, 0.5, 0.75, 1.0)
+# Tokens leave before this layer, and the block after it is timed: it is the first that may see tokens of several sizes.
+AFTER = 2
+# How many stages the models have that say what one takes: few, some, and one before every layer but the first.
+STAGES = (1, 3, None)
 ROUNDS, WARMUP = 7, 2
-# A level that is not faster than the one before by this share is taken to be as fast.
-NOISE = 0.015
-REFERENCE = "original"
+REFERENCE, ALL, OWN = "original", "all", "own"
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,10 @@ class Clock:
 def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     """Times one block of every kind at every level and at several numbers of tokens, and the whole model beside it.
 
-    Each time is divided by that of the original's block in the same round. These prices are shares of what our own
-    model takes, and say nothing of what letting tokens leave takes in itself: `pinned` does. No level is offered that
-    is not faster than those that keep more.
+    Where tokens have left, attention may count the sizes of the others, and does in what is timed. Each time is
+    divided by that of the original's block in the same round. These prices are shares of what our own model takes,
+    and say nothing of what letting tokens leave takes in itself: `pinned` does. No level is offered that is not
+    faster than those that keep more.
 
     Raises:
         NotSupported: The layers are not all of one shape.
@@ -75,16 +80,16 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     tokens = space.shape.layout.tokens
     grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, clock, grid)
-    attention = np.zeros((len(space.levels), len(space.levels), len(grid)))
+    attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
     for scores in (0, *space.available("scores")):
         for values in (0, *space.available("values")):
             attention[scores, values] = timer.block({"scores": scores, "values": values})
         say(f"prices: scores at {space.levels[scores]:g}")
-    mlp = np.zeros((len(space.levels), len(grid)))
+    attention = _never_slower(attention, space)
+    mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in space.available("mlp"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
-    mlp = _never_slower_mlp(mlp, attention[0, 0], space)
-    attention = _never_slower(attention, space)
+    mlp = _never_slower_mlp(mlp, space)
     last = timer.last() / attention[0, 0]
     every = np.arange(tokens + 1)
     wide = _with_last(_between(every, grid, attention), _between(every, grid, last * attention), space.depth)
@@ -92,29 +97,40 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     return timer.whole(wide, narrow)
 
 
-def pinned(prices: Prices, space: Space, beside: Callable[[nn.Module], float]) -> Prices:
-    """Makes prices shares of what the model takes as its library ships it, by two whole models on the clock.
+def pinned(prices: Prices, space: Space, beside: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]) -> Prices:
+    """Makes prices shares of what the model takes as its library ships it, by whole models on the clock.
 
-    `beside` gives the time of a model as a share of that, in the way in which the plan will be held to account. The
-    model as it is says what our own attention takes, and one that lets tokens leave before every layer but the first
-    what a stage takes beside the layers.
+    `beside` gives the times of models, by name, as shares of that; they take turns in one run. The model as it is says
+    what our own attention takes, and those that let tokens leave at some stages what a stage takes beside the layers:
+    what leaves them nearest to the clock, in proportion to the tokens that a stage sees.
     """
     own = Choices.nothing(space.depth)
-    prices = replace(prices, whole=prices.whole * prices.total(own) / beside(space.model))
-    if TOKENS not in space.axes:
+    some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
+    models = {name: realize(space.model, space.prescription(choices)) for name, choices in some.items()}
+    found = beside({OWN: space.model, **models})
+    prices = replace(prices, whole=prices.whole * prices.total(own) / found[OWN])
+    if not some:
         return prices
-    some, layout = _some_at_every_layer(space), space.shape.layout
-    missing = beside(realize(space.model, space.prescription(some))) - prices.total(some)
-    seen = [layout.tokens - gone for gone in (0, *some.left[:-1])]
-    at_work = sum(own for own, count in zip(seen, some.leaving, strict=True) if count)
-    each = max(missing, 0.0) * prices.whole / at_work
-    return replace(prices, stages=prices.stages + each * np.arange(layout.tokens + 1))
+    tokens = space.shape.layout.tokens
+    missing = np.array([found[name] - prices.total(choices) for name, choices in some.items()])
+    seen = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / prices.whole
+    return replace(prices, stages=prices.stages + max(missing @ seen / (seen @ seen), 0.0) * np.arange(tokens + 1))
 
 
-def _some_at_every_layer(space: Space) -> Choices:
-    """As many patches before every layer but the first, half of them in all."""
-    count = max(space.patches // (2 * (space.depth - 1)), 1)
-    return replace(Choices.nothing(space.depth), leaving=(0, *((count,) * (space.depth - 1))))
+def _some_at(space: Space, stages: int | None) -> Choices:
+    """As many patches at every stage, half of them in all; the stages are spread over the layers."""
+    parts = min(stages or space.depth, space.depth - 1) + 1
+    layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
+    count = max(space.patches // (2 * len(layers)), 1)
+    return replace(
+        Choices.nothing(space.depth), leaving=tuple(count * (layer in layers) for layer in range(space.depth))
+    )
+
+
+def _seen_at_stages(choices: Choices, tokens: int) -> int:
+    """How many tokens all stages see."""
+    before = (0, *choices.left)
+    return sum(tokens - gone for gone, count in zip(before, choices.leaving, strict=False) if count)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
@@ -122,25 +138,51 @@ def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
     return np.stack([*([others] * (depth - 1)), last])
 
 
+class _AfterStage(nn.Module):
+    """A block as it runs after a stage at which tokens have left: every token that is there has a size."""
+
+    def __init__(self, block: nn.Module, reduction: TokenReduction):
+        super().__init__()
+        self.block, self.reduction = block, reduction
+
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Any:
+        self.reduction.run.begin()
+        self.reduction.run.sizes = tokens.new_ones(tokens.shape[:2])
+        return self.block(tokens)
+
+
 class _Timer:
-    """Times blocks and models under one set of conditions, in units of the original's block at all its tokens."""
+    """Times blocks and models under one set of conditions, in units of the original's block at all its tokens.
+
+    The block of a model that stands for the others is the first after a stage, if there could be one.
+    """
 
     def __init__(self, space: Space, clock: Clock, grid: list[int]):
         self.space, self.clock, self.grid = space, clock, grid
         self.family = family_of(space.model)
-        self.original = self._block(space.model)
+        self.leaves = TOKENS in space.axes and space.depth > AFTER
+        self.layer = AFTER if self.leaves else 0
+        self.original = self._place(space.model, self.layer)
         width, images = space.shape.width, _at_once(space, clock)
         generator = torch.Generator().manual_seed(0)
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
         # A batch may pass in parts; `whole` counts how often a block then runs.
         self.parts = -(-clock.batch // images)
 
-    def _block(self, model: nn.Module, layer: int = 0) -> Callable[[torch.Tensor], Any]:
+    def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         return self.clock.conditions.place(model.get_submodule(block_names(model, self.family)[layer]))
 
+    def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
+        reducer, model = self.space.reducer, copy.deepcopy(model)
+        assert reducer is not None
+        keep = 1 - self.space.step / self.space.patches
+        reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (keep,)))
+        block = model.get_submodule(block_names(model, self.family)[layer])
+        return self.clock.conditions.place(_AfterStage(block, reduction))
+
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Gives the times of a block at every number of tokens."""
-        return self._times(self._block(self._at(levels)) if any(levels.values()) else self.original)
+        """Gives the times of a block at several numbers of tokens, after a stage, and at last at all of them before."""
+        return self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layer)
 
     def last(self) -> np.ndarray:
         """Gives the times of the last block as it runs in the model, which may leave out what nobody reads."""
@@ -148,12 +190,16 @@ class _Timer:
         shortened = last_layer_of(model)
         if shortened is not None:
             shortened.at_work = True
-        return self._times(self._block(model, -1))
+        return self._times(model, self.space.depth - 1)
 
-    def _times(self, block: Callable[[torch.Tensor], Any]) -> np.ndarray:
-        runs = {str(n): partial(block, self._placed(rows)) for n, rows in self.rows.items()}
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, self._placed(self.rows[self.grid[-1]]))})
-        return np.array([seconds[str(n)] for n in self.grid])
+    def _times(self, model: nn.Module, layer: int) -> np.ndarray:
+        before = self._place(model, layer)
+        after = self._place_after_stage(model, layer) if self.leaves else before
+        rows = {n: self._placed(own) for n, own in self.rows.items()}
+        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, own) for n, own in rows.items()}
+        every = rows[self.grid[-1]]
+        seconds = self._turns({**runs, ALL: partial(before, every), REFERENCE: partial(self.original, every)})
+        return np.array([seconds[name] for name in (*runs, ALL)])
 
     def _placed(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self.clock.conditions.device, PRECISIONS[self.clock.conditions.precision])
@@ -162,7 +208,7 @@ class _Timer:
         choices = Choices.nothing(self.space.depth)
         for axis, level in levels.items():
             if level:
-                choices = choices.with_level(axis, 0, level)
+                choices = choices.with_level(axis, self.layer, level)
         return realize(self.space.model, self.space.prescription(choices))
 
     def _turns(self, runs: Mapping[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
@@ -221,34 +267,45 @@ def _at_once(space: Space, clock: Clock) -> int:
 
 
 def _never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
-    """Prices a level at what the next larger rank costs where the clock did not find it faster."""
-    scores, values = (0, *space.available("scores")), (0, *space.available("values"))
-    found = attention.copy()
-    for at, one in enumerate(scores):
-        for place, other in enumerate(values):
-            if at:
-                found[one, other] = _faster(found[one, other], found[scores[at - 1], other])
-            if place:
-                found[one, other] = _faster(found[one, other], found[one, values[place - 1]])
-    return found
+    """Gives the nearest times at which no lower level is slower.
 
-
-def _never_slower_mlp(mlp: np.ndarray, whole: np.ndarray, space: Space) -> np.ndarray:
-    levels, found = (0, *space.available("mlp")), mlp.copy()
-    for before, level in pairwise(levels):
-        found[level] = _faster(whole + found[level], whole + found[before]) - whole
-    return found
-
-
-def _faster(own: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Gives the times of a level where they are faster by more than noise, and those of the level before elsewhere.
-
-    Few directions save less where there are few tokens: every number of tokens stands for itself.
+    What a level saves adds up over scores and values, but for what it only saves where both are as low: a kernel may
+    pad the one to the other. Few steps through many times quiet the clock.
     """
-    return np.where(own < (1 - NOISE) * before, own, before)
+    scores, values = space.available("scores"), space.available("values")
+    pairs = [(one, other) for one in (0, *scores) for other in (0, *values)]
+    steps = [
+        [*_reached(one, scores), *_reached(other, values), *_reached(min(one, other), set(scores) & set(values))]
+        for one, other in pairs
+    ]
+    found, at = attention.copy(), tuple(zip(*pairs, strict=True))
+    found[at] = _falling(attention[at], np.array(steps))
+    return found
+
+
+def _never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+    """Gives the nearest savings at which no lower level saves less."""
+    levels = (0, *space.available("mlp"))
+    found = mlp.copy()
+    found[levels, :] = _falling(mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), whole=0.0)
+    return found
+
+
+def _reached(level: int, levels: Collection[int]) -> list[float]:
+    """For every level 1 where this one is as low, 0 elsewhere."""
+    return [float(level >= other) for other in sorted(levels)]
+
+
+def _falling(times: np.ndarray, steps: np.ndarray, whole: float | None = None) -> np.ndarray:
+    """Fits times [places, numbers] by what every step that a place has reached saves, zero or more, off the whole."""
+    if not steps.size:
+        return times
+    fitted = LinearRegression(positive=True, fit_intercept=whole is None).fit(steps, -times)
+    return -fitted.predict(steps)
 
 
 def _between(every: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
-    flat = times.reshape(-1, len(grid))
-    lines = [np.interp(every, [0, *grid], [0.0, *row]) if row.any() else np.zeros(len(every)) for row in flat]
+    """Gives the times at every number of tokens: on lines between those after a stage, and what all of them take."""
+    flat = times.reshape(-1, len(grid) + 1)
+    lines = [np.where(every < grid[-1], np.interp(every, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(every))

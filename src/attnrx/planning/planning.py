@@ -1,7 +1,7 @@
 """Making a plan: prices and damages, the closed form, the search, and a measured promise."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.apart import called
-from attnrx.costs import LatencyComparison, compare_latency
+from attnrx.costs import LatencyComparison, compare_latencies
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported
@@ -30,9 +30,9 @@ from attnrx.tokens import Reducer, parse_reducer
 # A plan for the clock is made again until the clock agrees, so often. Between NEAR and all of the target is near
 # enough; CARE is aimed at.
 ATTEMPTS, NEAR, CARE = 4, 0.98, 0.993
-# Every choice alone is measured on so many images, since there are many choices; whole plans on all, since the best of
-# many on few images is best by chance.
-FOR_DAMAGES = 96
+# Every choice alone is measured on so many images, since there are many choices, every plan that is tried on more, and
+# on all of them so many that did best: the best of many on few images is best by chance.
+FOR_DAMAGES, FOR_TRIALS, FINALISTS = 96, 256, 8
 # Levels are eighths of a head's directions; for the clock ranks are multiples of one, which kernels like.
 EIGHTHS = 8
 # Plans of the front, from the whole model to the target.
@@ -79,11 +79,12 @@ def plan(
 ) -> Plan:
     """Shares one budget out over ranks and tokens, for the least divergence of the answers.
 
-    What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it does
-    to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most for its
-    damage; because damages do not quite add up, a search then weighs them, by the divergence of whole plans on
-    `images`. What is promised is measured on `others`, which nothing was chosen by; labels are used there, and for a
-    target of accuracy.
+    What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it
+    does to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most
+    for its damage; because damages do not quite add up, a search then weighs them and varies the best plan, by the
+    divergence of whole plans: all on some of `images`, those that did best there on all, which are kept in memory
+    meanwhile. What is promised is measured on `others`, which nothing was chosen by; labels are used there, and for
+    a target of accuracy.
 
     Raises:
         NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
@@ -103,9 +104,10 @@ class _Making:
     def __init__(self, space: Space, ways: Ways, target: Target, images: ImageSet):
         self.space, self.ways, self.target, self.say = space, ways, target, ways.say
         self.answers = Answers.of(space.model, images, ways.batch_size)
+        self.fewer = self.answers.first(FOR_TRIALS)
         self.timed: dict[str, Any] | None = None
         self.trials: tuple[Trial, ...] = ()
-        self.known: dict[Choices, float] = {}
+        self.known: dict[tuple[int, Choices], float] = {}
 
     @cached_property
     def prices(self) -> Prices:
@@ -114,7 +116,7 @@ class _Making:
         clock = self.ways.clock
         tell = partial(print, flush=True) if clock.apart else self.say
         prices = called(timed_prices, self.space, clock, tell, apart=clock.apart, hear=self.say)
-        return pinned(prices, self.space, lambda model: self._beside_shipped(model).ratio.value)
+        return pinned(prices, self.space, self._shares)
 
     @cached_property
     def damages(self) -> Damages:
@@ -140,6 +142,13 @@ class _Making:
     def measured(self, choices: Choices) -> Deviation:
         return self.answers.measure(self.realized(choices))
 
+    def divergence(self, choices: Choices, answers: Answers) -> float:
+        """Measures a plan on some images, once."""
+        key = len(answers), choices
+        if key not in self.known:
+            self.known[key] = answers.measure(self.realized(choices)).mean
+        return self.known[key]
+
     def calibrated(self, most: float) -> dict[str, float]:
         """Weighs every axis by how far what it does altogether is from the sum of what its layers do alone."""
         knobs = dict(self.first)
@@ -159,7 +168,7 @@ class _Making:
         if not any(_of(own, axis)):
             return None
         alone = self.damages.total(own, weights_of(self.space, self.first))
-        return max(self.measured(own).mean, 1e-6) / max(alone, 1e-6)
+        return max(self.divergence(own, self.fewer), 1e-6) / max(alone, 1e-6)
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
@@ -172,7 +181,7 @@ class _Making:
         """
         allowed, said, kept = most, [], None
         for attempt in range(ATTEMPTS):
-            trial = self._searched(allowed) if attempt else self._first(allowed)
+            trial = self._searched(allowed) if attempt else self._best((self._first(allowed),))
             timed = self._clocked(trial)
             said.append(timed["ratio"])
             self.say(f"the clock says {said[-1]:.3f} where {trial.step.price:.3f} was predicted")
@@ -197,14 +206,23 @@ class _Making:
     def _searched(self, most: float) -> Trial:
         asked = (
             f"{self.target} {most:.6f} {self.space.diagnosis.fingerprint} {self.space.axes} {self.ways.reducer} "
-            f"{len(self.answers)}"
+            f"{len(self.fewer)}"
         )
         self.trials = refine_plan(self.space, self.ways.search, asked, _Budget(self, most), self._first(most))
-        return min(self.trials, key=lambda trial: trial.divergence)
+        return self._best(self.trials)
+
+    def _best(self, trials: Sequence[Trial]) -> Trial:
+        """Gives the plan that does best on all images, of those that did best on fewer."""
+        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: -trial.divergence)}
+        last = list(order.values())[-FINALISTS:]
+        found = [replace(trial, divergence=self.divergence(trial.step.choices, self.answers)) for trial in last]
+        best = min(found, key=lambda trial: trial.divergence)
+        self.say(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
+        return best
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Times a plan beside the model as its library ships it."""
-        clock, found = self.ways.clock, self._beside_shipped(self.realized(trial.step.choices))
+        clock, found = self.ways.clock, self._beside_shipped({"plan": self.realized(trial.step.choices)})["plan"]
         return {
             "ratio": found.ratio.value,
             "low": found.ratio.low,
@@ -219,10 +237,13 @@ class _Making:
             "torch": found.torch_version,
         }
 
-    def _beside_shipped(self, candidate: nn.Module) -> LatencyComparison:
+    def _shares(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
+        return {name: found.ratio.value for name, found in self._beside_shipped(models).items()}
+
+    def _beside_shipped(self, models: Mapping[str, nn.Module]) -> dict[str, LatencyComparison]:
         clock, shipped = self.ways.clock, family_of(self.space.model).shipped(self.space.model)
-        sides = candidate, shipped, clock.images(self.space), clock.protocol
-        return called(compare_latency, *sides, apart=clock.apart, hear=self.say)
+        sides = models, shipped, clock.images(self.space), clock.protocol
+        return called(compare_latencies, *sides, apart=clock.apart, hear=self.say)
 
     def for_drop(self) -> tuple[Trial, float]:
         """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""
@@ -255,6 +276,7 @@ class _Making:
             "reducer": self.ways.reducer if TOKENS in space.axes else None,
             "form": space.form,
             "images": len(self.answers),
+            "trial_images": len(self.fewer),
             "other_images": len(others),
             "knobs": best.knobs,
             "trials": [
@@ -280,7 +302,9 @@ class _Making:
         way = self.steps(most, best.knobs)[1:]  # the first is the model as it is
         wanted = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
         found = [next(step for step in way if step.price <= share) for share in wanted]
-        points = [Point(step.price, step.damage, self.measured(step.choices).mean) for step in dict.fromkeys(found)]
+        points = [
+            Point(step.price, step.damage, self.divergence(step.choices, self.answers)) for step in dict.fromkeys(found)
+        ]
         return (*points, Point(best.step.price, best.step.damage, best.divergence))
 
 
@@ -294,11 +318,9 @@ class _Budget:
         return self.making.steps(self.most, knobs, start)[-1]
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        making = self.making
-        if step.choices not in making.known:
-            making.known[step.choices] = making.measured(step.choices).mean
-            making.say(f"plan at {step.price:.3f}: {making.known[step.choices]:.4f} nats")
-        return Trial(knobs, step, making.known[step.choices])
+        divergence = self.making.divergence(step.choices, self.making.fewer)
+        self.making.say(f"plan at {step.price:.3f}: {divergence:.4f} nats")
+        return Trial(knobs, step, divergence)
 
 
 def expected_of(deviation: Deviation) -> dict[str, Expected]:

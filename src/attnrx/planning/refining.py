@@ -17,8 +17,9 @@ from attnrx.planning.damages import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
 # This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known, by so
-# many choices at most, and so often until a plan is new.
-BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 1 / 3, 8, 3, 40
+# many choices at most. Of so many variations the one that should do least damage is tried; so many are made until as
+# many are new.
+BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 1 / 3, 8, 3, 8, 40
 # Damages of one axis count up to 2**RANGE times as much as measured alone, or as little. A search goes so many powers
 # of two beyond where it begins: for an axis, for its tilt over the layers, for how dear stages at which tokens leave
 # seem.
@@ -166,12 +167,14 @@ class _Proposals:
         knobs, choices = self.start.knobs, self.start.step.choices
         if best is not None and best.value < self.start.divergence:
             knobs, choices = _known(best)
+        steps: list[Step] = []
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # what was taken back may be needed
                 step = self.budget.step(knobs, varied(self.space, choices, random))
-                if step.choices not in seen:
-                    return knobs, step
-        return knobs, self.budget.step(knobs, choices)
+                steps += [step] * (step.choices not in seen)
+            if len(steps) == VARIATIONS:
+                break
+        return knobs, min(steps, key=lambda step: step.damage, default=self.budget.step(knobs, choices))
 
 
 def _known(trial: Any) -> tuple[dict[str, float], Choices]:

@@ -34,7 +34,7 @@ def add(parser: Parser) -> None:
     chosen.add_argument("--reducer", default="ward", metavar="REDUCER", help="how tokens leave, untrained (ward)")
     sought = parser.add_argument_group("how it is sought")
     sought.add_argument("--diagnosis", metavar="FILE", help="of this model (made on the first 96 training images)")
-    sought.add_argument("--images", type=int, default=256, metavar="N", help="training images to plan by (256)")
+    sought.add_argument("--images", type=int, default=1024, metavar="N", help="training images to plan by (1024)")
     sought.add_argument("--other-images", type=int, default=256, metavar="N", help="images to promise by (256)")
     sought.add_argument("--trials", type=int, default=24, metavar="N", help="plans to make and measure (24)")
     sought.add_argument("--storage", metavar="PLACE", help="where trials are kept: a file, or an address of Optuna")

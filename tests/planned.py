@@ -1,0 +1,41 @@
+"""One small model that plans are made for, with its diagnosis and images."""
+
+from functools import cache
+
+from torch import nn
+
+import cases
+from attnrx.costs import Conditions
+from attnrx.diagnosis import Diagnosis
+from attnrx.examination import diagnose
+from attnrx.models import VisionTransformer, ViTConfig
+from attnrx.planning import Clock
+from attnrx.planning.space import Choices, Space
+from attnrx.realization import realize
+from attnrx.tokens import Ward
+from comparisons import pixels
+
+# Three layers of 16 patches, heads of eight directions: every level is another rank.
+CONFIG = ViTConfig.uniform(
+    "dense", width=16, depth=3, heads=2, **{**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
+)
+CLOCK = Clock(2, Conditions(threads=1), "cpu", 2, apart=False)
+
+
+@cache
+def original() -> VisionTransformer:
+    return cases.model(CONFIG)
+
+
+@cache
+def diagnosed() -> Diagnosis:
+    return diagnose(original(), pixels(CONFIG, 16), batch_size=8)
+
+
+@cache
+def spanned() -> Space:
+    return Space(original(), diagnosed(), Ward(), form="total_rank", step=2)
+
+
+def made(space: Space, choices: Choices) -> nn.Module:
+    return realize(space.model, space.prescription(choices))
