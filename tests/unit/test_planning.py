@@ -11,18 +11,20 @@ import numpy as np
 import optuna
 import pytest
 import torch
+from torch.testing import assert_close
 
 import cases
 import planned
 import pretrained
 from attnrx.checks import Comparison, Promises
+from attnrx.checks.fidelity import divergence
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.models import VisionTransformer, family_of, load_model, parts
 from attnrx.planning import AXES, Expected, Search, Target, Ways, plan
 from attnrx.planning.allocating import Step, allocate, even_weights
-from attnrx.planning.answers import Answers
+from attnrx.planning.answers import Answers, softened_divergence
 from attnrx.planning.damages import PROBED, measure_damages
 from attnrx.planning.planning import _Making
 from attnrx.planning.prices import Prices, counted_prices
@@ -60,16 +62,28 @@ def space() -> Space:
 @pytest.mark.parametrize("reducer", [Ward(), ToMe(), AttentionReceived(), Random()], ids=type)
 def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, reducer: Reducer) -> None:
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
-    damages = measure_damages(own, answers, lambda told: None)
+    found = measure_damages(own, answers, lambda told: None)
     nothing = Choices.nothing(3)
     for axis, level, layer in itertools.product(RANKS, PROBED, range(3)):
         if level in own.available(axis):
-            alone = answers.measure(made(own, nothing.with_level(axis, layer, level))).mean
-            assert damages.ranks[axis][layer, level] == pytest.approx(alone, rel=1e-6, abs=1e-8)
-    for layer, place in itertools.product((1, 2), damages.places):
+            alone = answers.measure(made(own, nothing.with_level(axis, layer, level)))
+            for name, damages in found.items():
+                mean = getattr(alone, name).mean().item()
+                assert damages.ranks[axis][layer, level] == pytest.approx(mean, rel=1e-6, abs=1e-8)
+    for layer, place in itertools.product((1, 2), found["softened"].places):
         count = round(float(np.exp(place)))
-        alone = answers.measure(made(own, nothing.with_leaving(layer, count))).mean
-        assert damages.of_leaving(layer, count, own.patches) == pytest.approx(alone, rel=1e-6, abs=1e-8)
+        alone = answers.measure(made(own, nothing.with_leaving(layer, count)))
+        for name, damages in found.items():
+            mean = getattr(alone, name).mean().item()
+            assert damages.of_leaving(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
+
+
+def test_the_softened_divergence_is_that_at_a_high_temperature() -> None:
+    one, other = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, shifted = softened_divergence(one, other), softened_divergence(one.log_softmax(-1), other.log_softmax(-1))
+    assert_close(found, shifted)
+    for hot in (1e3, 1e4):
+        assert_close(hot**2 * divergence(one / hot, other / hot), found, rtol=10 / hot, atol=0)
 
 
 def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
@@ -81,7 +95,7 @@ def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)
+    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
     for axis in RANKS:
         assert (np.diff(damages.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
@@ -125,7 +139,7 @@ def test_the_budget_is_kept_and_given_back_where_too_much_was_saved(
     space: Space, images: ImageSet, most: float
 ) -> None:
     prices = counted_prices(space, "macs")
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)
+    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
     steps = allocate(space, prices, damages, most)
     assert [step.price for step in steps[:-1]] == sorted((step.price for step in steps[:-1]), reverse=True)
     assert all(step.price > most for step in steps[:-1]) and steps[-1].price <= most
@@ -137,7 +151,7 @@ def test_the_budget_is_kept_and_given_back_where_too_much_was_saved(
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, images: ImageSet) -> None:
     prices = counted_prices(space, "macs")
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)
+    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
     with pytest.raises(NotSupported, match="the cheapest that the prices show"):
         allocate(space, prices, damages, 0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
@@ -232,7 +246,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
             return self.made[-1]
 
         def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-            return Trial(knobs, step, step.damage)
+            return Trial(knobs, step, step.damage, step.damage)
 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
     start = budget.tried({}, budget.step({}, before))
@@ -339,6 +353,6 @@ def test_where_more_leave_early_fewer_leave_later(space: Space) -> None:
     # So the cheapest plan has half of the patches leave as early as can be, whatever left first on the way there.
     prices = counted_prices(replace(space, axes=("tokens",), _pieces={}), "macs")
     least = prices.total(full)
-    damages = measure_damages(space, Answers.of(space.model, pixels(CONFIG, 4), 4), lambda told: None)
+    damages = measure_damages(space, Answers.of(space.model, pixels(CONFIG, 4), 4), lambda told: None)["divergence"]
     steps = allocate(replace(space, axes=("tokens",), _pieces={}), prices, damages, least + 1e-9)
     assert steps[-1].choices.leaving == (0, 8, 4)

@@ -19,11 +19,13 @@ Pixels = Float[Tensor, "batch channels height width"]
 class Deviation:
     """How far a candidate is from the original, image by image.
 
-    `divergence` is KL(original || candidate) of the answers in nats, `agrees` whether both name the same class, and
-    `change` +1 where the candidate alone is right, -1 where it alone is wrong, 0 elsewhere.
+    `divergence` is KL(original || candidate) of the answers in nats, `softened` that of answers softened by a high
+    temperature, `agrees` whether both name the same class, and `change` +1 where the candidate alone is right, -1
+    where it alone is wrong, 0 elsewhere.
     """
 
     divergence: Float[Tensor, "images"]
+    softened: Float[Tensor, "images"]
     agrees: Float[Tensor, "images"]
     change: Float[Tensor, "images"]
 
@@ -78,11 +80,23 @@ class Answers:
         other = torch.cat(list(answered))
         before, after = self.logs.argmax(-1), other.argmax(-1)
         change = (after == self.labels).double() - (before == self.labels).double()
-        return Deviation(divergence(self.logs, other), (before == after).double(), change)
+        agrees = (before == after).double()
+        return Deviation(divergence(self.logs, other), softened_divergence(self.logs, other), agrees, change)
 
     def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
         """Gives every batch with what the original answered."""
         yield from zip(self.batches, self.logs.split([len(batch) for batch in self.batches]), strict=True)
+
+
+def softened_divergence(
+    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
+) -> Float[Tensor, "images"]:
+    """Gives, per image, the limit of T^2 KL(base || other) as both are softened by a temperature T that grows.
+
+    That is half the variance over the classes of the difference of the logits. All classes of an image count, so that
+    it varies much less from image to image than the divergence, which a few images decide.
+    """
+    return (base.double() - other.double()).var(-1, correction=0) / 2
 
 
 def log_probabilities(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:

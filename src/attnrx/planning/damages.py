@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.checks.fidelity import divergence
 from attnrx.models import Family, attach_tokens_, evaluating, family_of
 from attnrx.models.blocks import block_names
-from attnrx.planning.answers import Answers, Pixels, log_probabilities
+from attnrx.planning.answers import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.resuming import as_output, recorded, resumed
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputPrescription
@@ -22,16 +22,19 @@ from attnrx.tokens import TokenPolicy
 
 Say = Callable[[str], None]
 Weights = Mapping[str, np.ndarray]
+Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]
 
 # The levels (places in LEVELS) at which the answers are measured, and the shares of the patches that leave.
 PROBED = (2, 4)
 LEAVING = (1 / 24, 1 / 8, 1 / 3, 2 / 3)
 LEAST = 1e-9
+# How far answers are from the original's, as in `Deviation`.
+MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_divergence}
 
 
 @dataclass(frozen=True, eq=False)
 class Damages:
-    """The mean divergence of the answers that each choice alone brings about, in nats.
+    """The mean divergence of the answers, as it is or softened, that each choice alone brings about.
 
     `ranks` is [layer, level] for every axis. Of the tokens `places` and `tokens` [layer, place] hold the logarithms of
     what was measured at some numbers of patches that leave; between and beyond, the divergence grows as a power of
@@ -71,8 +74,10 @@ class Damages:
         return found
 
 
-def measure_damages(space: Space, answers: Answers, say: Say) -> Damages:
+def measure_damages(space: Space, answers: Answers, say: Say) -> dict[str, Damages]:
     """Measures every axis at a few levels in every layer alone; the error that ranks leave out says what lies between.
+
+    Gives the damages by every one of MEASURES.
 
     The layers before the one that is changed are run once for all; what a rank leaves out is the energy of the
     directions beyond it, in the metric of the data, which the prescriptions know.
@@ -85,8 +90,8 @@ def measure_damages(space: Space, answers: Answers, say: Say) -> Damages:
     }
     counts = sorted({max(space.step, round(share * space.patches)) for share in LEAVING})
     counts = counts if TOKENS in space.axes else []
-    measured = {key: np.zeros(space.depth) for key in probes}
-    leaving = np.zeros((space.depth, len(counts)))
+    measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
+    leaving = np.zeros((space.depth, len(counts), len(MEASURES)))
     passing = _Passing(space, family_of(space.model))
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
@@ -96,9 +101,13 @@ def measure_damages(space: Space, answers: Answers, say: Say) -> Damages:
             for place, count in enumerate(counts):
                 leaving[:, place] += passing.with_leaving(count)
             say(f"damages: {done} of {len(answers.batches)} batches")
-    ranks = {axis: _curves(space, axis, measured, len(answers)) for axis in RANKS}
-    logs = np.log(np.maximum(leaving / len(answers), LEAST))
-    return Damages(ranks, np.log(np.array(counts or [1], dtype=float)), logs, space.patches)
+    places, found = np.log(np.array(counts or [1], dtype=float)), {}
+    for index, name in enumerate(MEASURES):
+        own = {key: sums[:, index] for key, sums in measured.items()}
+        ranks = {axis: _curves(space, axis, own, len(answers)) for axis in RANKS}
+        logs = np.log(np.maximum(leaving[:, :, index] / len(answers), LEAST))
+        found[name] = Damages(ranks, places, logs, space.patches)
+    return found
 
 
 class _Passing:
@@ -115,16 +124,16 @@ class _Passing:
             self.kind = blocks[0][1]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Sums the divergences over the images when a layer is that of another model, layer by layer."""
-        found = np.zeros(len(self.inputs))
+        """Sums every measure over the images when a layer is that of another model, layer by layer."""
+        found = np.zeros((len(self.inputs), len(MEASURES)))
         for layer, name in enumerate(block_names(other, self.family)):
             output = other.get_submodule(name)(self.inputs[layer])
             found[layer] = self._from(self.space.model, output, layer + 1)
         return found
 
     def with_leaving(self, count: int) -> np.ndarray:
-        """Sums the divergences over the images when so many patches leave before a layer, layer by layer."""
-        found, reducer = np.zeros(len(self.inputs)), self.space.reducer
+        """Sums every measure over the images when so many patches leave before a layer, layer by layer."""
+        found, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
         assert reducer is not None
         needs = set(reducer.needs)
         for layer in range(1, len(self.inputs)):
@@ -136,9 +145,10 @@ class _Passing:
             found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
         return found
 
-    def _from(self, model: nn.Module, given: Any, layer: int) -> float:
+    def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
         with resumed(model, self.family, given, layer):
-            return float(divergence(self.logs, log_probabilities(model(self.images))).sum())
+            answered = log_probabilities(model(self.images))
+        return [float(measure(self.logs, answered).sum()) for measure in MEASURES.values()]
 
 
 def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int) -> np.ndarray:

@@ -30,9 +30,9 @@ from attnrx.tokens import Reducer, parse_reducer
 # A plan for the clock is made again until the clock agrees, so often. Between NEAR and all of the target is near
 # enough; CARE is aimed at.
 ATTEMPTS, NEAR, CARE = 4, 0.98, 0.993
-# Every choice alone is measured on so many images, since there are many choices, every plan that is tried on more, and
-# on all of them so many that did best: the best of many on few images is best by chance.
-FOR_DAMAGES, FOR_TRIALS, FINALISTS = 96, 256, 8
+# Every choice alone is measured on so many images, since there are many choices, every plan that is tried on more, by
+# what varies little from image to image; and so many that did best on all, by what is promised.
+FOR_DAMAGES, FOR_TRIALS, FINALISTS = 96, 128, 6
 # Levels are eighths of a head's directions; for the clock ranks are multiples of one, which kernels like.
 EIGHTHS = 8
 # Plans of the front, from the whole model to the target.
@@ -107,7 +107,7 @@ class _Making:
         self.fewer = self.answers.first(FOR_TRIALS)
         self.timed: dict[str, Any] | None = None
         self.trials: tuple[Trial, ...] = ()
-        self.known: dict[tuple[int, Choices], float] = {}
+        self.known: dict[tuple[int, Choices], Deviation] = {}
 
     @cached_property
     def prices(self) -> Prices:
@@ -119,8 +119,12 @@ class _Making:
         return pinned(prices, self.space, self._shares)
 
     @cached_property
-    def damages(self) -> Damages:
+    def alone(self) -> dict[str, Damages]:
         return measure_damages(self.space, self.answers.first(FOR_DAMAGES), self.say)
+
+    @property
+    def damages(self) -> Damages:
+        return self.alone["softened"]
 
     @cached_property
     def first(self) -> dict[str, float]:
@@ -139,14 +143,11 @@ class _Making:
     def realized(self, choices: Choices) -> nn.Module:
         return realize(self.space.model, self.space.prescription(choices))
 
-    def measured(self, choices: Choices) -> Deviation:
-        return self.answers.measure(self.realized(choices))
-
-    def divergence(self, choices: Choices, answers: Answers) -> float:
+    def measured(self, choices: Choices, answers: Answers) -> Deviation:
         """Measures a plan on some images, once."""
         key = len(answers), choices
         if key not in self.known:
-            self.known[key] = answers.measure(self.realized(choices)).mean
+            self.known[key] = answers.measure(self.realized(choices))
         return self.known[key]
 
     def calibrated(self, most: float) -> dict[str, float]:
@@ -168,7 +169,7 @@ class _Making:
         if not any(_of(own, axis)):
             return None
         alone = self.damages.total(own, weights_of(self.space, self.first))
-        return max(self.divergence(own, self.fewer), 1e-6) / max(alone, 1e-6)
+        return max(self.measured(own, self.fewer).softened.mean().item(), 1e-6) / max(alone, 1e-6)
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
@@ -213,12 +214,16 @@ class _Making:
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Gives the plan that does best on all images, of those that did best on fewer."""
-        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: -trial.divergence)}
-        last = list(order.values())[-FINALISTS:]
-        found = [replace(trial, divergence=self.divergence(trial.step.choices, self.answers)) for trial in last]
+        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
+        first = list(order.values())[:FINALISTS]
+        found = [self._tried(trial.knobs, trial.step, self.answers) for trial in first]
         best = min(found, key=lambda trial: trial.divergence)
         self.say(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
         return best
+
+    def _tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
+        found = self.measured(step.choices, answers)
+        return Trial(knobs, step, found.mean, found.softened.mean().item())
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Times a plan beside the model as its library ships it."""
@@ -255,7 +260,7 @@ class _Making:
             except NotSupported:
                 low = middle
                 continue
-            change = self.measured(step.choices).change.mean().item()
+            change = self.measured(step.choices, self.answers).change.mean().item()
             self.say(f"plan at {step.price:.3f}: {100 * change:+.1f} points")
             if -100 * change <= self.target.most:
                 high, found = middle, step
@@ -280,7 +285,12 @@ class _Making:
             "other_images": len(others),
             "knobs": best.knobs,
             "trials": [
-                {"knobs": trial.knobs, "price": trial.step.price, "divergence": trial.divergence}
+                {
+                    "knobs": trial.knobs,
+                    "price": trial.step.price,
+                    "divergence": trial.divergence,
+                    "softened": trial.softened,
+                }
                 for trial in self.trials
             ],
             "torch": torch.__version__,
@@ -291,7 +301,7 @@ class _Making:
             self.target.spend,
             best.step.price,
             expected_of(deviation),
-            explained(space, self.prices, self.damages, choices),
+            explained(space, self.prices, self.alone["divergence"], choices),
             self._front(best, most),
             self.timed,
             about,
@@ -301,11 +311,12 @@ class _Making:
         """Plans between the original and the target on the way of the best one, measured on the images."""
         way = self.steps(most, best.knobs)[1:]  # the first is the model as it is
         wanted = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
-        found = [next(step for step in way if step.price <= share) for share in wanted]
-        points = [
-            Point(step.price, step.damage, self.divergence(step.choices, self.answers)) for step in dict.fromkeys(found)
-        ]
-        return (*points, Point(best.step.price, best.step.damage, best.divergence))
+        found = dict.fromkeys(next(step for step in way if step.price <= share) for share in wanted)
+        alone, even = self.alone["divergence"], weights_of(self.space, {})
+        return tuple(
+            Point(step.price, alone.total(step.choices, even), self.measured(step.choices, self.answers).mean)
+            for step in (*found, best.step)
+        )
 
 
 class _Budget:
@@ -318,9 +329,9 @@ class _Budget:
         return self.making.steps(self.most, knobs, start)[-1]
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        divergence = self.making.divergence(step.choices, self.making.fewer)
-        self.making.say(f"plan at {step.price:.3f}: {divergence:.4f} nats")
-        return Trial(knobs, step, divergence)
+        found = self.making._tried(knobs, step, self.making.fewer)
+        self.making.say(f"plan at {step.price:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
+        return found
 
 
 def expected_of(deviation: Deviation) -> dict[str, Expected]:

@@ -29,14 +29,15 @@ KNOBS, CHOICES = "knobs", "choices"
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that was made and measured: the knobs it came from, and the mean divergence on the images.
+    """One plan that was made and measured: the knobs it came from, and the means over the images.
 
-    A varied plan has the knobs of the one that it was varied from.
+    A varied plan has the knobs of the one that it was varied from. A search goes by `softened` (see `Deviation`).
     """
 
     knobs: dict[str, float]
     step: Step
     divergence: float
+    softened: float
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=_address(search.storage),
-        study_name=f"attnrx 3 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
+        study_name=f"attnrx 4 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
     )
@@ -130,7 +131,7 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
         trial.set_user_attr(KNOBS, knobs)
         trial.set_user_attr(CHOICES, asdict(step.choices))
         made.append(budget.tried(knobs, step))
-        return made[-1].divergence
+        return made[-1].softened
 
     done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
     if done < search.trials:
@@ -165,7 +166,7 @@ class _Proposals:
         seen = [self.start.step.choices, *(_known(each)[1] for each in known)]
         best = min(known, key=lambda each: each.value, default=None)
         knobs, choices = self.start.knobs, self.start.step.choices
-        if best is not None and best.value < self.start.divergence:
+        if best is not None and best.value < self.start.softened:
             knobs, choices = _known(best)
         steps: list[Step] = []
         for _ in range(ATTEMPTS):

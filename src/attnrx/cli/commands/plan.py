@@ -36,7 +36,7 @@ def add(parser: Parser) -> None:
     sought.add_argument("--diagnosis", metavar="FILE", help="of this model (made on the first 96 training images)")
     sought.add_argument("--images", type=int, default=1024, metavar="N", help="training images to plan by (1024)")
     sought.add_argument("--other-images", type=int, default=256, metavar="N", help="images to promise by (256)")
-    sought.add_argument("--trials", type=int, default=24, metavar="N", help="plans to make and measure (24)")
+    sought.add_argument("--trials", type=int, default=48, metavar="N", help="plans to make and measure (48)")
     sought.add_argument("--storage", metavar="PLACE", help="where trials are kept: a file, or an address of Optuna")
     clock = parser.add_argument_group("the clock, for latency")
     clock.add_argument("--batch", type=int, default=32, metavar="N", help="images at once (32)")
