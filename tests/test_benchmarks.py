@@ -60,6 +60,24 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
         main([*asked, "--stages", "0.5@2", "--reducers", "spot"])
 
 
+def test_plan_measures_tells_how_far_few_images_say_what_many_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    module = runpy.run_path(str(BENCHMARKS / "plan_measures.py"))
+    random = torch.Generator().manual_seed(0)
+    quiet = torch.arange(6.0)[:, None].expand(6, 400)  # plans, images
+    loud = quiet + 8 * torch.randn(6, 400, generator=random)
+    found = module["told"]({"divergence": loud, "softened": quiet}, 4, 20, 0)
+    assert found["softened"][0] > 0.9 > found["divergence"][0]
+    assert found["softened"][1] <= found["divergence"][1]
+    whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
+    data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 2})
+    asked = (str(whole), "--data", str(data), "--image-size", "8", "--images", "8", "--plans", "3", "--few", "2")
+    module["main"]([*asked, "--target", "0.7", "--splits", "2"])
+    assert "3 plans, 8 images, 2 splits" in capsys.readouterr().out
+
+
 def test_training_step_compares_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
     asked = ("--batch", "2", "--precisions", "float32", "--modes", "eager", "--device", "cpu")

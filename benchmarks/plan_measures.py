@@ -1,0 +1,100 @@
+"""What plans should be compared by: how well few images say which plans diverge least on many others.
+
+    python benchmarks/plan_measures.py timm:vit_tiny_patch16_224 --data imagenette --target 0.6 --plans 24 --images 1024
+
+Makes plans at one share of the MACs, each for other weights of the damages, and measures all on the same images. Over
+random halves, told are the rank correlation between the mean of a measure over some images of one half and the mean
+divergence over the other half, and by how many nats the plan that the measure finds best there is worse than the best.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+import attnrx as rx
+from attnrx.planning.allocating import allocate
+from attnrx.planning.answers import Answers
+from attnrx.planning.damages import measure_damages
+from attnrx.planning.prices import counted_prices
+from attnrx.planning.refining import knobs_of, weights_of
+from attnrx.planning.space import Choices, Space
+from attnrx.tokens import parse_reducer
+
+Measured = Mapping[str, torch.Tensor]
+FOR_DAMAGES, BATCH, ATTEMPTS = 96, 32, 50
+
+
+def made(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
+    """Makes different plans, the closed form of even damages first."""
+    prices = counted_prices(space, "macs")
+    damages = measure_damages(space, answers.first(FOR_DAMAGES), print)["softened"]
+    random, found = np.random.default_rng(seed), {}
+    knobs: dict[str, float] = {}
+    for _ in range(ATTEMPTS * count):
+        if len(found) == count:
+            break
+        step = allocate(space, prices, damages, most, weights_of(space, knobs))[-1]
+        found.setdefault(step.choices, step)
+        knobs = {name: float(random.uniform(-span, span)) for name, span in knobs_of(space).items()}
+    return list(found)
+
+
+def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, tuple[float, float]]:
+    """Gives, by measure, the mean rank correlation and the mean regret in nats."""
+    truth, found = measured["divergence"], {}
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(truth.shape[1], generator=generator) for _ in range(splits)]
+    half = truth.shape[1] // 2
+    for name, own in measured.items():
+        pairs = [(own[:, order[:images]].mean(1), truth[:, order[half:]].mean(1)) for order in orders]
+        agree = [rank_correlation(one, other) for one, other in pairs]
+        regret = [float(other[one.argmin()] - other.min()) for one, other in pairs]
+        found[name] = float(np.mean(agree)), float(np.mean(regret))
+    return found
+
+
+def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Gives Spearman's rank correlation of values without ties."""
+    ranks = torch.stack([own.argsort().argsort().double() for own in (one, other)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--weights")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--label-column")
+    parser.add_argument("--reducer", default="ward")
+    parser.add_argument("--target", type=float, default=0.6, help="share of the MACs")
+    parser.add_argument("--plans", type=int, default=24)
+    parser.add_argument("--images", type=int, default=1024)
+    parser.add_argument("--few", type=int, nargs="+", default=[96, 256, 512])
+    parser.add_argument("--splits", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(given)
+    model = rx.load(arguments.model, weights=arguments.weights).eval()
+    columns = rx.data.Columns(label=arguments.label_column)
+    splits = rx.matching(rx.load_data(arguments.data, image_size=arguments.image_size, columns=columns), model)
+    images = splits.train.take(arguments.images)
+    diagnosis = rx.diagnose(model, images, images=min(FOR_DAMAGES, len(images)), batch_size=BATCH)
+    space = Space(model, diagnosis, parse_reducer(arguments.reducer))
+    answers = Answers.of(model, images, BATCH)
+    rows = []
+    for choices in made(space, answers, arguments.target, arguments.plans, arguments.seed):
+        found = answers.measure(rx.realize(model, space.prescription(choices)))
+        rows.append({"divergence": found.divergence, "softened": found.softened, "disagreement": 1 - found.agrees})
+        print(f"plan {len(rows)}: {found.mean:.4f} nats, softened {found.softened.mean():.4f}", flush=True)
+    measured = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    print(f"{len(rows)} plans, {len(answers)} images, {arguments.splits} splits, torch {torch.__version__}")
+    for count in arguments.few:
+        for name, (agree, regret) in told(measured, count, arguments.splits, arguments.seed).items():
+            print(f"{count:5d} images  {name:14s} rank correlation {agree:.3f}  regret {regret:.4f} nats")
+
+
+if __name__ == "__main__":
+    main()
