@@ -73,10 +73,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=0.6, help="share of the MACs")
     parser.add_argument("--plans", type=int, default=24)
     parser.add_argument("--images", type=int, default=1024)
-    parser.add_argument("--few", type=int, nargs="+", default=[96, 256, 512])
+    parser.add_argument("--few", type=int, nargs="+", default=[96, 256], help="at most half of the images")
     parser.add_argument("--splits", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(given)
+    if max(arguments.few) > arguments.images // 2:
+        parser.error(f"--few {max(arguments.few)} of {arguments.images} images: the other half must be others.")
     model = rx.load(arguments.model, weights=arguments.weights).eval()
     columns = rx.data.Columns(label=arguments.label_column)
     splits = rx.matching(rx.load_data(arguments.data, image_size=arguments.image_size, columns=columns), model)

@@ -13,9 +13,19 @@ from torch.testing import assert_close
 
 import planned
 from attnrx.attention import Attention, Tapped
-from attnrx.models import family_of, reduction_of
-from attnrx.planning.clock import _never_slower, _never_slower_mlp, _Timer, pinned, timed_prices
-from attnrx.planning.prices import counted_prices
+from attnrx.models import family_of
+from attnrx.planning.clock import (
+    STAGES,
+    _everywhere,
+    _never_slower,
+    _never_slower_mlp,
+    _saving,
+    _some_at,
+    _Timer,
+    pinned,
+    timed_prices,
+)
+from attnrx.planning.prices import Prices, counted_prices
 from attnrx.planning.space import RANKS, Choices, Space
 from planned import CLOCK, made
 
@@ -94,33 +104,39 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
 def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     even = replace(space, form="uniform_rank", _pieces={})
     prices, tokens = counted_prices(even, "macs"), np.arange(17)
-    truth = replace(prices, whole=prices.whole / 1.25, stages=prices.stages + 0.01 * prices.whole * tokens / 16)
+    factors = {"scores": 0.5, "values": 0.75, "mlp": 1.25}
+    slower = replace(prices, whole=prices.whole / 1.25, stages=prices.stages + 0.01 * prices.whole * tokens / 16)
+    truth = _saving(slower, factors)
     nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
+    chosen = {
+        "own": nothing,
+        **{axis: _everywhere(even, axis) for axis in RANKS},
+        **{str(stages): _some_at(even, stages) for stages in STAGES},
+    }
     asked: list[tuple[str, ...]] = []
 
-    def clock(models: Mapping[str, nn.Module], stage: float = 1.0) -> dict[str, float]:
+    def clock(models: Mapping[str, nn.Module], known: Prices = truth) -> dict[str, float]:
         asked.append(tuple(models))
-        known = replace(truth, stages=truth.stages * stage)
-        return {name: known.total(_letting_go(even, model)) for name, model in models.items()}
+        return {name: known.total(chosen[name]) for name in models}
 
     found = pinned(prices, even, clock)
-    assert asked == [("own", "1", "3", "None")]  # in one run
+    assert asked == [("own", *RANKS, "1", "3", "None")]  # in one run
     assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(truth.total(some))
-    cut = some.with_level("scores", 0, 4)
-    saved = prices.total(some) - prices.total(cut)
-    assert found.total(some) - found.total(cut) == pytest.approx(1.25 * saved)
+    for axis, factor in factors.items():
+        cut = some.with_level(axis, 0, 4)
+        saved = prices.total(some) - prices.total(cut)
+        assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factor * saved)
+    both = some.with_level("scores", 0, 4).with_level("values", 0, 2)
+    assert found.total(both) == pytest.approx(truth.total(both))
     # What is faster than its layers costs nothing beside them.
-    free = pinned(prices, even, partial(clock, stage=-1.0))
+    free = pinned(prices, even, partial(clock, known=replace(slower, stages=prices.stages - 0.01 * prices.whole)))
     assert free.total(some) == pytest.approx(1.25 * prices.total(some))
     ranks = pinned(prices, replace(even, axes=RANKS, reducer=None, _pieces={}), clock)
-    assert asked[-1] == ("own",) and (ranks.stages == prices.stages).all()
+    assert asked[-1] == ("own", *RANKS) and (ranks.stages == prices.stages).all()
 
 
-def _letting_go(space: Space, model: nn.Module) -> Choices:
-    """Reads off a model how many patches leave before every layer."""
-    found, reduction = Choices.nothing(space.depth), reduction_of(model)
-    left = space.patches
-    if reduction is not None:
-        for layer, count in zip(reduction.policy.layers, reduction.policy.counts(space.patches), strict=True):
-            found, left = found.with_leaving(layer - 1, left - count), count
-    return found
+def test_an_axis_that_saves_nothing_on_the_clock_has_no_price(space: Space) -> None:
+    prices = counted_prices(space, "macs")
+    found = pinned(prices, space, lambda models: dict.fromkeys(models, 1.0))
+    for axis in RANKS:
+        assert found.total(_everywhere(space, axis)) == pytest.approx(1)

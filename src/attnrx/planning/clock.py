@@ -19,7 +19,7 @@ from attnrx.models.blocks import block_names
 from attnrx.models.last_layer import last_layer_of
 from attnrx.planning.damages import Say
 from attnrx.planning.prices import Prices
-from attnrx.planning.space import TOKENS, Choices, Space
+from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
@@ -27,9 +27,12 @@ from attnrx.tokens import TokenPolicy
 # The shares of the tokens at which blocks are timed; between them the time is taken to lie on straight lines.
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # Tokens leave before this layer, and the block after it is timed: it is the first that may see tokens of several sizes.
-AFTER = 2
+# What share stays does not matter: the block is given as many as it is to be timed with.
+AFTER, SOME = 2, 0.75
 # How many stages the models have that say what one takes: few, some, and one before every layer but the first.
 STAGES = (1, 3, None)
+# An axis is taken to save so many times what its blocks alone say at most, whatever the clock says of a model.
+MOST = 1.5
 ROUNDS, WARMUP = 7, 2
 REFERENCE, ALL, OWN = "original", "all", "own"
 
@@ -101,20 +104,46 @@ def pinned(prices: Prices, space: Space, beside: Callable[[Mapping[str, nn.Modul
     """Makes prices shares of what the model takes as its library ships it, by whole models on the clock.
 
     `beside` gives the times of models, by name, as shares of that; they take turns in one run. The model as it is says
-    what our own attention takes, and those that let tokens leave at some stages what a stage takes beside the layers:
-    what leaves them nearest to the clock, in proportion to the tokens that a stage sees.
+    what our own attention takes, those with one axis at a middle level in all layers by how much more or less that axis
+    saves than its blocks alone say, and those that let tokens leave at some stages what a stage takes beside the
+    layers: what leaves them nearest to the clock, in proportion to the tokens that a stage sees.
     """
     own = Choices.nothing(space.depth)
+    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
-    models = {name: realize(space.model, space.prescription(choices)) for name, choices in some.items()}
+    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **some}.items()}
     found = beside({OWN: space.model, **models})
     prices = replace(prices, whole=prices.whole * prices.total(own) / found[OWN])
+    saved = {axis: (found[OWN] - found[axis], found[OWN] - prices.total(at)) for axis, at in ranks.items()}
+    prices = _saving(
+        prices, {axis: min(max(said / told, 0.0), MOST) for axis, (said, told) in saved.items() if told > 0}
+    )
     if not some:
         return prices
     tokens = space.shape.layout.tokens
     missing = np.array([found[name] - prices.total(choices) for name, choices in some.items()])
     seen = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / prices.whole
     return replace(prices, stages=prices.stages + max(missing @ seen / (seen @ seen), 0.0) * np.arange(tokens + 1))
+
+
+def _everywhere(space: Space, axis: str) -> Choices:
+    """The middle one of an axis' levels, in all layers."""
+    levels = space.available(axis)
+    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
+
+
+def _saving(prices: Prices, factors: Mapping[str, float]) -> Prices:
+    """Lets every axis save so many times as much; what scores and values only save together, as the lesser of them."""
+    attention, mlp = prices.attention, prices.mlp
+    scores, values = factors.get("scores", 1.0), factors.get("values", 1.0)
+    none = attention[:, :1, :1]
+    one, other = attention[:, :, :1] - none, attention[:, :1] - none
+    both = attention - none - one - other
+    return replace(
+        prices,
+        attention=none + scores * one + values * other + min(scores, values) * both,
+        mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
+    )
 
 
 def _some_at(space: Space, stages: int | None) -> Choices:
@@ -175,8 +204,7 @@ class _Timer:
     def _place_after_stage(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
         reducer, model = self.space.reducer, copy.deepcopy(model)
         assert reducer is not None
-        keep = 1 - self.space.step / self.space.patches
-        reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (keep,)))
+        reduction = attach_tokens_(model, self.family, TokenPolicy(reducer, (AFTER,), (SOME,)))
         block = model.get_submodule(block_names(model, self.family)[layer])
         return self.clock.conditions.place(_AfterStage(block, reduction))
 
