@@ -73,7 +73,7 @@ def test_plan_measures_tells_how_far_few_images_say_what_many_do(
     assert found["softened"][1] <= found["divergence"][1]
     whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
     data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 2})
-    asked = (str(whole), "--data", str(data), "--image-size", "8", "--images", "8", "--plans", "3", "--few", "2")
+    asked = (str(whole), "--data", str(data), "--images", "8", "--plans", "3", "--few", "2")
     module["main"]([*asked, "--target", "0.7", "--splits", "2"])
     assert "3 plans, 8 images, 2 splits" in capsys.readouterr().out
 
