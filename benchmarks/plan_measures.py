@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import attnrx as rx
+from attnrx.diagnostics.token_relevance import rank_correlation
 from attnrx.planning.allocating import allocate
 from attnrx.planning.answers import Answers
 from attnrx.planning.damages import measure_damages
@@ -49,16 +50,10 @@ def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, t
     half = truth.shape[1] // 2
     for name, own in measured.items():
         pairs = [(own[:, order[:images]].mean(1), truth[:, order[half:]].mean(1)) for order in orders]
-        agree = [rank_correlation(one, other) for one, other in pairs]
+        agree = [float(rank_correlation(one, other)) for one, other in pairs]
         regret = [float(other[one.argmin()] - other.min()) for one, other in pairs]
         found[name] = float(np.mean(agree)), float(np.mean(regret))
     return found
-
-
-def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Gives Spearman's rank correlation of values without ties."""
-    ranks = torch.stack([own.argsort().argsort().double() for own in (one, other)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -315,7 +315,9 @@ def _never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
     """Gives the nearest savings at which no lower level saves less."""
     levels = (0, *space.available("mlp"))
     found = mlp.copy()
-    found[levels, :] = _falling(mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), whole=0.0)
+    found[levels, :] = _falling(
+        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
+    )
     return found
 
 
@@ -324,11 +326,11 @@ def _reached(level: int, levels: Collection[int]) -> list[float]:
     return [float(level >= other) for other in sorted(levels)]
 
 
-def _falling(times: np.ndarray, steps: np.ndarray, whole: float | None = None) -> np.ndarray:
-    """Fits times [places, numbers] by what every step that a place has reached saves, zero or more, off the whole."""
+def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
+    """Fits times [places, numbers] by what every step that a place has reached saves, off one whole or off zero."""
     if not steps.size:
         return times
-    fitted = LinearRegression(positive=True, fit_intercept=whole is None).fit(steps, -times)
+    fitted = LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
     return -fitted.predict(steps)
 
 
