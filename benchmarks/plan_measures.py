@@ -15,7 +15,7 @@ import torch
 
 import attnrx as rx
 from attnrx.diagnostics.token_relevance import rank_correlation
-from attnrx.planning.allocating import allocate
+from attnrx.planning.allocating import Frontier
 from attnrx.planning.answers import Answers
 from attnrx.planning.damages import measure_damages
 from attnrx.planning.prices import counted_prices
@@ -36,7 +36,7 @@ def made(space: Space, answers: Answers, most: float, count: int, seed: int) -> 
     for _ in range(ATTEMPTS * count):
         if len(found) == count:
             break
-        step = allocate(space, prices, damages, most, weights_of(space, knobs))[-1]
+        step = Frontier(space, prices, damages, weights_of(space, knobs)).at(most)
         found.setdefault(step.choices, step)
         knobs = {name: float(random.uniform(-span, span)) for name, span in knobs_of(space).items()}
     return list(found)

@@ -26,10 +26,10 @@ else:
 # %% [markdown]
 # What each choice costs comes from tables: closed form for MACs and parameters, and for latency the clock of this
 # machine. What each does to the answers is measured, one layer at a time, on images without labels. The closed form
-# then takes whatever saves most for its damage, until the budget is met; a search (Optuna) weighs the kinds of damage
-# against each other by whole plans, because damages do not quite add up, and then varies the best plan a few layers at
-# a time. It goes by the answers softened, which few images tell well; the best few plans are compared on all images.
-# The more trials, the better the plan.
+# is then the best of all plans, if damages add up (dynamic programming over the layers); because they do not quite, a
+# search (Optuna) weighs the kinds of damage against each other by whole plans, and then varies the best plan a few
+# layers at a time. It goes by the answers softened, which few images tell well; the best few plans are compared on all
+# images. The more trials, the better the plan.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,9 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.models import VisionTransformer, family_of, load_model, parts
 from attnrx.planning import AXES, Expected, Search, Target, Ways, plan
-from attnrx.planning.allocating import Step, allocate, even_weights
+from attnrx.planning.allocating import Frontier, Step, even_weights, filled
 from attnrx.planning.answers import Answers, softened_divergence
-from attnrx.planning.damages import PROBED, measure_damages
+from attnrx.planning.damages import PROBED, Damages, measure_damages
 from attnrx.planning.planning import _Making
 from attnrx.planning.prices import Prices, counted_prices
 from attnrx.planning.refining import VARIATIONS, Trial, _Proposals, varied, weights_of
@@ -134,30 +135,67 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
         torch.testing.assert_close(whole(batch), expected)
 
 
-@pytest.mark.parametrize("most", [0.9, 0.6, 0.4])
-def test_the_budget_is_kept_and_given_back_where_too_much_was_saved(
-    space: Space, images: ImageSet, most: float
-) -> None:
-    prices = counted_prices(space, "macs")
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
-    steps = allocate(space, prices, damages, most)
-    assert [step.price for step in steps[:-1]] == sorted((step.price for step in steps[:-1]), reverse=True)
-    assert all(step.price > most for step in steps[:-1]) and steps[-1].price <= most
-    last = steps[-1]
-    assert prices.total(last.choices) == last.price
-    for choices in space.ways_back(last.choices):
-        assert prices.total(choices) > most or damages.total(choices, even_weights(3)) >= last.damage
+@pytest.fixture(scope="module")
+def damages(space: Space) -> Damages:
+    return measure_damages(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda told: None)["divergence"]
 
 
-def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, images: ImageSet) -> None:
-    prices = counted_prices(space, "macs")
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
+def every_plan(space: Space) -> Iterator[Choices]:
+    """All plans for three layers that leave the MLPs alone."""
+    ranks = {axis: itertools.product((0, *space.available(axis)), repeat=3) for axis in ("scores", "values")}
+    counts = range(0, space.patches // 2 + 1, space.step)
+    leaving = [(0, one, two) for one, two in itertools.product(counts, repeat=2) if two <= (space.patches - one) // 2]
+    for scores, values, gone in itertools.product(ranks["scores"], ranks["values"], leaving):
+        yield Choices(scores, values, (0, 0, 0), gone)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_plan_does_less_damage_at_its_price(space: Space, damages: Damages, seed: int) -> None:
+    narrow = replace(space, axes=("scores", "values", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
+    random = np.random.default_rng(seed)
+    ranks = {axis: np.pad(random.exponential(size=(3, 2)).cumsum(1), ((0, 0), (1, 0))) for axis in RANKS}
+    leaving = np.log(random.exponential(3, size=damages.tokens.shape).cumsum(1))
+    harm, prices = replace(damages, ranks=ranks, tokens=leaving, _known={}), counted_prices(narrow, "macs")
+    tokens = np.arange(prices.attention.shape[-1])
+    prices = replace(prices, stages=prices.stages + 0.01 * prices.whole * tokens / tokens.max())
+    weights = weights_of(narrow, {"scores": -1.0, "scores_tilt": 0.7, "tokens_tilt": -0.5})
+    frontier = Frontier(narrow, prices, harm, weights)
+    every = np.array([(prices.total(own), harm.total(own, weights)) for own in every_plan(narrow)])
+    for most in np.linspace(0.5, 1.0, 26):
+        found = frontier.at(most)
+        assert found.price == prices.total(found.choices) <= most
+        assert found.damage == pytest.approx(harm.total(found.choices, weights))
+        assert found.damage >= every[every[:, 0] <= most, 1].min() - 1e-9
+        # What is saved was rounded: a plan may be better that is cheaper by less than that.
+        assert found.damage <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
+    cheapest = every[:, 0].min()
+    assert frontier.cheapest == pytest.approx(cheapest, abs=0.002)
     with pytest.raises(NotSupported, match="the cheapest that the prices show"):
-        allocate(space, prices, damages, 0.01)
+        frontier.at(cheapest - 1e-6)
+
+
+@pytest.mark.parametrize("most", [0.9, 0.6, 0.4])
+def test_the_budget_is_met_from_any_plan(space: Space, damages: Damages, most: float) -> None:
+    prices, even = counted_prices(space, "macs"), even_weights(3)
+    best = Frontier(space, prices, damages, even).at(most)
+    for start in (Choices.nothing(3), Choices((6, 0, 0), (6, 0, 0), (6, 6, 6), (0, 8, 0)), best.choices):
+        met = filled(space, prices, damages, most, even, start)
+        assert met.price == prices.total(met.choices) <= most and met.damage >= best.damage - 1e-3
+        for last in (met, best):  # and what was saved too much is given back
+            for choices in space.ways_back(last.choices):
+                assert prices.total(choices) > most or damages.total(choices, even) >= last.damage
+    with pytest.raises(NotSupported, match="no plan near this one"):
+        filled(space, prices, damages, 0.01, even, best.choices)
+
+
+def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, damages: Damages) -> None:
+    prices, even = counted_prices(space, "macs"), even_weights(3)
+    with pytest.raises(NotSupported, match="the cheapest that the prices show"):
+        Frontier(space, prices, damages, even).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
     flat = replace(prices, attention=prices.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
-    steps = allocate(replace(space, axes=("scores", "tokens"), _pieces={}), flat, damages, 0.8)
-    assert not any(steps[-1].choices.scores) and any(steps[-1].choices.leaving)
+    found = Frontier(replace(space, axes=("scores", "tokens"), _pieces={}), flat, damages, even).at(0.8)
+    assert not any(found.choices.scores) and any(found.choices.leaving)
 
 
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
@@ -344,7 +382,7 @@ def test_axes_are_those_of_a_choice() -> None:
     assert Choices.nothing(3).with_leaving(1, 4).with_leaving(2, 2).left == (0, 4, 6)
 
 
-def test_where_more_leave_early_fewer_leave_later(space: Space) -> None:
+def test_where_more_leave_early_fewer_leave_later(space: Space, damages: Damages) -> None:
     full = replace(Choices.nothing(3), leaving=(0, 8, 4))  # 16, then 8, then 4 are left
     assert not [moved for moved in space.moves(full) if moved.leaving[2] > 4 or moved.leaving[1] > 8]
     late = replace(Choices.nothing(3), leaving=(0, 0, 8))
@@ -353,6 +391,6 @@ def test_where_more_leave_early_fewer_leave_later(space: Space) -> None:
     # So the cheapest plan has half of the patches leave as early as can be, whatever left first on the way there.
     prices = counted_prices(replace(space, axes=("tokens",), _pieces={}), "macs")
     least = prices.total(full)
-    damages = measure_damages(space, Answers.of(space.model, pixels(CONFIG, 4), 4), lambda told: None)["divergence"]
-    steps = allocate(replace(space, axes=("tokens",), _pieces={}), prices, damages, least + 1e-9)
-    assert steps[-1].choices.leaving == (0, 8, 4)
+    cheapest = Frontier(replace(space, axes=("tokens",), _pieces={}), prices, damages, even_weights(3))
+    assert cheapest.at(least + 1e-9).choices.leaving == (0, 8, 4)
+    assert cheapest.cheapest == pytest.approx(least, abs=1e-3)

@@ -14,17 +14,9 @@ from torch.testing import assert_close
 import planned
 from attnrx.attention import Attention, Tapped
 from attnrx.models import family_of
-from attnrx.planning.clock import (
-    STAGES,
-    _everywhere,
-    _never_slower,
-    _never_slower_mlp,
-    _saving,
-    _some_at,
-    _Timer,
-    pinned,
-    timed_prices,
-)
+from attnrx.planning.clock import _Timer, timed_prices
+from attnrx.planning.fitting import never_slower, never_slower_mlp
+from attnrx.planning.pinning import STAGES, _everywhere, _saving, _some_at, pinned
 from attnrx.planning.prices import Prices, counted_prices
 from attnrx.planning.space import RANKS, Choices, Space
 from planned import CLOCK, made
@@ -87,17 +79,17 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
     # Fused kernels pad the narrower side: what both have saved counts once more.
     truth = (1 - 0.02 * own - 0.01 * other - 0.03 * np.minimum(own, other))[..., None]
     noisy = truth + 0.02 * random.standard_normal(truth.shape)
-    found = _never_slower(noisy, space)
+    found = never_slower(noisy, space)
     assert np.abs(found - truth).mean() < 0.75 * np.abs(noisy - truth).mean()
     for axis in (0, 1):
         assert (np.diff(found, axis=axis) <= 1e-12).all()
-    assert np.abs(_never_slower(truth, space) - truth).max() < 1e-9
-    slower = _never_slower(2 - truth, space)  # the lower, the slower: nothing is saved
+    assert np.abs(never_slower(truth, space) - truth).max() < 1e-9
+    slower = never_slower(2 - truth, space)  # the lower, the slower: nothing is saved
     assert np.ptp(slower) < 1e-9 and slower.mean() == pytest.approx((2 - truth).mean())
-    alone = _never_slower(noisy[:, :1], replace(space, axes=("scores",), reducer=None, _pieces={}))
+    alone = never_slower(noisy[:, :1], replace(space, axes=("scores",), reducer=None, _pieces={}))
     assert (np.diff(alone, axis=0) <= 1e-12).all()
     saved = -0.03 * levels[:, None] + 0.005 * random.standard_normal((len(levels), 1))
-    mlp = _never_slower_mlp(saved, space)
+    mlp = never_slower_mlp(saved, space)
     assert mlp[0] == 0 and (np.diff(mlp, axis=0) <= 1e-12).all() and np.abs(mlp - saved).max() < 0.02
 
 

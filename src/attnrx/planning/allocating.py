@@ -1,21 +1,26 @@
-"""Sharing a budget out: again and again whatever saves most for the damage it does, in closed form."""
+"""Sharing a budget out in closed form: the best of all plans, if what their choices do to the answers adds up."""
 
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from attnrx.errors import NotSupported
 from attnrx.planning.damages import Damages, Weights
 from attnrx.planning.prices import Prices
-from attnrx.planning.space import AXES, Choices, Space
+from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 
 NOTHING = 1e-12
-STAGES = "stages"
+# What is saved is counted in so many parts of the whole, and rounded to them; before anything is saved so many may be
+# owed, for a stage. So many parts less than what must be saved are looked at, too, since rounding may hide them.
+PARTS, OWED, HIDDEN = 2000, 200, 10
 
 
 @dataclass(frozen=True)
 class Step:
-    """One plan on the way from the whole model to the cheapest: its price as a share, and the damage predicted."""
+    """One plan: its price as a share of the original's, and the damage predicted."""
 
     choices: Choices
     price: float
@@ -27,45 +32,183 @@ def even_weights(depth: int) -> dict[str, np.ndarray]:
     return {axis: np.ones(depth) for axis in AXES}
 
 
-def allocate(
-    space: Space,
-    prices: Prices,
-    damages: Damages,
-    most: float,
-    weights: Weights | None = None,
-    start: Choices | None = None,
-) -> tuple[Step, ...]:
-    """Gives the way from the original to the first plan that costs at most this share: the best next step every time.
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The plans that should do least damage at every price, among all that there are.
 
-    A step goes from what is chosen to any lower level of one layer, or lets a few more patches leave before it; the
-    best one saves most per nat of damage (marginal gain per cost). The way may `start` at another plan. A weight of
-    STAGES makes every stage at which tokens leave seem dearer, so that there are fewer and larger ones, or cheaper.
+    A multiple-choice knapsack, solved by dynamic programming over the layers. What is known after a layer is how many
+    patches have left, and how much is saved: nothing else of a plan says what its later layers cost, or do to the
+    answers. Of all plans that come to the same two numbers, the one that did least damage is kept. What is saved is
+    rounded to `PARTS` of the whole, which is all that keeps a plan from being the best.
+    """
+
+    space: Space
+    prices: Prices
+    damages: Damages
+    weights: Weights
+
+    def at(self, most: float) -> Step:
+        """Gives the plan of least damage that costs at most this share.
+
+        Raises:
+            NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
+        """
+        for choices in self._by_damage(self._nothing - most):
+            price = self.prices.total(choices)
+            if price <= most:
+                step = Step(choices, price, self.damages.total(choices, self.weights))
+                return given_back(self.space, self.prices, self.damages, most, self.weights, step)
+        raise NotSupported(
+            f"no plan over {', '.join(self.space.axes)} comes to {most:g} of the original's {self.prices.of}: the "
+            f"cheapest that the prices show is {self.cheapest:.3f}. Ask for more, or allow more axes."
+        )
+
+    @property
+    def cheapest(self) -> float:
+        """The least share that any plan costs, as far as rounding tells."""
+        saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
+        return self._nothing - float(saved) / PARTS
+
+    @cached_property
+    def _nothing(self) -> float:
+        return self.prices.total(Choices.nothing(self.space.depth))
+
+    @cached_property
+    def _gone(self) -> np.ndarray:
+        """How many patches may have left."""
+        return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
+
+    @property
+    def _least(self) -> np.ndarray:
+        return self._solved[0]
+
+    @cached_property
+    def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
+        """Gives the least damage [gone, saved] after all layers, and for every layer the way there.
+
+        Place OWED of `saved` is nothing.
+        """
+        least = np.full((len(self._gone), OWED + PARTS + 1), np.inf)
+        least[0, OWED] = 0.0
+        way = []
+        for layer in range(self.space.depth):
+            least, came = self._left(layer, least)
+            least, chosen, options = self._ranked(layer, least)
+            way.append((came, chosen, options))
+        return least, way
+
+    def _left(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lets patches leave before a layer: the least damage [gone, saved], and where of `gone` it came from."""
+        came = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])
+        if not layer or len(least) == 1:
+            return least, came
+        found, patches = least.copy(), self.space.patches
+        harm = np.array([self.damages.of_leaving(layer, int(gone), patches) for gone in self._gone])
+        harm = harm * self.weights[TOKENS][layer]
+        for before, gone in enumerate(self._gone):
+            most = gone + (patches - gone) // 2  # half of what is there
+            after = slice(before + 1, int(np.searchsorted(self._gone, most, side="right")))
+            paid = self._parts(-self.prices.stages[layer, self.prices.prefix + patches - gone])
+            less = _moved(least[before], paid) + (harm[after] - harm[before])[:, None]
+            better = less < found[after]
+            found[after][better] = less[better]
+            came[after][better] = before
+        return found, came
+
+    def _ranked(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Chooses the ranks of a layer: the least damage [gone, saved], which option it takes, and the options."""
+        found, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
+        for place, gone in enumerate(self._gone):
+            saved, harm, levels = self._options(layer, int(gone))
+            tried = np.stack([_moved(least[place], int(parts)) for parts in saved]) + harm[:, None]
+            chosen[place] = tried.argmin(0)
+            found[place] = tried.min(0)
+            options.append(np.column_stack([saved, levels]))
+        return found, chosen, options
+
+    def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gives what every choice of ranks saves, in parts, and does, and its levels; only those that are worth it."""
+        levels, harm = self._levels, np.zeros(len(self._levels))
+        for axis, level in zip(RANKS, levels.T, strict=True):
+            harm += self.damages.ranks[axis][layer, level] * self.weights[axis][layer]
+        tokens = self.prices.prefix + self.prices.patches
+        full = self.prices.attention[layer, 0, 0, tokens] + self.prices.mlp[layer, 0, tokens]
+        scores, values, mlp = levels.T
+        priced = (
+            self.prices.attention[layer, scores, values, tokens - gone] + self.prices.mlp[layer, mlp, tokens - gone]
+        )
+        saved = np.array([self._parts(float(price)) for price in full - priced])
+        order = np.lexsort((-saved, harm))  # those that do less first, and of equals the one that saves more
+        worth = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
+        return saved[order][worth], harm[order][worth], levels[order][worth]
+
+    @cached_property
+    def _levels(self) -> np.ndarray:
+        """Every choice of levels [options, axis] that a layer has."""
+        return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
+
+    def _parts(self, saved: float) -> int:
+        return round(saved / self.prices.whole * PARTS)
+
+    def _by_damage(self, saved: float) -> Iterator[Choices]:
+        """Gives the plans that save as much, or so little less that rounding may hide it, the least damage first."""
+        first = OWED + max(round(saved * PARTS) - HIDDEN, -OWED)
+        least = self._least[:, first:]
+        for place in least.argsort(None, kind="stable"):
+            gone, over = divmod(int(place), least.shape[1])
+            if not np.isfinite(least[gone, over]):
+                return
+            yield self._traced(gone, first + over)
+
+    def _traced(self, gone: int, saved: int) -> Choices:
+        """Follows the way back from how many patches have left at last, and what is saved."""
+        choices = Choices.nothing(self.space.depth)
+        for layer, (came, chosen, options) in reversed(list(enumerate(self._solved[1]))):
+            parts, *levels = (int(own) for own in options[gone][chosen[gone, saved]])
+            for axis, level in zip(RANKS, levels, strict=True):
+                choices = choices.with_level(axis, layer, level)
+            saved -= parts
+            before = int(came[gone, saved])
+            if before != gone:
+                choices = choices.with_leaving(layer, int(self._gone[gone] - self._gone[before]))
+                seen = self.prices.prefix + self.space.patches - int(self._gone[before])
+                saved -= self._parts(-self.prices.stages[layer, seen])
+            gone = before
+        return choices
+
+
+def _moved(least: np.ndarray, parts: int) -> np.ndarray:
+    """Gives the damages [saved] when so many parts more are saved, or fewer."""
+    moved = np.full_like(least, np.inf)
+    moved[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
+    return moved
+
+
+def filled(space: Space, prices: Prices, damages: Damages, most: float, weights: Weights, start: Choices) -> Step:
+    """Meets a budget from any plan: again and again whatever saves most for the damage it does (marginal gain per
+    cost), then what was saved too much is given back.
+
+    A step goes from what is chosen to any lower level of one layer, or lets a few more patches leave before it.
 
     Raises:
-        NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
+        NotSupported: No such way comes to a plan that is cheap enough.
     """
-    weights = weights or even_weights(space.depth)
-    seeming = replace(prices, stages=prices.stages * float(weights.get(STAGES, np.ones(1))[0]))
-    now = start or Choices.nothing(space.depth)
-    steps = [Step(now, prices.total(now), damages.total(now, weights))]
-    while steps[-1].price > most:
-        best, gain, before = None, 0.0, seeming.total(steps[-1].choices)
-        for choices in space.moves(steps[-1].choices):
-            damage = damages.total(choices, weights)
-            saved, done = before - seeming.total(choices), damage - steps[-1].damage
+    now = Step(start, prices.total(start), damages.total(start, weights))
+    while now.price > most:
+        best, gain = None, 0.0
+        for choices in space.moves(now.choices):
+            price, damage = prices.total(choices), damages.total(choices, weights)
+            saved, done = now.price - price, damage - now.damage
             if saved > NOTHING and saved / max(done, NOTHING) > gain:
-                best, gain = Step(choices, prices.total(choices), damage), saved / max(done, NOTHING)
+                best, gain = Step(choices, price, damage), saved / max(done, NOTHING)
         if best is None:
-            raise NotSupported(
-                f"no plan over {', '.join(space.axes)} comes to {most:g} of the original's {prices.of}: the cheapest "
-                f"that the prices show is {steps[-1].price:.3f}. Ask for more, or allow more axes."
-            )
-        steps.append(best)
-    return (*steps[:-1], _given_back(space, prices, damages, most, weights, steps[-1]))
+            raise NotSupported(f"no plan near this one comes to {most:g} of the original's {prices.of}.")
+        now = best
+    return given_back(space, prices, damages, most, weights, now)
 
 
-def _given_back(space: Space, prices: Prices, damages: Damages, most: float, weights: Weights, last: Step) -> Step:
-    """Gives back what the last step saved too much: again and again the choice that did most damage."""
+def given_back(space: Space, prices: Prices, damages: Damages, most: float, weights: Weights, last: Step) -> Step:
+    """Gives back what was saved too much: again and again the choice that did most damage."""
     now = last
     while True:
         best = now

@@ -1,14 +1,13 @@
 """Prices by the clock: how long a block takes at every rank and number of tokens, measured on this machine."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.linear_model import LinearRegression
 from torch import nn
 
 from attnrx.costs import Conditions, LatencyProtocol, interleave
@@ -18,8 +17,9 @@ from attnrx.models import TokenReduction, attach_tokens_, family_of
 from attnrx.models.blocks import block_names
 from attnrx.models.last_layer import last_layer_of
 from attnrx.planning.damages import Say
+from attnrx.planning.fitting import never_slower, never_slower_mlp
 from attnrx.planning.prices import Prices
-from attnrx.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.planning.space import TOKENS, Choices, Space
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
@@ -29,12 +29,8 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # Tokens leave before this layer, and the block after it is timed: it is the first that may see tokens of several sizes.
 # What share stays does not matter: the block is given as many as it is to be timed with.
 AFTER, SOME = 2, 0.75
-# How many stages the models have that say what one takes: few, some, and one before every layer but the first.
-STAGES = (1, 3, None)
-# An axis is taken to save so many times what its blocks alone say at most, whatever the clock says of a model.
-MOST = 1.5
 ROUNDS, WARMUP = 7, 2
-REFERENCE, ALL, OWN = "original", "all", "own"
+REFERENCE, ALL = "original", "all"
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
 
     Where tokens have left, attention may count the sizes of the others, and does in what is timed. Each time is
     divided by that of the original's block in the same round. These prices are shares of what our own model takes,
-    and say nothing of what letting tokens leave takes in itself: `pinned` does. No level is offered that is not
+    and say nothing of what letting tokens leave takes in itself: `pinning` does. No level is offered that is not
     faster than those that keep more.
 
     Raises:
@@ -88,78 +84,16 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
         for values in (0, *space.available("values")):
             attention[scores, values] = timer.block({"scores": scores, "values": values})
         say(f"prices: scores at {space.levels[scores]:g}")
-    attention = _never_slower(attention, space)
+    attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in space.available("mlp"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
-    mlp = _never_slower_mlp(mlp, space)
+    mlp = never_slower_mlp(mlp, space)
     last = timer.last() / attention[0, 0]
     every = np.arange(tokens + 1)
     wide = _with_last(_between(every, grid, attention), _between(every, grid, last * attention), space.depth)
     narrow = _with_last(_between(every, grid, mlp), _between(every, grid, last * mlp), space.depth)
     return timer.whole(wide, narrow)
-
-
-def pinned(prices: Prices, space: Space, beside: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]) -> Prices:
-    """Makes prices shares of what the model takes as its library ships it, by whole models on the clock.
-
-    `beside` gives the times of models, by name, as shares of that; they take turns in one run. The model as it is says
-    what our own attention takes, those with one axis at a middle level in all layers by how much more or less that axis
-    saves than its blocks alone say, and those that let tokens leave at some stages what a stage takes beside the
-    layers: what leaves them nearest to the clock, in proportion to the tokens that a stage sees.
-    """
-    own = Choices.nothing(space.depth)
-    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
-    some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
-    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **some}.items()}
-    found = beside({OWN: space.model, **models})
-    prices = replace(prices, whole=prices.whole * prices.total(own) / found[OWN])
-    saved = {axis: (found[OWN] - found[axis], found[OWN] - prices.total(at)) for axis, at in ranks.items()}
-    prices = _saving(
-        prices, {axis: min(max(said / told, 0.0), MOST) for axis, (said, told) in saved.items() if told > 0}
-    )
-    if not some:
-        return prices
-    tokens = space.shape.layout.tokens
-    missing = np.array([found[name] - prices.total(choices) for name, choices in some.items()])
-    seen = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / prices.whole
-    return replace(prices, stages=prices.stages + max(missing @ seen / (seen @ seen), 0.0) * np.arange(tokens + 1))
-
-
-def _everywhere(space: Space, axis: str) -> Choices:
-    """The middle one of an axis' levels, in all layers."""
-    levels = space.available(axis)
-    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
-
-
-def _saving(prices: Prices, factors: Mapping[str, float]) -> Prices:
-    """Lets every axis save so many times as much; what scores and values only save together, as the lesser of them."""
-    attention, mlp = prices.attention, prices.mlp
-    scores, values = factors.get("scores", 1.0), factors.get("values", 1.0)
-    none = attention[:, :1, :1]
-    one, other = attention[:, :, :1] - none, attention[:, :1] - none
-    both = attention - none - one - other
-    return replace(
-        prices,
-        attention=none + scores * one + values * other + min(scores, values) * both,
-        mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
-    )
-
-
-def _some_at(space: Space, stages: int | None) -> Choices:
-    """As many patches at every stage, half of them in all; the stages are spread over the layers."""
-    parts = min(stages or space.depth, space.depth - 1) + 1
-    layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
-    count = max(space.patches // (2 * len(layers)), 1)
-    return replace(
-        Choices.nothing(space.depth), leaving=tuple(count * (layer in layers) for layer in range(space.depth))
-    )
-
-
-def _seen_at_stages(choices: Choices, tokens: int) -> int:
-    """How many tokens all stages see."""
-    before = (0, *choices.left)
-    return sum(tokens - gone for gone, count in zip(before, choices.leaving, strict=False) if count)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
@@ -292,46 +226,6 @@ def _at_once(space: Space, clock: Clock) -> int:
     with conditions.held():
         model(conditions.place_images(clock.images(space)))
     return seen.images
-
-
-def _never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
-    """Gives the nearest times at which no lower level is slower.
-
-    What a level saves adds up over scores and values, but for what it only saves where both are as low: a kernel may
-    pad the one to the other. Few steps through many times quiet the clock.
-    """
-    scores, values = space.available("scores"), space.available("values")
-    pairs = [(one, other) for one in (0, *scores) for other in (0, *values)]
-    steps = [
-        [*_reached(one, scores), *_reached(other, values), *_reached(min(one, other), set(scores) & set(values))]
-        for one, other in pairs
-    ]
-    found, at = attention.copy(), tuple(zip(*pairs, strict=True))
-    found[at] = _falling(attention[at], np.array(steps))
-    return found
-
-
-def _never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
-    """Gives the nearest savings at which no lower level saves less."""
-    levels = (0, *space.available("mlp"))
-    found = mlp.copy()
-    found[levels, :] = _falling(
-        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
-    )
-    return found
-
-
-def _reached(level: int, levels: Collection[int]) -> list[float]:
-    """For every level 1 where this one is as low, 0 elsewhere."""
-    return [float(level >= other) for other in sorted(levels)]
-
-
-def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
-    """Fits times [places, numbers] by what every step that a place has reached saves, off one whole or off zero."""
-    if not steps.size:
-        return times
-    fitted = LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
-    return -fitted.predict(steps)
 
 
 def _between(every: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images class
 
 # The levels (places in LEVELS) at which the answers are measured, and the shares of the patches that leave.
 PROBED = (2, 4)
-LEAVING = (1 / 24, 1 / 8, 1 / 3, 2 / 3)
+LEAVING = (1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12)
 LEAST = 1e-9
 # How far answers are from the original's, as in `Deviation`.
 MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_divergence}

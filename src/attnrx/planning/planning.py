@@ -1,8 +1,7 @@
 """Making a plan: prices and damages, the closed form, the search, and a measured promise."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,13 +14,14 @@ from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported
 from attnrx.models import family_of, require_all_tokens
-from attnrx.planning.allocating import Step, allocate
+from attnrx.planning.allocating import Frontier, Step, filled
 from attnrx.planning.answers import Answers, Deviation
-from attnrx.planning.clock import Clock, pinned, timed_prices
+from attnrx.planning.clock import Clock, timed_prices
 from attnrx.planning.damages import Damages, Say, measure_damages
+from attnrx.planning.pinning import pinned
 from attnrx.planning.plan import Expected, Plan, Point
 from attnrx.planning.prices import Prices, counted_prices
-from attnrx.planning.refining import RANGE, Search, Trial, knobs_of, refine_plan, weights_of
+from attnrx.planning.refining import Search, Trial, knobs_of, refine_plan, weights_of
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
 from attnrx.realization import realize
@@ -80,8 +80,8 @@ def plan(
     """Shares one budget out over ranks and tokens, for the least divergence of the answers.
 
     What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it
-    does to the answers is measured on the first of `images`, each alone. The closed form takes whatever saves most
-    for its damage; because damages do not quite add up, a search then weighs them and varies the best plan, by the
+    does to the answers is measured on the first of `images`, each alone. The closed form is the best of all plans if
+    damages add up (`Frontier`); because they do not quite, a search then weighs them and varies the best plan, by the
     divergence of whole plans: all on some of `images`, those that did best there on all, which are kept in memory
     meanwhile. What is promised is measured on `others`, which nothing was chosen by; labels are used there, and for
     a target of accuracy.
@@ -108,6 +108,7 @@ class _Making:
         self.timed: dict[str, Any] | None = None
         self.trials: tuple[Trial, ...] = ()
         self.known: dict[tuple[int, Choices], Deviation] = {}
+        self.solved: tuple[dict[str, float], Frontier] | None = None
 
     @cached_property
     def prices(self) -> Prices:
@@ -131,14 +132,23 @@ class _Making:
         """Where the search begins: how much the damages of an axis count, by those of the others, when they add up."""
         return dict.fromkeys(knobs_of(self.space), 0.0)
 
-    def steps(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> tuple[Step, ...]:
-        steps = allocate(self.space, self.prices, self.damages, most, weights_of(self.space, knobs), start)
-        if len(steps) == 1 and start is None:
+    def frontier(self, knobs: dict[str, float]) -> Frontier:
+        """Gives the best plans at all prices, by the damages as some knobs weigh them; the last is kept."""
+        if self.solved is None or self.solved[0] != knobs:
+            self.solved = knobs, Frontier(self.space, self.prices, self.damages, weights_of(self.space, knobs))
+        return self.solved[1]
+
+    def step(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        """Gives the best plan at some knobs, or one that comes to the price from another plan."""
+        if start is not None:
+            return filled(self.space, self.prices, self.damages, most, weights_of(self.space, knobs), start)
+        own = self.prices.total(Choices.nothing(self.space.depth))
+        if own <= most:
             raise NothingChanged(
-                f"{self.target} is met by the model as it is, whose {self.prices.of} is {steps[0].price:.3f} of the "
-                "original's here: there is nothing to plan. Ask for less."
+                f"{self.target} is met by the model as it is, whose {self.prices.of} is {own:.3f} of the original's "
+                "here: there is nothing to plan. Ask for less."
             )
-        return steps
+        return self.frontier(knobs).at(most)
 
     def realized(self, choices: Choices) -> nn.Module:
         return realize(self.space.model, self.space.prescription(choices))
@@ -149,27 +159,6 @@ class _Making:
         if key not in self.known:
             self.known[key] = answers.measure(self.realized(choices))
         return self.known[key]
-
-    def calibrated(self, most: float) -> dict[str, float]:
-        """Weighs every axis by how far what it does altogether is from the sum of what its layers do alone."""
-        knobs = dict(self.first)
-        if len(self.space.axes) < 2:
-            return knobs
-        choices = self.steps(most, knobs)[-1].choices
-        factors = {axis: self._factor(axis, choices) for axis in self.space.axes}
-        base = factors.get(TOKENS) or next((own for own in factors.values() if own), 1.0)
-        for axis, own in factors.items():
-            if axis in knobs and own:
-                knobs[axis] = max(-RANGE, min(RANGE, math.log2(own / base)))
-        return knobs
-
-    def _factor(self, axis: str, choices: Choices) -> float | None:
-        own = Choices.nothing(self.space.depth)
-        own = replace(own, **{"leaving" if axis == TOKENS else axis: _of(choices, axis)})
-        if not any(_of(own, axis)):
-            return None
-        alone = self.damages.total(own, weights_of(self.space, self.first))
-        return max(self.measured(own, self.fewer).softened.mean().item(), 1e-6) / max(alone, 1e-6)
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
         """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
@@ -201,8 +190,8 @@ class _Making:
         return kept[0], kept[1]
 
     def _first(self, most: float) -> Trial:
-        budget, knobs = _Budget(self, most), self.calibrated(most)
-        return budget.tried(knobs, budget.step(knobs))
+        budget = _Budget(self, most)
+        return budget.tried(self.first, budget.step(self.first))
 
     def _searched(self, most: float) -> Trial:
         asked = (
@@ -216,12 +205,13 @@ class _Making:
         """Gives the plan that does best on all images, of those that did best on fewer."""
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
         first = list(order.values())[:FINALISTS]
-        found = [self._tried(trial.knobs, trial.step, self.answers) for trial in first]
+        found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
         best = min(found, key=lambda trial: trial.divergence)
         self.say(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
         return best
 
-    def _tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
+    def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
+        """Measures a plan as a trial of a search."""
         found = self.measured(step.choices, answers)
         return Trial(knobs, step, found.mean, found.softened.mean().item())
 
@@ -256,7 +246,7 @@ class _Making:
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
-                step = self.steps(middle, self.first)[-1]
+                step = self.step(middle, self.first)
             except NotSupported:
                 low = middle
                 continue
@@ -308,10 +298,11 @@ class _Making:
         )
 
     def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
-        """Plans between the original and the target on the way of the best one, measured on the images."""
-        way = self.steps(most, best.knobs)[1:]  # the first is the model as it is
-        wanted = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
-        found = dict.fromkeys(next(step for step in way if step.price <= share) for share in wanted)
+        """Plans between the original and the target, at the knobs of the best one, measured on the images."""
+        frontier = self.frontier(best.knobs)
+        shares = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
+        own = self.prices.total(Choices.nothing(self.space.depth))
+        found = dict.fromkeys(frontier.at(share) for share in shares if share < own)
         alone, even = self.alone["divergence"], weights_of(self.space, {})
         return tuple(
             Point(step.price, alone.total(step.choices, even), self.measured(step.choices, self.answers).mean)
@@ -326,10 +317,10 @@ class _Budget:
         self.making, self.most = making, most
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        return self.making.steps(self.most, knobs, start)[-1]
+        return self.making.step(self.most, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        found = self.making._tried(knobs, step, self.making.fewer)
+        found = self.making.tried(knobs, step, self.making.fewer)
         self.making.say(f"plan at {step.price:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
         return found
 

@@ -5,6 +5,7 @@ few choices are changed at random, and the closed form meets the budget from the
 """
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.planning.allocating import STAGES, Step, even_weights
+from attnrx.planning.allocating import Step, even_weights
 from attnrx.planning.damages import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
@@ -20,10 +21,9 @@ from attnrx.planning.space import AXES, TOKENS, Choices, Space
 # many choices at most. Of so many variations the one that should do least damage is tried; so many are made until as
 # many are new.
 BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 1 / 3, 8, 3, 8, 40
-# Damages of one axis count up to 2**RANGE times as much as measured alone, or as little. A search goes so many powers
-# of two beyond where it begins: for an axis, for its tilt over the layers, for how dear stages at which tokens leave
-# seem.
-RANGE, SPAN, TILT, DEARER = 4.0, 1.5, 1.0, 1.0
+# A search lets the damages of an axis count up to so many powers of two more than measured alone, or less; and so many
+# for how that changes over the layers.
+SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES = "knobs", "choices"
 
 
@@ -57,25 +57,24 @@ class Search:
             raise InvalidInput(f"{self.trials} trials: give 0, for the closed form alone, or more.")
 
 
-def weights_of(space: Space, knobs: dict[str, float]) -> Weights:
+def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
     """Gives the weight of every damage: a power of two for its axis, which changes from the first layer to the last."""
     across = np.linspace(-0.5, 0.5, space.depth)
     found = even_weights(space.depth)
     for axis in AXES:
         found[axis] = 2.0 ** (knobs.get(axis, 0.0) + knobs.get(f"{axis}_tilt", 0.0) * across)
-    found[STAGES] = np.full(1, 2.0 ** knobs.get(STAGES, 0.0))
     return found
 
 
 def knobs_of(space: Space) -> dict[str, float]:
-    """Names what is searched, and how far from where the search begins: only what counts against another axis, the
-    tilts, and how dear a stage at which tokens leave is to seem.
+    """Names what is searched, and how far from where the search begins: only what counts against another axis, and
+    the tilts.
     """
     ranks = [axis for axis in space.axes if axis != TOKENS and space.available(axis)]
     first = next(iter(ranks), None) if TOKENS not in space.axes else None
     levels = {axis: SPAN for axis in ranks if axis != first}
     tilts = {f"{axis}_tilt": TILT for axis in space.axes if axis == TOKENS or axis in ranks}
-    return {**levels, **tilts, **({STAGES: DEARER} if TOKENS in space.axes else {})}
+    return {**levels, **tilts}
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
@@ -116,7 +115,7 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=_address(search.storage),
-        study_name=f"attnrx 4 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
+        study_name=f"attnrx 5 {hashlib.sha256(asked.encode()).hexdigest()[:16]}",
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
     )

@@ -1,0 +1,48 @@
+"""Times that are fitted together: no level of an axis is slower than those that keep more."""
+
+from collections.abc import Collection
+
+import numpy as np
+from sklearn.linear_model import LinearRegression
+
+from attnrx.planning.space import Space
+
+
+def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
+    """Gives the nearest times at which no lower level is slower.
+
+    What a level saves adds up over scores and values, but for what it only saves where both are as low: a kernel may
+    pad the one to the other. Few steps through many times quiet the clock.
+    """
+    scores, values = space.available("scores"), space.available("values")
+    pairs = [(one, other) for one in (0, *scores) for other in (0, *values)]
+    steps = [
+        [*_reached(one, scores), *_reached(other, values), *_reached(min(one, other), set(scores) & set(values))]
+        for one, other in pairs
+    ]
+    found, at = attention.copy(), tuple(zip(*pairs, strict=True))
+    found[at] = _falling(attention[at], np.array(steps))
+    return found
+
+
+def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+    """Gives the nearest savings at which no lower level saves less."""
+    levels = (0, *space.available("mlp"))
+    found = mlp.copy()
+    found[levels, :] = _falling(
+        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
+    )
+    return found
+
+
+def _reached(level: int, levels: Collection[int]) -> list[float]:
+    """For every level 1 where this one is as low, 0 elsewhere."""
+    return [float(level >= other) for other in sorted(levels)]
+
+
+def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
+    """Fits times [places, numbers] by what every step that a place has reached saves, off one whole or off zero."""
+    if not steps.size:
+        return times
+    fitted = LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
+    return -fitted.predict(steps)
