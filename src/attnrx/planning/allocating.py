@@ -53,7 +53,7 @@ class Frontier:
         Raises:
             NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
         """
-        for choices in self._by_damage(self._nothing - most):
+        for choices in self._by_damage(self.nothing - most):
             price = self.prices.total(choices)
             if price <= most:
                 step = Step(choices, price, self.damages.total(choices, self.weights))
@@ -67,10 +67,11 @@ class Frontier:
     def cheapest(self) -> float:
         """The least share that any plan costs, as far as rounding tells."""
         saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
-        return self._nothing - float(saved) / PARTS
+        return self.nothing - float(saved) / PARTS
 
     @cached_property
-    def _nothing(self) -> float:
+    def nothing(self) -> float:
+        """What the model costs as it is: of a latency not quite 1, by our own attention."""
         return self.prices.total(Choices.nothing(self.space.depth))
 
     @cached_property
@@ -106,10 +107,9 @@ class Frontier:
         harm = np.array([self.damages.of_leaving(layer, int(gone), patches) for gone in self._gone])
         harm = harm * self.weights[TOKENS][layer]
         for before, gone in enumerate(self._gone):
-            most = gone + (patches - gone) // 2  # half of what is there
+            most = gone + self.space.at_once(int(patches - gone))
             after = slice(before + 1, int(np.searchsorted(self._gone, most, side="right")))
-            paid = self._parts(-self.prices.stages[layer, self.prices.prefix + patches - gone])
-            less = _moved(least[before], paid) + (harm[after] - harm[before])[:, None]
+            less = _moved(least[before], self._saved_by_stage(layer, before)) + (harm[after] - harm[before])[:, None]
             better = less < found[after]
             found[after][better] = less[better]
             came[after][better] = before
@@ -132,7 +132,7 @@ class Frontier:
         for axis, level in zip(RANKS, levels.T, strict=True):
             harm += self.damages.ranks[axis][layer, level] * self.weights[axis][layer]
         tokens = self.prices.prefix + self.prices.patches
-        full = self.prices.attention[layer, 0, 0, tokens] + self.prices.mlp[layer, 0, tokens]
+        full = self.prices.layer(Choices.nothing(self.space.depth), layer, 0)
         scores, values, mlp = levels.T
         priced = (
             self.prices.attention[layer, scores, values, tokens - gone] + self.prices.mlp[layer, mlp, tokens - gone]
@@ -146,6 +146,11 @@ class Frontier:
     def _levels(self) -> np.ndarray:
         """Every choice of levels [options, axis] that a layer has."""
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
+
+    def _saved_by_stage(self, layer: int, before: int) -> int:
+        """Gives, in parts, what a stage saves in itself, never more than nothing."""
+        seen = self.prices.prefix + self.space.patches - int(self._gone[before])
+        return self._parts(-self.prices.stages[layer, seen])
 
     def _parts(self, saved: float) -> int:
         return round(saved / self.prices.whole * PARTS)
@@ -171,8 +176,7 @@ class Frontier:
             before = int(came[gone, saved])
             if before != gone:
                 choices = choices.with_leaving(layer, int(self._gone[gone] - self._gone[before]))
-                seen = self.prices.prefix + self.space.patches - int(self._gone[before])
-                saved -= self._parts(-self.prices.stages[layer, seen])
+                saved -= self._saved_by_stage(layer, before)
             gone = before
         return choices
 

@@ -142,13 +142,13 @@ class _Making:
         """Gives the best plan at some knobs, or one that comes to the price from another plan."""
         if start is not None:
             return filled(self.space, self.prices, self.damages, most, weights_of(self.space, knobs), start)
-        own = self.prices.total(Choices.nothing(self.space.depth))
-        if own <= most:
+        frontier = self.frontier(knobs)
+        if frontier.nothing <= most:
             raise NothingChanged(
-                f"{self.target} is met by the model as it is, whose {self.prices.of} is {own:.3f} of the original's "
-                "here: there is nothing to plan. Ask for less."
+                f"{self.target} is met by the model as it is, whose {self.prices.of} is {frontier.nothing:.3f} of the "
+                "original's here: there is nothing to plan. Ask for less."
             )
-        return self.frontier(knobs).at(most)
+        return frontier.at(most)
 
     def realized(self, choices: Choices) -> nn.Module:
         return realize(self.space.model, self.space.prescription(choices))
@@ -301,8 +301,7 @@ class _Making:
         """Plans between the original and the target, at the knobs of the best one, measured on the images."""
         frontier = self.frontier(best.knobs)
         shares = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
-        own = self.prices.total(Choices.nothing(self.space.depth))
-        found = dict.fromkeys(frontier.at(share) for share in shares if share < own)
+        found = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
         alone, even = self.alone["divergence"], weights_of(self.space, {})
         return tuple(
             Point(step.price, alone.total(step.choices, even), self.measured(step.choices, self.answers).mean)

@@ -194,6 +194,10 @@ class Space:
         """Lets half of what is there leave at every stage at most: where more leave early, fewer can later."""
         present, leaving = self.patches, []
         for count in choices.leaving:
-            leaving.append(min(count, present // 2 // self.step * self.step))
+            leaving.append(min(count, self.at_once(present)))
             present -= leaving[-1]
         return replace(choices, leaving=tuple(leaving))
+
+    def at_once(self, present: int) -> int:
+        """Gives how many patches may leave at one stage, in steps: half of those that are there."""
+        return present // 2 // self.step * self.step
