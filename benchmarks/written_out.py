@@ -1,9 +1,9 @@
-"""How long one layer of attention takes in the fused kernel and written out, by the ranks of its heads, on a CPU.
+"""How long one layer of attention takes fused, written out and in our kernel, by the ranks of its heads, on a CPU.
 
     python benchmarks/written_out.py timm:vit_tiny_patch16_224 --ranks 64,64,64 56,32,32 48,40,32 --tokens 197 133 91
 
-All take turns in one run; `fused` pads heads to one width, `written out` leaves every head at its own. With `--sizes`
-tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
+All take turns in one run; `fused` pads heads to one width, `written out` and `native` leave every head at its own. With
+`--sizes` tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
 """
 
 import argparse
@@ -11,27 +11,27 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
-from attnrx.attention import Attention, Backend, Explicit, Fused, Occasion, Tapped
+from attnrx.attention import Attention, Backend, Explicit, Fused, Native, Occasion, ScoreFactors, Tapped
 from attnrx.costs import Conditions, device_name, interleave
 from attnrx.models import build_model, family_of
 from attnrx.spec import AttentionSpec
 
 
-class Padded(Fused):
-    """The fused kernel, whatever would be faster."""
-
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself."""
-        return self
-
-
 class PaddedSized(Tapped):
-    """The same over tokens of different sizes."""
+    """PyTorch's fused kernel over tokens of different sizes, whatever would be faster."""
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
         """Gives itself."""
         return self
+
+    def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
+        """Adds the logarithm of the sizes to the scores."""
+        (query, key), sizes = factors.folded(), self.sizes()
+        assert sizes is not None
+        added = sizes.log()[:, None, None]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=added, scale=factors.scale)
 
 
 def main() -> None:
@@ -56,8 +56,9 @@ def main() -> None:
         tokens = torch.randn(arguments.batch, count, spec.width, generator=torch.Generator().manual_seed(0))
         sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
         backends: dict[str, Backend] = {
-            "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Padded(),
+            "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Fused(),
             "written out": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
+            "native": Native((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
         runs = {
             f"{','.join(map(str, own))} {name}": partial(_layer(spec, own, backend), tokens)

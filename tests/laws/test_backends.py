@@ -136,7 +136,7 @@ def test_every_named_backend_equals_eager_in_float32(
     small, inputs = realize(vit, prescription(vit, PATTERNS[pattern])).float(), images(CONFIGS[config]).float()
     with torch.no_grad():
         truth = rx.use_backend(small, "eager")(inputs)
-        for name in ("chosen", "explicit", "fused", "ragged"):
+        for name in ("auto", "chosen", "explicit", "fused", "native", "ragged"):
             layers = family_of(rx.use_backend(small, name)).attention(small)
             assert {type(layer.backend).__name__.lower() for layer in layers} == {name}
             torch.testing.assert_close(small(inputs), truth, rtol=0, atol=1e-4 * float(truth.abs().max()))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention import Attention, Backend, Chosen, Eager, Explicit, Fused, Occasion, Tapped, choosing
+from attnrx.attention import Attention, Auto, Backend, Chosen, Eager, Explicit, Fused, Occasion, Tapped, choosing
 from attnrx.attention.factors import ScoreFactors
 from attnrx.errors import CheckpointError
 from attnrx.hardware import Measurements, cache_folder
@@ -110,11 +110,11 @@ def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: p
 def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images: int, written: bool) -> None:
     spec, occasion = replace(SPEC, ranks=ranks), OCCASION._replace(images=images)
     sized, watched = (Tapped(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
-    for backend in (Fused(), sized):
-        assert (type(backend.at(spec, occasion)) is Explicit) == written
-        assert backend.at(spec, occasion._replace(free=False)) is backend
-        assert backend.at(spec, occasion._replace(device="cuda")) is backend
-        assert backend.at(spec, occasion._replace(threads=2)) is backend
+    for backend, other in ((Auto(), Fused), (sized, Tapped)):
+        assert type(backend.at(spec, occasion)) is (Explicit if written else other)
+        assert type(backend.at(spec, occasion._replace(free=False))) is other
+        assert type(backend.at(spec, occasion._replace(device="cuda"))) is other
+        assert type(backend.at(spec, occasion._replace(threads=2))) is other
     assert watched.at(spec, occasion) is watched
 
 

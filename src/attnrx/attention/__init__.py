@@ -2,11 +2,13 @@
 
 from attnrx.attention.attention import Attention, using
 from attnrx.attention.backends import (
+    Auto,
     Backend,
     Eager,
     Explicit,
     Flex,
     Fused,
+    Native,
     Observed,
     Ragged,
     Tap,
@@ -21,6 +23,7 @@ from attnrx.attention.unit_rows import unit_rows
 __all__ = [
     "BACKENDS",
     "Attention",
+    "Auto",
     "Backend",
     "Bucket",
     "Chosen",
@@ -28,6 +31,7 @@ __all__ = [
     "Explicit",
     "Flex",
     "Fused",
+    "Native",
     "Observed",
     "Occasion",
     "Ragged",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.attention.backends import Backend, Fused
+from attnrx.attention.backends import Auto, Backend
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
 from attnrx.attention.head_linear import HeadLinear, HeadReadout, Together, in_buckets
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.scores = FORMS[spec.form](spec)
         self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
         self.output = HeadReadout(spec.reads, spec.width, spec.has_bias("output"))
-        self.backend: Backend = backend or Fused()
+        self.backend: Backend = backend or Auto()
         self._together = Together()
         self._plans_of: Backend | None = None
         self._plans: dict[Occasion, Plan] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.attention.attention import Attention
-from attnrx.attention.backends import Backend, Eager, Explicit, Flex, Fused, Ragged
+from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
 from attnrx.attention.occasion import Occasion
 from attnrx.errors import UnknownName
 from attnrx.hardware import Measurements, may_measure
@@ -16,13 +16,20 @@ from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
 CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
-    "cpu": {"fused": Fused, "explicit": Explicit},
+    "cpu": {"fused": Fused, "explicit": Explicit, "native": Native},
     "cuda": {"fused": Fused, "explicit": Explicit, "flex": Flex, "ragged": Ragged},
 }
-"""What is measured on a device, by name; what is not listed there runs on `Fused`."""
+"""What is measured on a device, by name; what is not listed there runs on `Auto`."""
 
 # A backend that can be named, and what makes it.
-BACKENDS: dict[str, Callable[[], Backend]] = {"eager": Eager, "explicit": Explicit, "flex": Flex, "fused": Fused}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "auto": Auto,
+    "eager": Eager,
+    "explicit": Explicit,
+    "flex": Flex,
+    "fused": Fused,
+    "native": Native,
+}
 
 ROUNDS, WARMUP = 7, 2
 ERROR = 40
@@ -38,11 +45,11 @@ class Trial:
     right: bool
 
 
-class Chosen(Fused):
-    """Runs the fastest candidate that is right, measured once for every machine, layer, occasion; else `Fused`.
+class Chosen(Auto):
+    """Runs the fastest candidate that is right, measured once for every machine, layer, occasion; else `Auto`.
 
     What was measured is kept in the user's cache folder (ATTNRX_CACHE), or in the file `table`; a `pinned` table is
-    only read. With `measure=False`, or ATTNRX_MEASURE=0, what is not known runs on `Fused`. Nothing is measured where
+    only read. With `measure=False`, or ATTNRX_MEASURE=0, what is not known runs on `Auto`. Nothing is measured where
     gradients or a graph are recorded.
     """
 
@@ -50,7 +57,6 @@ class Chosen(Fused):
         self.table, self.pinned = table, pinned
         self.measure = not pinned if measure is None else measure
         self._known: dict[str, Measurements] = {}
-        self._fused = Fused()
         if pinned:
             self._measurements("cpu")  # a table that is not there is told before the model runs
 
@@ -58,15 +64,15 @@ class Chosen(Fused):
         """Gives the candidate to run."""
         candidates = CANDIDATES.get(occasion.device)
         if not occasion.free or candidates is None:
-            return self._fused.at(spec, occasion)
+            return super().at(spec, occasion)
         known, key = self._measurements(occasion.device), key_of(spec, occasion)
         record = known.get(key)
         if record is None:
             if not self.measure or not may_measure():
-                return self._fused.at(spec, occasion)
+                return super().at(spec, occasion)
             record = chosen(trials(spec, occasion, candidates))
             known.put(key, record)
-        return candidates.get(record["backend"], Fused)().at(spec, occasion)
+        return candidates.get(record["backend"], Auto)().at(spec, occasion)
 
     def _measurements(self, device: str) -> Measurements:
         if device not in self._known:

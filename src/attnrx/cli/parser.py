@@ -88,8 +88,8 @@ def add_backend(parser: Parser) -> None:
     """Adds which backend computes the attention."""
     parser.add_argument(
         "--backend",
-        choices=("chosen", "eager", "explicit", "flex", "fused", "ragged"),
-        help="what computes the attention; chosen: the fastest, measured once for this machine (fused)",
+        choices=("auto", "chosen", "eager", "explicit", "flex", "fused", "native", "ragged"),
+        help="what computes the attention; chosen: the fastest, measured once for this machine (auto)",
     )
 
 

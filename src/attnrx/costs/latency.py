@@ -19,7 +19,7 @@ class LatencyComparison:
     """Forward passes of two models on the same batch, and all that their ratio depends on (below 1: faster).
 
     A kernel is named as torch's profiler names it: "flash_attention_for_cpu", "math" (the slow path of the fused
-    call), or "written out".
+    call), "native" (ours, on a CPU), or "written out".
     """
 
     candidate: Timing

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 MEMORY_EVENT = "[memory]"
 KERNEL_PREFIX = "aten::_scaled_dot_product_"
+NATIVE = "attnrx::native_attention"
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class Profile:
 
     @property
     def attention_kernel(self) -> str:
-        """The kernel that scaled_dot_product_attention chose, or that the softmax is written out."""
+        """The kernel that scaled_dot_product_attention chose, "native" for ours, or that the softmax is written out."""
         kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
         chosen = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
+        chosen += ["native"] * (NATIVE in self.operations)
         if chosen:
             return " + ".join(chosen)
         return "written out" if any("softmax" in name for name in self.operations) else "not seen"
@@ -41,5 +43,5 @@ def profiled(run: Callable[[], object]) -> Profile:
     # The events of an operation only know its net memory; the allocator's own events also see what it freed again.
     events = sorted(results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == MEMORY_EVENT]  # type: ignore[attr-defined]
-    operations = frozenset(event.name() for event in events if event.name().startswith("aten::"))
+    operations = frozenset(event.name() for event in events if event.name().startswith(("aten::", "attnrx::")))
     return Profile(operations, max(accumulate(changes), default=0))

@@ -163,7 +163,7 @@ def compare_speeds(
         for key, (name, share, macs, candidate) in made.items():
             made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
     told = None if rates.runtime is None else to_dict(rates.runtime)
-    found = Speeds((), {**bench.told(contenders), "runtime": told, "backend": rates.backend or "fused"})
+    found = Speeds((), {**bench.told(contenders), "runtime": told, "backend": rates.backend or "auto"})
     models = {"": shipped, **{key: each[-1] for key, each in made.items()}}
     precision = rates.protocols[0].conditions.precision
     with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:

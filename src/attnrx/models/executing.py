@@ -9,9 +9,10 @@ from attnrx.errors import NotSupported
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Lets a backend compute every layer of the model, in place, and gives the model.
 
-    By name: "fused" (as models are made), "eager" (the truth), "explicit", "flex", "ragged", or "chosen", which
-    measures. Layers that show their attention to a token reducer keep the backend that does so. It is not saved with
-    the model: what is fastest depends on the machine.
+    By name: "auto" (as models are made: "native" for inference in float32 on a CPU, else what is usually fastest),
+    "eager" (the truth), "explicit", "flex", "fused", "native", "ragged", or "chosen", which measures. Layers that show
+    their attention to a token reducer keep the backend that does so. It is not saved with the model: what is fastest
+    depends on the machine.
 
     Raises:
         UnknownName: No backend has this name.

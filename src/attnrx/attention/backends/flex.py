@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import torch
 
+from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.fused import Fused
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -17,7 +17,7 @@ class Flex(Backend):
     """One call of torch.nn.attention.flex_attention for all heads that have directions; compiled when first used.
 
     Queries and keys are as wide as the largest rank, values as wide as the most that is read out: neither follows the
-    other. What the generated kernels cannot do (gradients on a CPU, float64, torch without them) `Fused` does.
+    other. What the generated kernels cannot do (gradients on a CPU, float64, torch without them) `Auto` does.
     """
 
     takes_few_queries = True
@@ -27,7 +27,7 @@ class Flex(Backend):
         """Gives itself where the kernels exist."""
         on_cpu_with_gradients = occasion.device == "cpu" and torch.is_grad_enabled()
         if on_cpu_with_gradients or occasion.dtype == torch.float64 or flex_attention() is None:
-            return Fused().at(spec, occasion)
+            return Auto().at(spec, occasion)
         return self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:

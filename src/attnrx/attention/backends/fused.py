@@ -1,9 +1,9 @@
-"""The fast backend: one call of scaled_dot_product_attention for all heads that have directions."""
+"""The fused backend: one call of scaled_dot_product_attention for all heads that have directions."""
 
 import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import FEW_TOKENS, Explicit, worth_writing_out
+from attnrx.attention.backends.explicit import FEW_TOKENS
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -13,9 +13,8 @@ from attnrx.spec import AttentionSpec
 class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
-    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise; on a
-    CPU attention that is narrow enough is written out instead (`Explicit`), every head at its own widths. The scale is
-    always passed: its default would follow the padded rank.
+    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise. The
+    scale is always passed: its default would follow the padded rank.
     """
 
     takes_few_queries = True
@@ -26,10 +25,6 @@ class Fused(Backend):
     FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
     # The kernels read features by so many; a width between two steps is slower than the next one.
     STEP = 8
-
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself, or what writes narrow attention out on a CPU."""
-        return Explicit() if worth_writing_out(spec, occasion) else self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""

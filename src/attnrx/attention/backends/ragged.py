@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import written_out
-from attnrx.attention.backends.fused import Fused
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
 from attnrx.attention.kernels.launching import ragged_attention
 from attnrx.attention.occasion import Occasion
@@ -17,7 +17,7 @@ from attnrx.spec import AttentionSpec
 class Ragged(Backend):
     """Every head at its own rank, values of any width, all in one launch; for inference on CUDA.
 
-    Where gradients or a graph are recorded, where heads share their directions, in float64 and on a CPU, `Fused` runs
+    Where gradients or a graph are recorded, where heads share their directions, in float64 and on a CPU, `Auto` runs
     in its place. In Triton's interpreter (TRITON_INTERPRET=1) it runs anywhere, slowly: that is how it is tested.
     """
 
@@ -28,7 +28,7 @@ class Ragged(Backend):
         """Gives itself where the kernel runs."""
         runs = (self.anywhere or occasion.device == "cuda") and occasion.free and occasion.dtype != torch.float64
         fits = spec.form != "shared" and any(spec.ranks) and any(spec.reads)
-        return self if runs and fits else Fused().at(spec, occasion)
+        return self if runs and fits else Auto().at(spec, occasion)
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import Explicit, worth_writing_out
+from attnrx.attention.backends.native import FEW_QUERIES, Native, runs_on
 from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.kernels.native import native_attention
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -48,8 +50,8 @@ class Tapped(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys". Where nobody wishes for the whole map, nor for a gradient of the sizes, the fused kernel
-    is used. Whole maps are shown part by part, where that keeps them in the cache.
+    "class_attention", "keys". Where nobody wishes for the whole map, nor for a gradient of the sizes, a fused kernel is
+    used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
     takes_few_queries = True
@@ -66,9 +68,12 @@ class Tapped(Backend):
         self.sizes, self.show, self.wanted = sizes, show, wanted
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself, or what writes narrow attention out on a CPU, where nobody wishes to see anything of it."""
-        written = not self.wanted and worth_writing_out(spec, occasion, self.NARROW)
-        return Explicit(self.sizes) if written else self
+        """Gives itself, or what is faster on a CPU where nobody wishes to see anything of it, as `Auto` does."""
+        if self.wanted:
+            return self
+        if Native.runs(spec, occasion):
+            return Native(self.sizes)
+        return Explicit(self.sizes) if worth_writing_out(spec, occasion, self.NARROW) else self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
@@ -89,6 +94,9 @@ class Tapped(Backend):
         if self.wanted:
             first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
             self.pass_on(sized_softmax(first, sizes), factors)
+        if query.shape[2] >= FEW_QUERIES and runs_on(Occasion.of(value)):
+            read = native_attention([query], [key], [value], None if sizes is None else sizes.float(), factors.scale)
+            return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A token that has left counts for -inf. One that never leaves is always there, so no row is without any.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)

@@ -1,0 +1,79 @@
+"""Attention by a kernel of our own in C++: every head at its own rank, and no map in memory."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.explicit import in_parts, written_out
+from attnrx.attention.backends.fused import Fused
+from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
+from attnrx.attention.kernels.building import native_library
+from attnrx.attention.kernels.native import native_attention
+from attnrx.attention.occasion import Occasion
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+# A head's keys are rearranged once for all its queries; for so few that takes longer than it saves.
+FEW_QUERIES = 8
+
+
+def runs_on(occasion: Occasion) -> bool:
+    """Whether the kernel takes tensors of this occasion, and is there."""
+    return occasion.free_on_cpu and occasion.dtype == torch.float32 and native_library() is not None
+
+
+class Native(Backend):
+    """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
+
+    The kernel is built by the compiler at hand when first used (`native_library`); where there is none, and where
+    gradients or a graph are recorded, `Fused` runs in its place. `sizes` gives how often every token counts, or None
+    where each counts once; with sizes, `runs` must have been asked before.
+    """
+
+    takes_few_queries = True
+
+    def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
+        self.sizes = sizes
+
+    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+        """Gives itself where the kernel runs."""
+        return self if self.runs(spec, occasion) else Fused()
+
+    @staticmethod
+    def runs(spec: AttentionSpec, occasion: Occasion) -> bool:
+        """Whether there is a kernel for this layer on this occasion."""
+        return any(spec.ranks) and any(spec.reads) and runs_on(occasion)
+
+    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+        """Groups only neighbours of equal shape; the kernel takes all groups at once."""
+        return exact_buckets(spec.ranks, self.reads(spec, occasion))
+
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+        """Pads nothing, unless all heads must stay together because they share their directions."""
+        return (max(spec.reads),) * len(spec.heads) if spec.form == "shared" else spec.reads
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+        """Computes one bucket alone, written out."""
+        return written_out(*factors.folded(), value, factors.scale)
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> Float[Tensor, "batch queries features"]:
+        """Gives what all heads read out, side by side."""
+        sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
+        # Autocast hands on less than the float32 that the layer was given.
+        if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
+            return in_parts(buckets, factors, values, sizes)
+        left, queries, keys = iter(factors), [], []
+        for bucket, own in zip(buckets, values, strict=True):
+            if bucket.rank:
+                query, key = next(left).folded()
+            else:
+                query, key = own.new_empty(len(own), own.shape[1], first.shape[1], 0), own[..., :0]
+            queries.append(query)
+            keys.append(key)
+        return native_attention(queries, keys, values, None if sizes is None else sizes.float(), factors[0].scale)

@@ -1,0 +1,265 @@
+// Attention on a CPU, every head at its own rank and with values of its own width; nothing is padded to a common one.
+//
+// One head of one image is mixed at a time. Its keys are transposed into panels of two vectors once, its values copied
+// into panels; then so many queries as the registers hold are scored against all keys, their softmax is taken, and
+// values are summed, while those rows of the map lie in the first cache. No map is ever written to memory.
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace {
+
+// As many floats as a vector has, and as many rows of two vectors each as the registers can sum.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, ROWS = 14;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8, ROWS = 6;
+#else
+constexpr int WIDTH = 4, ROWS = 6;
+#endif
+constexpr int PANEL = 2 * WIDTH;
+
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+typedef float Anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+#define INLINED inline __attribute__((always_inline))
+
+INLINED Vector load(const float* from) { return *(const Anywhere*)from; }
+INLINED void store(float* to, Vector x) { *(Anywhere*)to = x; }
+INLINED Vector all(float x) { return x - Vector{}; }
+INLINED Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+int up(int count, int step) { return (count + step - 1) / step * step; }
+
+// 2^x for x <= 0 to two roundings: a power of two by its bits, times a polynomial on [-1/2, 1/2]. NaN stays NaN.
+INLINED Vector power_of_two(Vector x) {
+  x = x < -126.f ? all(-126.f) : x;
+  const float rounding = 12582912.f + 127.f;  // 1.5 * 2^23 leaves the integer in the last bits, 127 is the exponent's
+  Vector shifted = x + rounding, rest = x - (shifted - rounding);
+  Vector sum = rest * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  sum = sum * rest + 9.618437357674640e-3f;
+  sum = sum * rest + 5.550332471162809e-2f;
+  sum = sum * rest + 2.402264791363012e-1f;
+  sum = sum * rest + 6.931472028550421e-1f;
+  sum = sum * rest + 1.f;
+  return sum * (Vector)((Integers)shifted << 23);
+}
+
+// Rows of a WIDTH x WIDTH block are exchanged with columns in log2(WIDTH) steps of pairs that lie STEP apart.
+template <int STEP, int... LANE>
+INLINED void exchange(Vector* x, std::integer_sequence<int, LANE...>) {
+  for (int i = 0; i < WIDTH; i++) {
+    if (i & STEP) continue;
+    Vector a = x[i], b = x[i + STEP];
+#if defined(__clang__)
+    x[i] = __builtin_shufflevector(a, b, (LANE & STEP ? WIDTH + LANE - STEP : LANE)...);
+    x[i + STEP] = __builtin_shufflevector(a, b, (LANE & STEP ? WIDTH + LANE : LANE + STEP)...);
+#else
+    x[i] = __builtin_shuffle(a, b, Integers{(LANE & STEP ? WIDTH + LANE - STEP : LANE)...});
+    x[i + STEP] = __builtin_shuffle(a, b, Integers{(LANE & STEP ? WIDTH + LANE : LANE + STEP)...});
+#endif
+  }
+}
+
+INLINED void transpose(Vector* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, WIDTH>{};
+  exchange<1>(x, lanes);
+  exchange<2>(x, lanes);
+  if constexpr (WIDTH > 4) exchange<4>(x, lanes);
+  if constexpr (WIDTH > 8) exchange<8>(x, lanes);
+}
+
+// What Python describes every head by: where its parts begin, and how far images and tokens lie apart, in floats.
+struct Head {
+  int64_t query, query_image, query_token, key, key_image, key_token, value, value_image, value_token;
+  int64_t output, output_image, output_token, rank, reads;
+};
+
+const float* at(int64_t start, int64_t offset) { return (const float*)start + offset; }
+
+// Keys, values and scores of the head that a thread is at; kept from one call to the next.
+struct Workspace {
+  float* floats = nullptr;
+  size_t size = 0;
+  ~Workspace() { free(floats); }
+  float* of(size_t wanted) {
+    if (wanted > size) {
+      free(floats);
+      size = (wanted + 15) / 16 * 16;
+      floats = (float*)aligned_alloc(64, size * sizeof(float));
+      if (!floats) size = 0;
+    }
+    return floats;
+  }
+};
+thread_local Workspace workspace;
+
+// Keys times `factor`: panels of two vectors (the last one of one, where that is enough), [rank][keys of the panel].
+void pack_keys(const float* key, int64_t token, int keys, int rank, float factor, float* packed) {
+  const int padded = up(keys, WIDTH);
+  for (int first = 0; first < padded; first += WIDTH) {
+    const int panel = first / PANEL * PANEL, wide = padded - panel < PANEL ? WIDTH : PANEL;
+    float* to = packed + (int64_t)panel * rank + (first - panel);
+    for (int start = 0; start < rank; start += WIDTH) {
+      const int own = rank - start < WIDTH ? rank - start : WIDTH;
+      Vector block[WIDTH];
+      for (int i = 0; i < WIDTH; i++) {
+        const float* row = key + (first + i) * token + start;
+        block[i] = Vector{};
+        if (first + i >= keys) continue;
+        if (own == WIDTH) block[i] = load(row);
+        else memcpy(&block[i], row, own * sizeof(float));
+        block[i] *= factor;
+      }
+      transpose(block);
+      for (int i = 0; i < own; i++) store(to + (int64_t)(start + i) * wide, block[i]);
+    }
+  }
+}
+
+// Values in panels of two vectors of features, or of one: [keys][features of the panel], followed by zeros.
+void pack_values(const float* value, int64_t token, int keys, int reads, float* packed) {
+  for (int start = 0; start < reads; start += PANEL) {
+    const int wide = reads - start > WIDTH ? PANEL : WIDTH, own = reads - start < wide ? reads - start : wide;
+    float* to = packed + (int64_t)start * keys;
+    for (int i = 0; i < keys; i++, to += wide) {
+      const float* row = value + i * token + start;
+      if (own == wide) {
+        for (int lane = 0; lane < wide; lane += WIDTH) store(to + lane, load(row + lane));
+      } else {
+        memset(to, 0, wide * sizeof(float));
+        memcpy(to, row, own * sizeof(float));
+      }
+    }
+  }
+}
+
+// N rows times VECTORS vectors of columns, summed over `length`; sums stay in registers.
+template <int N, int VECTORS>
+INLINED void multiply(const float* rows, int64_t apart, const float* columns, int length, Vector (&sums)[N][VECTORS]) {
+  for (int i = 0; i < length; i++, columns += VECTORS * WIDTH) {
+    Vector column[VECTORS];
+    for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
+    for (int n = 0; n < N; n++)
+      for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * apart + i] * column[v];
+  }
+}
+
+struct Shape {
+  int keys, rank, reads;
+};
+
+template <int N, int VECTORS>
+INLINED void score(const float* query, int64_t token, const float* key, int rank, const float* added, float* to,
+                   int padded) {
+  Vector sums[N][VECTORS];
+  for (int n = 0; n < N; n++)
+    for (int v = 0; v < VECTORS; v++) sums[n][v] = load(added + v * WIDTH);
+  multiply(query, token, key, rank, sums);
+  for (int n = 0; n < N; n++)
+    for (int v = 0; v < VECTORS; v++) store(to + n * padded + v * WIDTH, sums[n][v]);
+}
+
+template <int N, int VECTORS>
+INLINED void read_out(const float* map, int padded, const float* value, int keys, const float* shares, float* output,
+                      int64_t token, int features) {
+  Vector sums[N][VECTORS] = {};
+  multiply(map, padded, value, keys, sums);
+  for (int n = 0; n < N; n++) {
+    float row[VECTORS * WIDTH];
+    float* to = features < VECTORS * WIDTH ? row : output + n * token;
+    for (int v = 0; v < VECTORS; v++) store(to + v * WIDTH, sums[n][v] * shares[n]);
+    if (to == row) memcpy(output + n * token, row, features * sizeof(float));
+  }
+}
+
+// Turns a row of scores, which are logarithms to base 2, into weights, and gives one over their sum.
+INLINED float weigh(float* row, int padded) {
+  Vector most = load(row), sum = {};
+  for (int i = WIDTH; i < padded; i += WIDTH) most = larger(load(row + i), most);
+  float top = most[0], total = 0;
+  for (int lane = 1; lane < WIDTH; lane++) top = most[lane] > top ? most[lane] : top;
+  for (int i = 0; i < padded; i += WIDTH) {
+    Vector weights = power_of_two(load(row + i) - top);
+    store(row + i, weights);
+    sum += weights;
+  }
+  for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
+  return 1.f / total;
+}
+
+// What N queries read out.
+template <int N>
+void mix(const float* query, int64_t query_token, const float* key, const float* added, const float* value, float* map,
+         float* output, int64_t output_token, Shape shape) {
+  const int padded = up(shape.keys, WIDTH);
+  for (int first = 0; first < padded; first += PANEL) {
+    const float* panel = key + (int64_t)first * shape.rank;
+    if (padded - first < PANEL) score<N, 1>(query, query_token, panel, shape.rank, added + first, map + first, padded);
+    else score<N, 2>(query, query_token, panel, shape.rank, added + first, map + first, padded);
+  }
+  float shares[N];
+  for (int n = 0; n < N; n++) shares[n] = weigh(map + n * padded, padded);
+  for (int first = 0; first < shape.reads; first += PANEL) {
+    const float* panel = value + (int64_t)first * shape.keys;
+    const int left = shape.reads - first;
+    if (left <= WIDTH) read_out<N, 1>(map, padded, panel, shape.keys, shares, output + first, output_token, left);
+    else read_out<N, 2>(map, padded, panel, shape.keys, shares, output + first, output_token, left);
+  }
+}
+
+typedef void (*Mix)(const float*, int64_t, const float*, const float*, const float*, float*, float*, int64_t, Shape);
+
+template <int... N>
+Mix of_rows(int rows, std::integer_sequence<int, N...>) {
+  static constexpr Mix known[] = {mix<N + 1>...};
+  return known[rows - 1];
+}
+
+// The queries from `first` to `last` of one head of one image; false where there was no memory.
+bool mix_head(const Head& head, int image, int first, int last, int keys, const float* sizes, float scale) {
+  const int padded = up(keys, WIDTH), rank = (int)head.rank, reads = (int)head.reads;
+  const size_t wide = (size_t)up(reads, PANEL) * keys;
+  float* key = workspace.of((size_t)padded * (rank + 1 + ROWS) + wide);
+  if (!key) return false;
+  float *added = key + (size_t)padded * rank, *map = added + padded, *value = map + (size_t)ROWS * padded;
+  const float to_base_two = 1.4426950408889634f;
+  pack_keys(at(head.key, image * head.key_image), head.key_token, keys, rank, scale * to_base_two, key);
+  pack_values(at(head.value, image * head.value_image), head.value_token, keys, reads, value);
+  for (int i = 0; i < padded; i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
+  const float* query = at(head.query, image * head.query_image);
+  float* output = (float*)at(head.output, image * head.output_image);
+  // Tiles of nearly the same number of rows: a last one of a single row would take as long as one of four.
+  const int tiles = (last - first + ROWS - 1) / ROWS;
+  for (int tile = 0; tile < tiles; tile++) {
+    const int64_t start = first + (int64_t)(last - first) * tile / tiles;
+    const int64_t stop = first + (int64_t)(last - first) * (tile + 1) / tiles;
+    of_rows((int)(stop - start), std::make_integer_sequence<int, ROWS>{})(
+        query + start * head.query_token, head.query_token, key, added, value, map, output + start * head.output_token,
+        head.output_token, {keys, rank, reads});
+  }
+  return true;
+}
+
+}  // namespace
+
+// softmax(scale * query @ key^T + log(sizes)) @ value for every head; `sizes` is null where every key counts once.
+// Queries of a head are split where there are too few heads for all threads. 0, or 1 where there was no memory.
+extern "C" int attnrx_attention(const int64_t* described, int heads, int images, int queries, int keys,
+                                const float* sizes, float scale, int threads) {
+  const Head* all_heads = (const Head*)described;
+  const int64_t units = (int64_t)images * heads;
+  const int parts = threads > 1 && units < 8 * threads && units % threads ? threads : 1;
+  int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(| : failed)
+  for (int64_t task = 0; task < units * parts; task++) {
+    const int64_t image = task / parts / heads, part = task % parts;
+    const int first = (int)(queries * part / parts), last = (int)(queries * (part + 1) / parts);
+    const float* counted = sizes ? sizes + image * keys : nullptr;
+    failed |= !mix_head(all_heads[task / parts % heads], (int)image, first, last, keys, counted, scale);
+  }
+  return failed;
+}

@@ -1,0 +1,99 @@
+"""From tensors to the kernel in C++, as an operation of PyTorch's: profilers, counters and meta tensors see it."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from attnrx.attention.kernels.building import native_library
+from attnrx.errors import NotSupported
+from attnrx.shapes import Float, Tensor
+
+# What the kernel is told of every head, and how many bytes a float has.
+DESCRIBED, FLOAT = 14, 4
+
+_library = torch.library.Library("attnrx", "FRAGMENT")
+_library.define(
+    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale) -> Tensor"
+)
+
+
+def native_attention(
+    queries: Sequence[Float[Tensor, "batch _ queries _"]],
+    keys: Sequence[Float[Tensor, "batch _ keys _"]],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    sizes: Float[Tensor, "batch keys"] | None,
+    scale: float,
+) -> Float[Tensor, "batch queries features"]:
+    """Gives softmax(scale * query @ key^T + log(sizes)) @ value of all heads, side by side; float32, on a CPU.
+
+    Every entry of the lists holds neighbouring heads of one shape, as far as what they read out; without features of
+    queries and keys they read out the mean. Only for inference: nothing is recorded for gradients.
+
+    Raises:
+        NotSupported: The kernel could not be built here, or the tensors are not float32.
+    """
+    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), sizes, scale)
+
+
+def _attention(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None, scale: float
+) -> Tensor:
+    library = native_library()
+    if library is None:
+        raise NotSupported("the attention kernel was not built here; choose another backend, such as 'fused'.")
+    _require_float32((*queries, *keys, *values, *([] if sizes is None else [sizes])))
+    output = _empty(queries, keys, values, sizes, scale)
+    batch, tokens, _ = output.shape
+    # What the kernel reads has to live until it has: a contiguous copy may have no other owner.
+    kept: list[Tensor] = []
+    described: list[int] = []
+    place, (image, token, _) = output.data_ptr(), output.stride()
+    for sides in zip(queries, keys, values, strict=True):
+        own = [side if side.stride(-1) == 1 else side.contiguous() for side in sides]
+        kept += own
+        starts = [(side.data_ptr(), *side.stride()) for side in own]
+        rank, reads = own[0].shape[3], own[2].shape[3]
+        for head in range(own[2].shape[1]):
+            for start, apart_images, apart, apart_tokens, _ in starts:
+                described += (start + FLOAT * head * apart, apart_images, apart_tokens)
+            described += (place, image, token, rank, reads)
+            place += FLOAT * reads
+    numbers = (ctypes.c_int64 * len(described))(*described)
+    counted = None if sizes is None else sizes.contiguous()
+    failed = library.attnrx_attention(
+        numbers, len(described) // DESCRIBED, batch, tokens, values[0].shape[2],
+        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("attention found no memory for the keys and values of one head.")
+    return output
+
+
+def _require_float32(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype != torch.float32:
+            raise NotSupported(f"the attention kernel reads float32, and was given {tensor.dtype}.")
+
+
+def _empty(
+    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None, scale: float
+) -> Tensor:
+    batch, _, tokens, _ = queries[0].shape
+    return values[0].new_empty(batch, tokens, sum([own.shape[1] * own.shape[3] for own in values]))
+
+
+_library.impl("native_attention", _attention, "CPU")
+_library.impl("native_attention", _empty, "Meta")
+
+
+@register_flop_formula(torch.ops.attnrx.native_attention)
+def _operations(
+    queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
+) -> int:
+    """Counts the two products of every head, as PyTorch does for attention of its own: two operations for one MAC."""
+    total = 0
+    for query, key, value in zip(queries, keys, values, strict=True):
+        total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])
+    return total

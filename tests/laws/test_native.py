@@ -1,0 +1,196 @@
+"""The kernel in C++ equals attention written out, for any widths, strides, sizes and threads, and is seen to run."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.attention import Attention, Auto, Eager, Fused, Native, Occasion, Tapped
+from attnrx.attention.kernels import building
+from attnrx.attention.kernels.native import native_attention
+from attnrx.costs.profiling import profiled
+from attnrx.errors import NotSupported
+from attnrx.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(building.native_library() is None, reason="the kernel needs a C++ compiler")
+
+# Rank and width of the values of two heads each, queries and keys: narrower and wider than a vector, a panel and a
+# tile, and none of them a multiple of it; a rank of zero reads out the mean.
+SHAPES = (
+    (((64, 64),), 197, 197),
+    (((40, 37), (0, 5), (1, 1)), 133, 133),
+    (((16, 32), (17, 33)), 14, 16),
+    (((3, 130),), 29, 31),
+    (((70, 15),), 1, 5),
+)
+
+
+Sides = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Queries, keys and values, in a list of as many parts as there are shapes of heads."""
+
+
+def drawn(widths: tuple[tuple[int, int], ...], queries: int, keys: int, seed: int = 0) -> Sides:
+    """Parts of one projection, heads first, so that neither heads nor tokens lie side by side."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def side(tokens: int, width: int) -> torch.Tensor:
+        wide = torch.randn(3, tokens, 2 * width + 5, generator=generator, dtype=torch.float32)
+        return wide[..., : 2 * width].unflatten(2, (2, width)).transpose(1, 2)
+
+    return (
+        [side(queries, rank) for rank, _ in widths],
+        [side(keys, rank) for rank, _ in widths],
+        [side(keys, reads) for _, reads in widths],
+    )
+
+
+def truth(sides: Sides, sizes: torch.Tensor | None, scale: float) -> torch.Tensor:
+    read = []
+    for query, key, value in zip(*sides, strict=True):
+        scores = scale * query.double() @ key.double().transpose(2, 3)
+        if sizes is not None:
+            scores = scores + sizes.double().log()[:, None, None]
+        read.append((torch.softmax(scores, -1) @ value.double()).transpose(1, 2).flatten(2))
+    return torch.cat(read, -1)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(("widths", "queries", "keys"), SHAPES)
+def test_the_kernel_equals_attention_written_out(
+    widths: tuple[tuple[int, int], ...], queries: int, keys: int, sized: bool
+) -> None:
+    sides, sizes = drawn(widths, queries, keys), None
+    if sized:
+        sizes = torch.randint(0, 4, (3, keys), generator=torch.Generator().manual_seed(1)).float()  # 0 has left
+        sizes[:, 0] = 1
+    wanted = truth(sides, sizes, 0.3)
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found = native_attention(*sides, sizes, 0.3)
+        finally:
+            torch.set_num_threads(before)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-5)
+
+
+def test_scores_of_any_size_are_mixed_and_what_is_no_number_stays_with_its_image() -> None:
+    sides = drawn(((20, 20),), 30, 30)
+    sides[0][0] *= 300  # most weights are zero then, and their scores far below any exponent
+    torch.testing.assert_close(native_attention(*sides, None, 1.0).double(), truth(sides, None, 1.0), rtol=0, atol=2e-2)
+    assert torch.isfinite(native_attention(*sides, None, 1.0)).all()
+    for side in range(3):
+        spoiled = copy.deepcopy(sides)
+        spoiled[side][0][1, 0, 7, 3] = torch.nan
+        found, wanted = native_attention(*spoiled, None, 0.01), truth(spoiled, None, 0.01)
+        assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().any()
+
+
+def test_other_numbers_are_refused() -> None:
+    query, key, value = drawn(((2, 2),), 3, 3)
+    with pytest.raises(NotSupported, match=r"was given torch\.float64"):
+        native_attention(query, key, [value[0].double()], None, 1.0)
+
+
+def test_directions_that_heads_share_are_read_where_they_lie() -> None:
+    sides = drawn(((9, 9),), 12, 12)
+    sides[1][0] = sides[1][0][:, :1].expand(-1, 2, -1, -1)
+    torch.testing.assert_close(native_attention(*sides, None, 0.3).double(), truth(sides, None, 0.3), rtol=0, atol=3e-5)
+
+
+def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
+    sides = drawn(((40, 37), (0, 5)), 14, 16)
+    assert profiled(lambda: native_attention(*sides, None, 0.3)).attention_kernel == "native"
+    with FlopCounterMode(display=False) as counter:
+        found = native_attention(*sides, None, 0.3)
+    assert counter.get_total_flops() == 2 * 3 * 2 * 14 * 16 * (40 + 37 + 5)
+    query, key, value = ([part.to("meta") for part in side] for side in sides)
+    assert native_attention(query, key, value, None, 0.3).shape == found.shape == (3, 14, 2 * (37 + 5))
+
+
+SPEC = AttentionSpec("dense", 12, 4, (3, 0, 2), (0, 1, 2), 0.5, 4, value_ranks=(4, 1, 3))
+TOKENS = torch.randn(2, 11, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+
+def occasion_of(tokens: torch.Tensor) -> Occasion:
+    with torch.no_grad():
+        return Occasion.of(tokens)
+
+
+def test_inference_in_float32_on_a_cpu_runs_on_it_and_nothing_else_does() -> None:
+    free = occasion_of(TOKENS)
+    for backend in (Auto(), Native(), Tapped(lambda: None, print, ())):
+        assert type(backend.at(SPEC, free)) is Native
+        for other in ({"free": False}, {"device": "cuda"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
+            assert type(backend.at(SPEC, free._replace(**other))) is not Native
+    assert type(Tapped(lambda: None, print, ("keys",)).at(SPEC, free)) is Tapped
+    layer = Attention(SPEC, Native()).float()
+    layer(TOKENS).sum().backward()  # and gradients are those of Fused
+    assert layer.value.weight.grad is not None and layer.value.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("sizes", [None, torch.arange(1.0, 23.0).view(2, 11)])
+def test_a_layer_is_what_it_is_on_the_eager_backend(sizes: torch.Tensor | None) -> None:
+    layer = Attention(SPEC, Native(lambda: sizes)).float().eval()
+    with torch.no_grad():
+        found, few = layer(TOKENS), layer(TOKENS[:, :1], TOKENS)
+        layer.backend = Eager() if sizes is None else Tapped(lambda: sizes, lambda shown: None, ("attention",))
+        wanted = layer(TOKENS)
+        with torch.autocast("cpu", torch.bfloat16):
+            layer.backend = Native(lambda: sizes)
+            lower = layer(TOKENS)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(few, wanted[:, :1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(lower.float(), wanted, rtol=0, atol=2e-3)
+
+
+def test_what_is_shown_to_a_reducer_goes_with_the_kernel() -> None:
+    sizes = torch.arange(1.0, 23.0).view(2, 11)
+    for wanted in (("keys",), ("class_attention",)):
+        shown: list[Any] = []
+        layer = Attention(SPEC, Tapped(lambda: sizes, shown.append, wanted)).float().eval()
+        truth = layer(TOKENS).detach()  # with gradients: PyTorch's kernel
+        with torch.no_grad():
+            assert profiled(lambda: layer(TOKENS)).attention_kernel == "native"  # noqa: B023
+            torch.testing.assert_close(layer(TOKENS), truth, rtol=0, atol=1e-6)
+        first, last = (getattr(each, wanted[0]) for each in (shown[0], shown[-1]))
+        torch.testing.assert_close(first, last, rtol=0, atol=1e-6)
+
+
+@pytest.fixture
+def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
+    building.native_library.cache_clear()
+    yield tmp_path
+    building.native_library.cache_clear()
+
+
+def test_it_is_built_once_and_found_by_the_next_process(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert building.native_library() is not None
+    (built,) = (unbuilt / "kernels").iterdir()
+    building.native_library.cache_clear()
+    monkeypatch.setattr(building, "_build", lambda *given: pytest.fail("built again"))
+    assert building.native_library() is not None
+    assert list((unbuilt / "kernels").iterdir()) == [built]
+
+
+def test_without_a_kernel_models_run_on_pytorchs(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = occasion_of(TOKENS.repeat(99, 1, 1))
+    monkeypatch.setenv(building.BUILD, "0")
+    assert building.native_library() is None
+    assert not isinstance(Auto().at(SPEC, free), Native) and type(Native().at(SPEC, free)) is Fused
+    building.native_library.cache_clear()
+    monkeypatch.delenv(building.BUILD)
+    monkeypatch.setenv("CXX", str(unbuilt / "no compiler"))
+    assert building.native_library() is None
+    failing = unbuilt / "failing"
+    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho unknown flag >&2\nexit 1\n')
+    failing.chmod(0o755)
+    building.native_library.cache_clear()
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.warns(UserWarning, match=r"could not be built with .*failing \(unknown flag\)"):
+        assert building.native_library() is None
+    assert not list(unbuilt.glob("kernels/*"))
