@@ -101,6 +101,14 @@ def test_directions_that_heads_share_are_read_where_they_lie() -> None:
     torch.testing.assert_close(native_attention(*sides, None, 0.3).double(), truth(sides, None, 0.3), rtol=0, atol=3e-5)
 
 
+def test_features_that_lie_apart_are_brought_together_first() -> None:
+    sides = drawn(((9, 9),), 12, 12)
+    wanted = native_attention(*sides, None, 0.3)
+    query, key, value = ([part.transpose(2, 3).contiguous().transpose(2, 3) for part in side] for side in sides)
+    assert query[0].stride(-1) != 1
+    torch.testing.assert_close(native_attention(query, key, value, None, 0.3), wanted, rtol=0, atol=0)
+
+
 def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
     sides = drawn(((40, 37), (0, 5)), 14, 16)
     assert profiled(lambda: native_attention(*sides, None, 0.3)).attention_kernel == "native"
