@@ -176,6 +176,16 @@ def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     building.native_library.cache_clear()
 
 
+def test_a_compiler_without_openmp_builds_it_for_one_thread(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, plain = building._compiler(), unbuilt / "plain"
+    plain.write_text(f'#!/bin/sh\nfor word; do [ "$word" = -fopenmp ] && exit 1; done\nexec {compiler[0]} "$@"\n')
+    plain.chmod(0o755)
+    monkeypatch.setenv("CXX", str(plain))
+    assert building.native_library() is not None
+    sides = drawn(((20, 20),), 30, 30)
+    torch.testing.assert_close(native_attention(*sides, None, 0.3).double(), truth(sides, None, 0.3), rtol=0, atol=3e-5)
+
+
 def test_it_is_built_once_and_found_by_the_next_process(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert building.native_library() is not None
     (built,) = (unbuilt / "kernels").iterdir()
@@ -195,10 +205,10 @@ def test_without_a_kernel_models_run_on_pytorchs(unbuilt: Path, monkeypatch: pyt
     monkeypatch.setenv("CXX", str(unbuilt / "no compiler"))
     assert building.native_library() is None
     failing = unbuilt / "failing"
-    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho unknown flag >&2\nexit 1\n')
+    failing.write_text("#!/bin/sh\necho unknown flag >&2\nexit 1\n")
     failing.chmod(0o755)
     building.native_library.cache_clear()
-    monkeypatch.setenv("CXX", str(failing))
-    with pytest.warns(UserWarning, match=r"could not be built with .*failing \(unknown flag\)"):
+    monkeypatch.setenv("CXX", f"{failing} --quick")
+    with pytest.warns(UserWarning, match=r"could not be built with .*failing --quick \(unknown flag\)"):
         assert building.native_library() is None
     assert not list(unbuilt.glob("kernels/*"))

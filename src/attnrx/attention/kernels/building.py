@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import warnings
@@ -10,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from attnrx.errors import AttnrxError
-from attnrx.hardware import cache_folder, device_name
+from attnrx.hardware import cache_folder
 from attnrx.storage import write_atomically
 
 BUILD = "ATTNRX_BUILD"
@@ -31,50 +32,57 @@ def native_library() -> ctypes.CDLL | None:
     fails, which is said by a warning. Nothing depends on the kernels: PyTorch's own run in their place, slower.
     """
     compiler = _compiler()
-    if os.environ.get(BUILD, "1") == "0" or compiler is None:
+    if os.environ.get(BUILD, "1") == "0" or not compiler:
         return None
     try:
         return _declared(ctypes.CDLL(str(_built(compiler))))
     except (OSError, AttnrxError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"the attention kernel could not be built with {compiler} ({told.strip()[-300:]}), so that PyTorch's runs "
-            f"in its place. Set {BUILD}=0 to silence this, or CXX to another compiler.",
+            f"the attention kernel could not be built with {shlex.join(compiler)} ({told.strip()[-300:]}), so that "
+            f"PyTorch's runs in its place. Set {BUILD}=0 to silence this, or CXX to another compiler.",
             stacklevel=2,
         )
         return None
 
 
-def _compiler() -> str | None:
-    named = os.environ.get("CXX")
-    for name in (named,) if named else COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
-    return None
+def _compiler() -> list[str]:
+    """Gives the words that call the compiler, none where there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for words in [named] if named else [[name] for name in COMPILERS]:
+        if shutil.which(words[0]):
+            return words
+    return []
 
 
-def _built(compiler: str) -> Path:
-    """Gives the library, built unless one of this source, compiler and machine is there."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=True
-    ).stdout
-    told = "\n".join((SOURCE.read_text(encoding="utf-8"), version, device_name("cpu"), *FLAGS, *map(str, WISHES)))
-    path = cache_folder() / "kernels" / f"native-{sha256(told.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        write_atomically(path, lambda temporary: _build(compiler, temporary))
-    return path
-
-
-def _build(compiler: str, path: Path) -> None:
+def _built(compiler: list[str]) -> Path:
     for last, wishes in enumerate(WISHES, 1 - len(WISHES)):
-        command = [compiler, *FLAGS, *wishes, str(SOURCE), "-o", str(path)]
         try:
-            subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-            return
+            return _built_by([*compiler, *FLAGS, *wishes])
         except subprocess.CalledProcessError:
             if not last:
                 raise
+    raise AssertionError("there is always a last wish")
+
+
+def _built_by(command: list[str]) -> Path:
+    """Gives the library, built unless one of this source, compiler and machine is there."""
+    # What a compiler defines names its version, and the instructions that -march=native stands for: a cache folder may
+    # be shared by machines that call themselves the same.
+    defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    told = "\n".join((SOURCE.read_text(encoding="utf-8"), *command, defined))
+    path = cache_folder() / "kernels" / f"native-{sha256(told.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        write_atomically(path, lambda temporary: _build(command, temporary))
+    return path
+
+
+def _build(command: list[str], path: Path) -> None:
+    _output_of([*command, str(SOURCE), "-o", str(path)])
+
+
+def _output_of(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -26,6 +26,12 @@ typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef float Anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 #define INLINED inline __attribute__((always_inline))
+// Sums stay in registers only where the loops over them are gone.
+#if defined(__clang__)
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 INLINED Vector load(const float* from) { return *(const Anywhere*)from; }
 INLINED void store(float* to, Vector x) { *(Anywhere*)to = x; }
@@ -142,9 +148,9 @@ template <int N, int VECTORS>
 INLINED void multiply(const float* rows, int64_t apart, const float* columns, int length, Vector (&sums)[N][VECTORS]) {
   for (int i = 0; i < length; i++, columns += VECTORS * WIDTH) {
     Vector column[VECTORS];
-    for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
-    for (int n = 0; n < N; n++)
-      for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * apart + i] * column[v];
+    UNROLLED for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
+    UNROLLED for (int n = 0; n < N; n++)
+      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * apart + i] * column[v];
   }
 }
 
@@ -156,11 +162,11 @@ template <int N, int VECTORS>
 INLINED void score(const float* query, int64_t token, const float* key, int rank, const float* added, float* to,
                    int padded) {
   Vector sums[N][VECTORS];
-  for (int n = 0; n < N; n++)
-    for (int v = 0; v < VECTORS; v++) sums[n][v] = load(added + v * WIDTH);
+  UNROLLED for (int n = 0; n < N; n++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] = load(added + v * WIDTH);
   multiply(query, token, key, rank, sums);
-  for (int n = 0; n < N; n++)
-    for (int v = 0; v < VECTORS; v++) store(to + n * padded + v * WIDTH, sums[n][v]);
+  UNROLLED for (int n = 0; n < N; n++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(to + n * padded + v * WIDTH, sums[n][v]);
 }
 
 template <int N, int VECTORS>
@@ -168,10 +174,10 @@ INLINED void read_out(const float* map, int padded, const float* value, int keys
                       int64_t token, int features) {
   Vector sums[N][VECTORS] = {};
   multiply(map, padded, value, keys, sums);
-  for (int n = 0; n < N; n++) {
+  UNROLLED for (int n = 0; n < N; n++) {
     float row[VECTORS * WIDTH];
     float* to = features < VECTORS * WIDTH ? row : output + n * token;
-    for (int v = 0; v < VECTORS; v++) store(to + v * WIDTH, sums[n][v] * shares[n]);
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(to + v * WIDTH, sums[n][v] * shares[n]);
     if (to == row) memcpy(output + n * token, row, features * sizeof(float));
   }
 }
