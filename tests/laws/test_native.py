@@ -12,7 +12,7 @@ from attnrx.attention import Attention, Auto, Eager, Fused, Native, Occasion, Ta
 from attnrx.attention.kernels import building
 from attnrx.attention.kernels.native import native_attention
 from attnrx.costs.profiling import profiled
-from attnrx.errors import NotSupported
+from attnrx.errors import InvalidInput
 from attnrx.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(building.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -89,10 +89,16 @@ def test_scores_of_any_size_are_mixed_and_what_is_no_number_stays_with_its_image
         assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().any()
 
 
-def test_other_numbers_are_refused() -> None:
-    query, key, value = drawn(((2, 2),), 3, 3)
-    with pytest.raises(NotSupported, match=r"was given torch\.float64"):
-        native_attention(query, key, [value[0].double()], None, 1.0)
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    query, key, value = drawn(((2, 3),), 3, 5)
+    unchecked = torch.ops.attnrx.native_attention.default  # the tests check annotations, which users do not
+    wrong = ([value[0].double()], [value[0][:, :1]], [value[0][:, :, :4]], [value[0][:2]])
+    for other in wrong:
+        with pytest.raises(InvalidInput, match=r"reads float32|the same heads and images"):
+            unchecked(query, key, other, None, 1.0)
+    for sizes in (torch.ones(3, 4), torch.ones(3, 5, dtype=torch.float64)):
+        with pytest.raises(InvalidInput, match="sizes are float32"):
+            unchecked(query, key, value, sizes, 1.0)
 
 
 def test_directions_that_heads_share_are_read_where_they_lie() -> None:

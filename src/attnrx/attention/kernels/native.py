@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.attention.kernels.building import native_library
-from attnrx.errors import NotSupported
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.shapes import Float, Tensor
 
 # What the kernel is told of every head, and how many bytes a float has.
@@ -32,7 +32,8 @@ def native_attention(
     queries and keys they read out the mean. Only for inference: nothing is recorded for gradients.
 
     Raises:
-        NotSupported: The kernel could not be built here, or the tensors are not float32.
+        NotSupported: The kernel could not be built here.
+        InvalidInput: Tensors that are not float32, or whose shapes do not go together.
     """
     return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), sizes, scale)
 
@@ -43,7 +44,7 @@ def _attention(
     library = native_library()
     if library is None:
         raise NotSupported("the attention kernel was not built here; choose another backend, such as 'fused'.")
-    _require_float32((*queries, *keys, *values, *([] if sizes is None else [sizes])))
+    _require_fitting(queries, keys, values, sizes)
     output = _empty(queries, keys, values, sizes, scale)
     batch, tokens, _ = output.shape
     # What the kernel reads has to live until it has: a contiguous copy may have no other owner.
@@ -71,10 +72,19 @@ def _attention(
     return output
 
 
-def _require_float32(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.dtype != torch.float32:
-            raise NotSupported(f"the attention kernel reads float32, and was given {tensor.dtype}.")
+def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
+    """Refuses what would let the kernel read where nothing is."""
+    (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
+    for query, key, value in zip(queries, keys, values, strict=True):
+        heads, rank = value.shape[1], query.shape[3]
+        shapes = (batch, heads, tokens, rank), (batch, heads, length, rank), (batch, heads, length, value.shape[3])
+        if (query.shape, key.shape, value.shape) != shapes:
+            found = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+            raise InvalidInput(f"queries, keys and values of {found} are not those of the same heads and images.")
+        if not query.dtype == key.dtype == value.dtype == torch.float32:
+            raise InvalidInput(f"the attention kernel reads float32; {query.dtype}, {key.dtype}, {value.dtype} given.")
+    if sizes is not None and (sizes.shape != (batch, length) or sizes.dtype != torch.float32):
+        raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
 
 
 def _empty(
