@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnrx.attention import Attention, Eager, Explicit, Fused, Tapped, using
+from attnrx.attention import Attention, Eager, Explicit, Fused, ScoreFactors, Tapped, using
 from attnrx.attention.backends import explicit
 from attnrx.models import family_of, observing, parts
 from attnrx.realization import realize
@@ -11,21 +11,22 @@ from attnrx.spec import AttentionSpec
 from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
 
 
+class Counting(Fused):
+    """Remembers how many images every call saw."""
+
+    def __init__(self):
+        self.seen: list[int] = []
+
+    def attend(self, factors: ScoreFactors, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(value))
+        return super().attend(factors, value)
+
+
 def counted(vit: torch.nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """Gives the logits, and how many images every call of the first attention saw."""
-    seen: list[int] = []
-    backend = family_of(vit).attention(vit)[0].backend
-    attend = backend.attend
-
-    def counting(factors: object, value: torch.Tensor) -> torch.Tensor:
-        seen.append(len(value))
-        return attend(factors, value)  # type: ignore[arg-type]
-
-    backend.attend = counting  # type: ignore[method-assign]
-    try:
-        return vit(inputs), seen
-    finally:
-        backend.attend = attend  # type: ignore[method-assign]
+    backend = Counting()
+    with using(family_of(vit).attention(vit)[:1], [backend]):
+        return vit(inputs), backend.seen
 
 
 @pytest.mark.parametrize("config", ["svda", "dense", "lvvit"])
