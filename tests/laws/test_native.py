@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.attention import Attention, Auto, Eager, Fused, Native, Occasion, Tapped
+from attnrx.attention import Attention, Auto, Eager, Fused, Native, Occasion, Tapped, backend_of
 from attnrx.attention.kernels import building
 from attnrx.attention.kernels.native import native_attention
 from attnrx.costs.profiling import profiled
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(building.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -206,6 +206,8 @@ def test_without_a_kernel_models_run_on_pytorchs(unbuilt: Path, monkeypatch: pyt
     monkeypatch.setenv(building.BUILD, "0")
     assert building.native_library() is None
     assert not isinstance(Auto().at(SPEC, free), Native) and type(Native().at(SPEC, free)) is Fused
+    with pytest.raises(NotSupported, match="'auto' runs without"):
+        backend_of("native")
     building.native_library.cache_clear()
     monkeypatch.delenv(building.BUILD)
     monkeypatch.setenv("CXX", str(unbuilt / "no compiler"))

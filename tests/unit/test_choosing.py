@@ -70,6 +70,17 @@ def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pyte
     assert type(Chosen().at(SPEC, OCCASION)) is Explicit  # from the file
 
 
+def test_a_candidate_that_came_later_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = choosing.CANDIDATES["cpu"]
+    monkeypatch.setitem(choosing.CANDIDATES, "cpu", {"slow": Slow})
+    assert type(Chosen().at(SPEC, OCCASION)) is Slow
+    monkeypatch.setitem(choosing.CANDIDATES, "cpu", later)
+    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Slow
+    assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+    forbid(monkeypatch)
+    assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+
+
 def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(monkeypatch)
     assert type(Chosen(measure=False).at(WIDE, OCCASION)) is Fused

@@ -9,8 +9,9 @@ import torch
 
 from attnrx.attention.attention import Attention
 from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
+from attnrx.attention.kernels.building import native_library
 from attnrx.attention.occasion import Occasion
-from attnrx.errors import UnknownName
+from attnrx.errors import NotSupported, UnknownName
 from attnrx.hardware import Measurements, may_measure
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -67,12 +68,17 @@ class Chosen(Auto):
             return super().at(spec, occasion)
         known, key = self._measurements(occasion.device), key_of(spec, occasion)
         record = known.get(key)
-        if record is None:
-            if not self.measure or not may_measure():
-                return super().at(spec, occasion)
+        if self._is_wanting(record, candidates):
             record = chosen(trials(spec, occasion, candidates))
             known.put(key, record)
+        if record is None:
+            return super().at(spec, occasion)
         return candidates.get(record["backend"], Auto)().at(spec, occasion)
+
+    def _is_wanting(self, record: Mapping[str, Any] | None, candidates: Mapping[str, object]) -> bool:
+        """Whether there is something to measure: nothing is known, or nothing of a candidate that came later."""
+        whole = record is not None and candidates.keys() <= record["trials"].keys()
+        return not whole and self.measure and may_measure()
 
     def _measurements(self, device: str) -> Measurements:
         if device not in self._known:
@@ -166,7 +172,17 @@ BACKENDS |= {"ragged": Ragged, "chosen": Chosen}
 
 
 def backend_of(name: str) -> Backend:
-    """Makes the backend of this name, one of BACKENDS."""
+    """Makes the backend of this name, one of BACKENDS.
+
+    Raises:
+        UnknownName: No backend has this name.
+        NotSupported: Its kernel could not be built here.
+    """
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
+    if name == "native" and native_library() is None:
+        raise NotSupported(
+            "the backend 'native' is built by a C++ compiler ($CXX, or c++, g++ or clang++ on the path), and none has "
+            "built it here; 'auto' runs without."
+        )
     return BACKENDS[name]()

@@ -16,7 +16,8 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: The model has no attention of ours, or every layer shows its attention to a token reducer.
+        NotSupported: The model has no attention of ours, every layer shows its attention to a token reducer, or the
+            kernel of "native" could not be built here.
     """
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     free = [layer for layer in layers if not layer.backend.watches]
