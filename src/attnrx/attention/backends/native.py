@@ -1,13 +1,13 @@
 """Attention by a kernel of our own in C++: every head at its own rank, and no map in memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import in_parts, written_out
+from attnrx.attention.backends.explicit import Explicit, in_parts
 from attnrx.attention.backends.fused import Fused
-from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
+from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.kernels.building import native_library
 from attnrx.attention.kernels.native import native_attention
 from attnrx.attention.occasion import Occasion
@@ -23,18 +23,13 @@ def runs_on(occasion: Occasion) -> bool:
     return occasion.free_on_cpu and occasion.dtype == torch.float32 and native_library() is not None
 
 
-class Native(Backend):
+class Native(Explicit):
     """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
 
-    The kernel is built by the compiler at hand when first used (`native_library`); where there is none, and where
-    gradients or a graph are recorded, `Fused` runs in its place. `sizes` gives how often every token counts, or None
-    where each counts once; with sizes, `runs` must have been asked before.
+    Heads are grouped as `Explicit` groups them. The kernel is built by the compiler at hand when first used
+    (`native_library`); where there is none, and where gradients or a graph are recorded, `Fused` runs in its place.
+    With `sizes`, which say how often every token counts, `runs` must have been asked before.
     """
-
-    takes_few_queries = True
-
-    def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
-        self.sizes = sizes
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
         """Gives itself where the kernel runs."""
@@ -44,18 +39,6 @@ class Native(Backend):
     def runs(spec: AttentionSpec, occasion: Occasion) -> bool:
         """Whether there is a kernel for this layer on this occasion."""
         return any(spec.ranks) and any(spec.reads) and runs_on(occasion)
-
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
-        """Groups only neighbours of equal shape; the kernel takes all groups at once."""
-        return exact_buckets(spec.ranks, self.reads(spec, occasion))
-
-    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
-        """Pads nothing, unless all heads must stay together because they share their directions."""
-        return (max(spec.reads),) * len(spec.heads) if spec.form == "shared" else spec.reads
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes one bucket alone, written out."""
-        return written_out(*factors.folded(), value, factors.scale)
 
     def __call__(
         self,
