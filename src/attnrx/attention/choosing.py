@@ -9,9 +9,9 @@ import torch
 
 from attnrx.attention.attention import Attention
 from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
-from attnrx.attention.kernels.building import native_library
+from attnrx.attention.kernels.building import required_library
 from attnrx.attention.occasion import Occasion
-from attnrx.errors import NotSupported, UnknownName
+from attnrx.errors import UnknownName
 from attnrx.hardware import Measurements, may_measure
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -180,9 +180,6 @@ def backend_of(name: str) -> Backend:
     """
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
-    if name == "native" and native_library() is None:
-        raise NotSupported(
-            "the backend 'native' is built by a C++ compiler ($CXX, or c++, g++ or clang++ on the path), and none has "
-            "built it here; 'auto' runs without."
-        )
+    if name == "native":
+        required_library()
     return BACKENDS[name]()

@@ -1,11 +1,26 @@
 """The backend that every layer begins with: what is usually fastest, by rule, without measuring."""
 
+from collections.abc import Callable
+
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import Explicit, worth_writing_out
+from attnrx.attention.backends.explicit import NARROW, Explicit, worth_writing_out
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.backends.native import Native
 from attnrx.attention.occasion import Occasion
+from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
+
+
+def faster(
+    spec: AttentionSpec,
+    occasion: Occasion,
+    sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
+    narrow: float = NARROW,
+) -> Backend | None:
+    """Gives what is faster than PyTorch's fused kernel on this occasion, if anything is; `sizes` as `Explicit`'s."""
+    if Native.runs(spec, occasion):
+        return Native(sizes)
+    return Explicit(sizes) if worth_writing_out(spec, occasion, narrow) else None
 
 
 class Auto(Fused):
@@ -13,6 +28,4 @@ class Auto(Fused):
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
         """Gives the backend for this layer and occasion."""
-        if Native.runs(spec, occasion):
-            return Native()
-        return Explicit() if worth_writing_out(spec, occasion) else Fused()
+        return faster(spec, occasion) or Fused()

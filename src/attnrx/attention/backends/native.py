@@ -59,4 +59,4 @@ class Native(Explicit):
                 query, key = own.new_empty(len(own), own.shape[1], first.shape[1], 0), own[..., :0]
             queries.append(query)
             keys.append(key)
-        return native_attention(queries, keys, values, None if sizes is None else sizes.float(), factors[0].scale)
+        return native_attention(queries, keys, values, sizes, factors[0].scale)

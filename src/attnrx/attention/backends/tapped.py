@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from attnrx.attention.backends.auto import faster
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import Explicit, worth_writing_out
-from attnrx.attention.backends.native import FEW_QUERIES, Native, runs_on
+from attnrx.attention.backends.native import FEW_QUERIES, runs_on
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.kernels.native import native_attention
 from attnrx.attention.occasion import Occasion
@@ -69,11 +69,7 @@ class Tapped(Backend):
 
     def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
         """Gives itself, or what is faster on a CPU where nobody wishes to see anything of it, as `Auto` does."""
-        if self.wanted:
-            return self
-        if Native.runs(spec, occasion):
-            return Native(self.sizes)
-        return Explicit(self.sizes) if worth_writing_out(spec, occasion, self.NARROW) else self
+        return self if self.wanted else faster(spec, occasion, self.sizes, self.NARROW) or self
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
@@ -95,7 +91,7 @@ class Tapped(Backend):
             first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
             self.pass_on(sized_softmax(first, sizes), factors)
         if query.shape[2] >= FEW_QUERIES and runs_on(Occasion.of(value)):
-            read = native_attention([query], [key], [value], None if sizes is None else sizes.float(), factors.scale)
+            read = native_attention([query], [key], [value], sizes, factors.scale)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         # A token that has left counts for -inf. One that never leaves is always there, so no row is without any.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]

@@ -10,16 +10,15 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from attnrx.errors import AttnrxError
+from attnrx.errors import AttnrxError, NotSupported
 from attnrx.hardware import cache_folder
 from attnrx.storage import write_atomically
 
 BUILD = "ATTNRX_BUILD"
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
-# The instructions of this machine, and threads; the second is left out where the compiler has no OpenMP.
-WISHES = (("-march=native", "-fopenmp"), ("-march=native",))
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+THREADS = "-fopenmp"
 PATIENCE = 120
 """Seconds that a compiler may take; it takes about three."""
 
@@ -46,6 +45,21 @@ def native_library() -> ctypes.CDLL | None:
         return None
 
 
+def required_library() -> ctypes.CDLL:
+    """Gives the kernels where there must be some.
+
+    Raises:
+        NotSupported: They could not be built here.
+    """
+    library = native_library()
+    if library is None:
+        raise NotSupported(
+            "the backend 'native' is built by a C++ compiler ($CXX, or c++, g++ or clang++ on the path), and none has "
+            "built it here; 'auto' runs without."
+        )
+    return library
+
+
 def _compiler() -> list[str]:
     """Gives the words that call the compiler, none where there is none."""
     named = shlex.split(os.environ.get("CXX", ""))
@@ -56,13 +70,10 @@ def _compiler() -> list[str]:
 
 
 def _built(compiler: list[str]) -> Path:
-    for last, wishes in enumerate(WISHES, 1 - len(WISHES)):
-        try:
-            return _built_by([*compiler, *FLAGS, *wishes])
-        except subprocess.CalledProcessError:
-            if not last:
-                raise
-    raise AssertionError("there is always a last wish")
+    try:
+        return _built_by([*compiler, *FLAGS, THREADS])
+    except subprocess.CalledProcessError:  # without OpenMP there is one thread
+        return _built_by([*compiler, *FLAGS])
 
 
 def _built_by(command: list[str]) -> Path:

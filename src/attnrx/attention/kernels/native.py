@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnrx.attention.kernels.building import native_library
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.attention.kernels.building import required_library
+from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
 # What the kernel is told of every head, and how many bytes a float has.
@@ -35,15 +35,14 @@ def native_attention(
         NotSupported: The kernel could not be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not go together.
     """
-    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), sizes, scale)
+    counted = None if sizes is None else sizes.float()
+    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), counted, scale)
 
 
 def _attention(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None, scale: float
 ) -> Tensor:
-    library = native_library()
-    if library is None:
-        raise NotSupported("the attention kernel was not built here; choose another backend, such as 'fused'.")
+    library = required_library()
     _require_fitting(queries, keys, values, sizes)
     output = _empty(queries, keys, values, sizes, scale)
     batch, tokens, _ = output.shape
