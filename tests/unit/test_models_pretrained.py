@@ -161,7 +161,17 @@ REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
     "map pooling": (TIMM, partial(of_timm, VIT, global_pool="map"), "attention pooling"),
     "dropout": (TIMM, partial(of_timm, VIT, attn_drop_rate=0.1), "attn_drop_rate=0"),
     "hf dropout": (HF, partial(of_hf, "ViTForImageClassification", attention_probs_dropout_prob=0.1), "dropout inside"),
-    "hf bare": (HF, partial(of_hf, "ViTModel"), "the class ViTModel"),
+    "hf bare": (HF, partial(of_hf, "ViTModel"), "ViTModel is not an image classifier"),
+}
+# Plain softmax attention in a class without a reader or a classifier: the refusal must not blame the attention.
+PLAIN_ATTENTION = {
+    "CLIPVisionModel": "is not an image classifier",
+    "ViTMAEModel": "is not an image classifier",
+    "ViTMSNModel": "is not an image classifier",
+    "IJepaModel": "is not an image classifier",
+    "SiglipVisionModel": "is not an image classifier",
+    "ViTMSNForImageClassification": "has no reader",
+    "IJepaForImageClassification": "has no reader",
 }
 # On the meta device: these architectures are large, and refusing looks at no weights.
 OTHERS = {
@@ -190,6 +200,26 @@ def test_other_architectures_are_refused_by_name(name: str) -> None:
         TIMM.adopt(model)
 
 
+@pytest.mark.parametrize("name", PLAIN_ATTENTION)
+def test_a_refused_class_is_not_described_as_another_attention(name: str) -> None:
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(num_hidden_layers=1))
+    with pytest.raises(NotSupported) as refusal:
+        HF.adopt(model)
+    assert f"the class {name} {PLAIN_ATTENTION[name]}" in str(refusal.value)
+    assert "ViTForImageClassification" in str(refusal.value)
+    assert "softmax" not in str(refusal.value) and "norm" not in str(refusal.value)
+
+
+def test_a_norm_of_the_pooling_head_is_not_ascribed_to_the_attention() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_siglip_224", pretrained=False)
+    with pytest.raises(NotSupported) as refusal:
+        TIMM.adopt(model)
+    assert str(refusal.value).endswith("is not supported: attention pooling before the classifier.")
+
+
 def test_gates_and_replaced_projections_are_refused_by_name() -> None:
     model = of_timm(VIT)
     model.blocks[1].attn = timm.layers.Attention(12, 3, qkv_bias=True, gated=True).double()
@@ -207,7 +237,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, but 1 are described"),
     "hook": (lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]), "what it seems"),
     "origin": (lambda model: delattr(model, "pretrained_cfg"), "does not say how it was made"),
-    "finite": (lambda model: model.head.weight.data.fill_(float("nan")), "differ by nan"),
+    "finite": (lambda model: model.head.weight.data.fill_(float("nan")), "holds NaN or infinity in 'head.weight'"),
 }
 
 

@@ -18,9 +18,10 @@ from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
 from attnrx.models.last_layer import LastLayer
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.plain_attention import model_name
+from attnrx.models.plain_attention import Refusal, model_name
 from attnrx.models.token_prices import priced_tokens
 from attnrx.spec import AttentionSpec
+from attnrx.storage import require_finite
 from attnrx.tokens import TokenLayout, TokenPolicy
 
 MLP_MAPS = ("fc1", "fc2")
@@ -47,8 +48,8 @@ class AdoptedFamily(Family):
         """Whether the model comes from this library, so that `adopt` takes it or says why not; imports nothing."""
 
     @abstractmethod
-    def refusals(self, model: nn.Module) -> Iterator[str]:
-        """Names everything in the model that is not a plain bilinear softmax attention."""
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Returns every reason why the model cannot be adopted, without reading its weights."""
 
     @abstractmethod
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
@@ -109,6 +110,7 @@ class AdoptedFamily(Family):
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
         self.require_supported(model)
+        require_finite(model.state_dict(), model_name(model))
         origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
         adopted = self.model_type(copy.deepcopy(model), origin)
         adopted.training = model.training  # of the wrapper alone: every module inside keeps its own mode
@@ -138,12 +140,11 @@ class AdoptedFamily(Family):
 
     def require_supported(self, model: nn.Module) -> None:
         """Refuses the model, naming every feature that is not modelled; its weights are not looked at."""
-        found = tuple(dict.fromkeys(self.refusals(model)))
+        found = tuple(self.refusals(model))
         if found:
-            raise NotSupported(
-                f"{model_name(model)} is not supported: {', '.join(found)}. Only plain softmax attention, whose scores "
-                "are bilinear in the tokens, can be adopted."
-            )
+            reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in found))
+            remedies = dict.fromkeys(refusal.remedy for refusal in found if refusal.remedy)
+            raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the model was adopted by this family."""

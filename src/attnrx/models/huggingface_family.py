@@ -14,7 +14,7 @@ from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.plain_attention import changed_linears, features
+from attnrx.models.plain_attention import Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
 
 PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -166,24 +166,27 @@ class HuggingFaceFamily(AdoptedFamily):
         """Whether the model's class is one of transformers'."""
         return type(model).__module__.split(".")[0] == "transformers"
 
-    def refusals(self, model: nn.Module) -> Iterator[str]:
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Names what is not plain: another class of model or attention, or a feature."""
         yield from features(model)
         layout = LAYOUTS.get(type(model).__name__)
         if layout is None or not self.adopts(model):
-            yield f"the class {type(model).__name__} (wanted is one of {', '.join(LAYOUTS)})"
+            name = type(model).__name__
+            classifies = "ForImageClassification" in name
+            lacks = "has no reader" if classifies else "is not an image classifier"
+            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(LAYOUTS)}.")
             return
         config: Any = model.config
         if config.output_attentions:
-            yield "a configuration with output_attentions=True (our attention keeps no attention weights)"
+            yield Refusal("a configuration with output_attentions=True (our attention keeps no attention weights)")
         for layer in self.layers(model):
             attention: Any = layer.attention
             if type(attention).__name__ != layout.attention:
-                yield f"the attention {type(attention).__name__}"
+                yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
             yield from changed_linears(attention, tuple(PROJECTIONS.values()))
             if attention.attention_dropout:
-                yield "dropout inside attention (load it with attention_probs_dropout_prob=0.0)"
+                yield Refusal("dropout inside attention (load it with attention_probs_dropout_prob=0.0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""

@@ -1,8 +1,21 @@
 """What gives away that the attention of a foreign model is not the plain one."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
+
+NOT_PLAIN = "Only plain softmax attention, whose scores are bilinear in the tokens, can be adopted."
+POOLING = "attn_pool"  # a pooling head of its own in front of the classifier, not the attention of a layer
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model cannot be adopted, and what the user can do about it, where the reason does not contain that."""
+
+    reason: str
+    remedy: str = ""
+
 
 # Attributes of attention modules, and of any module. One that is None or an identity is not there.
 ATTENTION_FEATURES: dict[str, str] = {
@@ -27,25 +40,29 @@ MODEL_FEATURES: dict[str, str] = {
     "rotary_emb": "rotary positions",
     "rel_pos_bias": "relative position bias",
     "shared_rel_pos": "relative position bias",
-    "attn_pool": "attention pooling before the classifier",
+    POOLING: "attention pooling before the classifier",
 }
 
 
-def features(model: nn.Module) -> Iterator[str]:
+def features(model: nn.Module) -> Iterator[Refusal]:
     """Names the features by which attention anywhere in the model is not the plain one."""
-    for module in model.modules():
-        table = {**MODEL_FEATURES, **ATTENTION_FEATURES} if "Att" in type(module).__name__ else MODEL_FEATURES
+    for name, module in model.named_modules():
+        is_attention = "Att" in type(module).__name__ and POOLING not in name.split(".")
+        table = {**MODEL_FEATURES, **ATTENTION_FEATURES} if is_attention else MODEL_FEATURES
         for attribute, feature in table.items():
             if not isinstance(getattr(module, attribute, None), nn.Identity | None):
-                yield feature
+                yield Refusal(feature, "" if attribute == POOLING else NOT_PLAIN)
 
 
-def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Names the projections that are no plain Linear any more: adapters, quantization, parametrizations."""
     for name in names:
         kind = type(getattr(module, name))
         if kind is not nn.Linear:
-            yield f"the projection {name} is a {kind.__name__}, not a plain Linear"
+            yield Refusal(
+                f"the projection {name} is a {kind.__name__}, not a plain Linear",
+                "Merge adapters, undo quantization or parametrizations before adoption.",
+            )
 
 
 def model_name(model: nn.Module) -> str:

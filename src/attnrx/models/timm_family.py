@@ -15,7 +15,7 @@ from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.plain_attention import changed_linears, features
+from attnrx.models.plain_attention import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
 
 # What sets timm's other blocks apart; any that is not listed is refused by the name of its class.
@@ -116,22 +116,28 @@ class TimmFamily(AdoptedFamily):
         """Whether the model's class is one of timm's."""
         return type(model).__module__.split(".")[0] == "timm"
 
-    def refusals(self, model: nn.Module) -> Iterator[str]:
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Names what is not plain: another class of model, block, attention or patch embedding, or a feature."""
         vit, timm_layers = _timm("models.vision_transformer"), _timm("layers")
         known = (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled)
         yield from features(model)
         if type(model) not in known:
-            yield f"the class {type(model).__name__} (a VisionTransformer is wanted)"
+            yield Refusal(
+                f"the class {type(model).__name__} has no reader",
+                "Of timm, attnrx adopts the classes VisionTransformer and VisionTransformerDistilled.",
+            )
             return
         if type(model.patch_embed) is not timm_layers.PatchEmbed:
-            yield f"the patch embedding {type(model.patch_embed).__name__}"
+            yield Refusal(f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed")
         for block in self.layers(model):
             kind = type(block)
             if kind not in (vit.Block, vit.ResPostBlock):
-                yield BLOCKS.get(kind.__name__, f"the block {kind.__name__}")
+                yield Refusal(BLOCKS.get(kind.__name__, f"the block {kind.__name__} has no reader"))
             elif type(block.attn) is not timm_layers.Attention:
-                yield CLASSES.get(type(block.attn).__name__, f"the attention {type(block.attn).__name__}")
+                own = type(block.attn).__name__
+                yield Refusal(
+                    CLASSES.get(own, f"the attention {own} has no reader"), NOT_PLAIN if own in CLASSES else ""
+                )
             else:
                 yield from _changes(block.attn)
 
@@ -211,11 +217,11 @@ def _timm(module: str) -> ModuleType:
         raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
 
 
-def _changes(attention: Any) -> Iterator[str]:
+def _changes(attention: Any) -> Iterator[Refusal]:
     """Names what a user or another package did to a plain attention."""
     yield from changed_linears(attention, ("qkv", "proj"))
     if attention.attn_drop.p or attention.proj_drop.p:
-        yield "dropout inside attention (make it with attn_drop_rate=0 and proj_drop_rate=0)"
+        yield Refusal("dropout inside attention (make it with attn_drop_rate=0 and proj_drop_rate=0)")
 
 
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
