@@ -12,21 +12,33 @@ from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
 
-KIND, SCHEMA = "attnrx diagnosis", 1
+KIND, SCHEMA = "attnrx diagnosis", 2
+MAP_FIELDS = ("strength", "directions", "center")
 
 
 @dataclass(frozen=True)
-class MapDiagnosis:
-    """One linear map of the MLP: the directions of its outputs, orthonormal, by falling strength on the data.
+class MapDirections:
+    """The directions of a linear map's outputs in one metric, orthonormal, by falling strength.
 
-    Projecting the outputs, less their `mean`, on the first r directions is the map of rank r with the least mean square
-    error; what it leaves out is the sum of the squared strengths beyond r.
+    Projecting the outputs, less `center`, on the first r directions is the best map of rank r in the metric; its error
+    is the sum of the squared strengths beyond r.
     """
 
     strength: Float[Tensor, "directions"]
     directions: Float[Tensor, "directions outputs"]
-    mean: Float[Tensor, "outputs"]
+    center: Float[Tensor, "outputs"]
+
+
+@dataclass(frozen=True)
+class MapDiagnosis:
+    """One linear map of the MLP: the number of its inputs, and its directions by metric.
+
+    "weights" are the singular directions of the weight, whose center is the bias; "centered" are those of the mean
+    square of the outputs about their mean on the data, where the diagnostic `Moments` measured it.
+    """
+
     inputs: int
+    metrics: Mapping[str, MapDirections]
 
 
 @dataclass(frozen=True)
@@ -70,9 +82,9 @@ class Diagnosis:
             for name, reading in layer.readings.items():
                 tensors[f"layers.{index}.readings.{name}"] = reading
             for which, found in enumerate(layer.mlp):
-                if found is not None:
-                    for field in ("strength", "directions", "mean"):
-                        tensors[f"layers.{index}.mlp.{which}.{field}"] = getattr(found, field)
+                for metric, directions in {} if found is None else found.metrics.items():
+                    for field in MAP_FIELDS:
+                        tensors[f"layers.{index}.mlp.{which}.{metric}.{field}"] = getattr(directions, field)
         file = write_tensors(stem.with_suffix(".safetensors"), tensors)
         record = {
             "kind": KIND,
@@ -116,7 +128,9 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "scale": spectrum.scale,
         "norms": spectrum.norms,
         "readings": per_head,
-        "mlp": [None if found is None else {"inputs": found.inputs} for found in layer.mlp],
+        "mlp": [
+            None if found is None else {"inputs": found.inputs, "metrics": sorted(found.metrics)} for found in layer.mlp
+        ],
     }
 
 
@@ -142,5 +156,7 @@ def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mappi
     if facts is None:
         return None
     start = f"layers.{index}.mlp.{which}."
-    strength, directions, mean = (tensors[start + field] for field in ("strength", "directions", "mean"))
-    return MapDiagnosis(strength, directions, mean, facts["inputs"])
+    found = {
+        name: MapDirections(*(tensors[f"{start}{name}.{field}"] for field in MAP_FIELDS)) for name in facts["metrics"]
+    }
+    return MapDiagnosis(facts["inputs"], found)

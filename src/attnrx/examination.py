@@ -13,7 +13,16 @@ from torch import nn
 from attnrx.config import to_dict
 from attnrx.data import Batch, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
-from attnrx.diagnostics import Diagnostic, MapWatch, Moments, Panel, PerturbationResponse, RelevanceWatch, suited
+from attnrx.diagnostics import (
+    Diagnostic,
+    MapWatch,
+    Moments,
+    Panel,
+    PerturbationResponse,
+    RelevanceWatch,
+    singular_directions,
+    suited,
+)
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import (
@@ -59,7 +68,8 @@ def diagnose(
         )
     require_all_tokens(model, "diagnose")
     require_finite(model.state_dict(), "the model to diagnose")
-    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
+    attention = family_of(model).attention(model)
+    spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited(spectra) if diagnostics is None else diagnostics
     shown = data if images is None else data.take(images)
     panel = Panel(chosen, spectra)
@@ -73,7 +83,8 @@ def diagnose(
             watched.show(batch)
     if not watched.images:
         raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
-    readings = panel.readings()  # first, as they are told to be finite
+    measured = panel.readings()  # first, as they are told to be finite
+    readings = [own | layer.value_factors() for own, layer in zip(measured, attention, strict=True)]
     layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, readings, maps.read(), strict=True))
     if wanted:
         layers = tuple(_with_metrics(layer) for layer in layers)
@@ -172,7 +183,7 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
 
 
 class _MapPanel:
-    """The moments of the maps of every MLP; without any, nothing is watched."""
+    """The directions of the maps of every MLP, on their weights and, where they are watched, on the data."""
 
     def __init__(self, model: nn.Module, wanted: bool):
         family = family_of(model)
@@ -192,16 +203,20 @@ class _MapPanel:
             self.watches[layer, which].observe(inputs[whole], outputs[whole])
 
     def read(self) -> list[tuple[MapDiagnosis | None, ...]]:
-        """Gives what was found, map by map; () for layers that were not watched."""
+        """Gives what was found, map by map; () for models whose MLPs are no pairs of maps."""
         found: list[tuple[MapDiagnosis | None, ...]] = []
         for layer in range(self.layers):
-            pair = self.linears[layer] if self.watches else ()
+            pair = self.linears[layer] if self.linears else ()
             found.append(tuple(self._read(layer, which, linear) for which, linear in enumerate(pair)))
         return found
 
     def _read(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
-        watch = self.watches.get((layer, which))
-        return watch.read(linear.weight, linear.bias) if watch and isinstance(linear, nn.Linear) else None
+        if not isinstance(linear, nn.Linear):
+            return None
+        metrics = {"weights": singular_directions(linear.weight, linear.bias)}
+        if (layer, which) in self.watches:
+            metrics["centered"] = self.watches[layer, which].read(linear.weight, linear.bias)
+        return MapDiagnosis(linear.in_features, metrics)
 
 
 class _Pass:

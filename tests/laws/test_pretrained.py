@@ -20,7 +20,7 @@ from attnrx.rules import TotalRank, UniformRank, prescribe
 from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 from rewriting import whole
 
-RULES = {"rule": TotalRank(0.5), "values": UniformRank(0.5, "own"), "mlp": UniformRank(0.5, "own")}
+RULES = {"rule": TotalRank(0.5), "values": UniformRank(0.5), "mlp": UniformRank(0.5)}
 
 
 def images_for(model: nn.Module, count: int = 8) -> MemoryImages:

@@ -80,7 +80,7 @@ def test_mask_equals_compress(
 
 
 @pytest.mark.parametrize("circuit", ["values", "mlp"])
-@pytest.mark.parametrize("rule", [TotalRank(0.6, metric="own"), UniformRank(0.5, "own")], ids=str)
+@pytest.mark.parametrize("rule", [TotalRank(0.6), UniformRank(0.5), UniformRank(0.5, "weights")], ids=str)
 def test_other_maps_masked_equal_compressed(
     circuit: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
@@ -128,7 +128,7 @@ def test_fusion_ranks_are_realized_as_irregular_heads(
 def test_ragged_values_cost_what_their_closed_form_says(
     model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    small = realize(model, prescribe(found, TotalRank(0.6), values=TotalRank(0.6, metric="own", minimum=0)))
+    small = realize(model, prescribe(found, TotalRank(0.6), values=TotalRank(0.6, minimum=0)))
     family, layers = family_of(small), family_of(small).attention(small)
     assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
     with using(layers, [Eager()] * len(layers)):
@@ -139,7 +139,7 @@ def test_ragged_values_cost_what_their_closed_form_says(
 def test_everything_at_once_survives_the_disk(
     tmp_path, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    rule = UniformRank(0.5, "own")
+    rule = UniformRank(0.5)
     prescription = prescribe(found, TotalRank(0.75), values=rule, mlp=rule)
     again = Prescription.load(prescription.save(tmp_path / "prescription.json"))
     first, second = (logits(realize(model, each), images) for each in (prescription, again))

@@ -75,7 +75,7 @@ def test_one_image_or_one_shade_gives_a_finite_model(shade: int | None, rule: Ru
         pixels = torch.full((5, 1, 8, 8), shade, dtype=torch.uint8)
         data = from_tensors("grey", pixels, torch.arange(5) % 3, Normalization(CONFIG.mean, CONFIG.std))
     found = diagnose(vit, data)
-    given = prescribe(found, rule, values=TotalRank(0.5), mlp=TotalRank(3, metric="own"))
+    given = prescribe(found, rule, values=TotalRank(0.5), mlp=TotalRank(3))
     assert bool(realize(vit, given)(images(CONFIG)).isfinite().all())
 
 

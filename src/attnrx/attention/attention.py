@@ -105,6 +105,20 @@ class Attention(nn.Module):
         tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
         return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads)
 
+    def value_factors(self) -> dict[str, Tensor]:
+        """Reads what the plain SVD of every head's values is made of, in float64.
+
+        value_factor and readout_factor [heads, _, reads] are R of V = Q R, V being the transposed value rows of a head
+        or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
+        """
+        reads, most = self.spec.reads, max((*self.spec.reads, 1))
+        rows = _table(self.value, reads, reads, most)
+        columns = torch.zeros(len(reads), most, self.spec.width, dtype=torch.float64)
+        for own, part in zip(columns, self.output.weight.detach().cpu().double().split(reads, dim=1), strict=True):
+            own[: part.shape[1]] = part.mT
+        factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
+        return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
+
 
 def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most: int) -> Tensor:
     augmented = side.augmented()

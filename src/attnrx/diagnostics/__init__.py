@@ -4,7 +4,7 @@ from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
 from attnrx.diagnostics.difference import Change, compare
 from attnrx.diagnostics.geometry import Geometry
 from attnrx.diagnostics.image_scale import ImageScale
-from attnrx.diagnostics.maps import MapWatch
+from attnrx.diagnostics.maps import MapWatch, singular_directions
 from attnrx.diagnostics.moments import Moments
 from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
@@ -36,6 +36,7 @@ __all__ = [
     "RelevanceWatch",
     "SpectralShape",
     "compare",
+    "singular_directions",
     "standard",
     "suited",
 ]

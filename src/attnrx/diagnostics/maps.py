@@ -2,8 +2,8 @@
 
 import torch
 
-from attnrx.decompositions.low_rank import activation_aware, output_pca
-from attnrx.diagnosis import MapDiagnosis
+from attnrx.decompositions.low_rank import activation_aware, output_pca, plain_svd
+from attnrx.diagnosis import MapDirections
 from attnrx.diagnostics.redundancy import CentredMoment
 from attnrx.shapes import Float, Tensor
 
@@ -22,7 +22,7 @@ class MapWatch:
         """Takes in one batch."""
         self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
 
-    def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDiagnosis:
+    def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDirections:
         """Gives the directions of the outputs by falling strength: the leading ones are the best map of every rank.
 
         The strength of a direction is the root of its mean square about the mean over all tokens.
@@ -37,4 +37,17 @@ class MapWatch:
             mean = weight @ mean + (0.0 if bias is None else bias)
         else:
             found = output_pca(weight, bias, covariance, mean)
-        return MapDiagnosis(found.strength, found.second.mT.contiguous(), mean, weight.shape[1])
+        return MapDirections(found.strength, found.second.mT.contiguous(), mean)
+
+
+def singular_directions(
+    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
+) -> MapDirections:
+    """Gives the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
+
+    The center is the bias, so that the bias stays as it is.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    found = plain_svd(weight.detach().cpu())
+    center = weight.new_zeros(len(weight)) if bias is None else bias
+    return MapDirections(found.strength, found.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))

@@ -25,6 +25,7 @@ class ContributionEnergy(Rule):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
+    scores_only: ClassVar[bool] = True
 
     rho: float
 

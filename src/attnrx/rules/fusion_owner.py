@@ -1,6 +1,7 @@
 """Fusion owner: every shared direction stays with the one head that uses it most (IrrAtt from a CP SlimAtt)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ class FusionOwner(Rule):
     Exact where the fusion matrix has one value in a column, as training with `fusion_ownership` and
     `nonnegative_fusion` makes it. The directions themselves stay as they were trained.
     """
+
+    scores_only: ClassVar[bool] = True
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Reads the owners off the fusion matrix."""

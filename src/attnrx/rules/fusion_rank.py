@@ -1,6 +1,7 @@
 """Fusion rank: the ranks of the heads as the paper chooses them, from who uses which shared direction (IrrAtt)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,11 +22,14 @@ class FusionRank(Rule):
 
     The query-key tensor is decomposed by CPD-EPC, every term goes to the head that uses it most (Algorithm 1), and
     each head keeps the strongest directions of its own in that number: block terms with the identity for fusion, which
-    needs no fusion layer at all. A head never keeps more than it has.
+    needs no fusion layer at all. A head never keeps more than it has. The metric is "augmented" unless stated.
     """
 
+    default_metric: ClassVar[str] = "augmented"
+    scores_only: ClassVar[bool] = True
+
     rank: int | float
-    metric: str = "augmented"
+    metric: str | None = None
     sweeps: int = 100
     seed: int = 0
 
@@ -37,7 +41,7 @@ class FusionRank(Rule):
         """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
-        joint = JointForm(diagnosis.layers[layer], self.metric)
+        joint = JointForm(diagnosis.layers[layer], self.metric or self.default_metric)
         fusion = fusion_ranks(cpd_epc(joint.tensor, total, schedule=Schedule(sweeps=self.sweeps), seed=self.seed))
         outside = float(fusion.off_block.mean())
         notes = [

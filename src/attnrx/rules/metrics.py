@@ -54,7 +54,7 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
         InvalidInput: where the diagnosis lacks the moments that the metric is made of.
     """
     if metric not in METRICS:
-        raise UnknownName("metric", metric, METRICS)
+        raise UnknownName("metric", metric, (OWN, *METRICS))
     if layer.spectrum.norms != "none":
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "

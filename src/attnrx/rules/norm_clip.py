@@ -1,6 +1,7 @@
 """Norm clip: cap the largest strengths, so that the scores react less to a disturbed input."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
@@ -18,6 +19,8 @@ class NormClip(Rule):
     The limit is absolute, because so is what it buys: the constant that carries a change of queries and keys
     into the scores (Proposition 4) becomes at most limit * scale. Needs learned strengths.
     """
+
+    scores_only: ClassVar[bool] = True
 
     limit: float
 

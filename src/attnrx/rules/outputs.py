@@ -5,34 +5,68 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.decompositions import Balanced, balance
+from attnrx.decompositions import Balanced, balance, factor_directions
 from attnrx.decompositions.low_rank import pays
 from attnrx.decompositions.readout import Circuit, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
-from attnrx.errors import InvalidRule
-from attnrx.prescription import OutputPrescription
-from attnrx.rules.rule import Rule
+from attnrx.errors import InvalidRule, UnknownName
+from attnrx.prescription import LayerPrescription, OutputPrescription
+from attnrx.rules.metrics import METRICS, OWN
+from attnrx.rules.rule import Rule, metric_of, parts_of
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
-NEEDS = ("output_covariance", "output_mean", "readout_gram")
+# The metrics of values and MLP. centered: the mean square of the outputs about their mean on the data. weights: the
+# plain SVD of the weight, per head of W_O W_V for the values (TruncAtt), which needs no data.
+CENTERED, WEIGHTS = "centered", "weights"
+OUTPUT_METRICS = (CENTERED, WEIGHTS)
+
+NEEDS = {
+    CENTERED: ("output_covariance", "output_mean", "readout_gram"),
+    WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
+}
+
+
+def output_metric(rule: Rule, of: str) -> str:
+    """Gives the metric in which a rule decides about the values or the MLP: the one it states, or "centered".
+
+    Raises:
+        UnknownName: for a metric that does not exist.
+        InvalidRule: for a metric of the scores, and for rules that only scores can follow.
+    """
+    if _is_scores_only(rule):
+        raise InvalidRule(
+            f"{of}={str(rule)!r}: {rule} applies to the scores only; for {of} use e.g. total_rank:0.5, "
+            "uniform_rank:0.5 or energy_retention:0.9."
+        )
+    metric = metric_of(rule) or CENTERED
+    if metric in OUTPUT_METRICS:
+        return metric
+    if metric in (OWN, *METRICS):
+        raise InvalidRule(
+            f"{of}={str(rule)!r}: metric={metric!r} exists for scores only; for {of} choose one of "
+            f"{', '.join(OUTPUT_METRICS)}, or leave it out ({CENTERED})."
+        )
+    raise UnknownName(f"metric of {of}", metric, OUTPUT_METRICS)
 
 
 def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription | None]:
-    """Lets a rule choose what every head reads out, and refits the output projection to it, all heads together.
+    """Lets a rule choose what every head reads out; None where everything stays.
 
-    A head's directions are balanced between the covariance of what it reads out and its part of the output projection,
-    so a strength squared is what leaving the direction out costs the head alone; the refit then makes use of what the
-    heads have in common. None where everything stays.
+    In the metric "centered" a head's directions are balanced between the covariance of what it reads out and its part
+    of the output projection, so a strength squared is what leaving the direction out costs the head alone; the output
+    projection is then refit to the kept directions of all heads together. In "weights" the directions are the singular
+    ones of every head's W_O W_V, nothing is refit, and the value bias stays.
     """
-    missing = sorted({name for layer in diagnosis.layers for name in NEEDS if name not in layer.readings})
+    metric = output_metric(rule, "values")
+    missing = sorted({name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings})
     if missing:
         raise InvalidRule(
             f"{rule} for the values needs {', '.join(missing)}, which the diagnosis does not have; diagnose again with "
-            "the diagnostic `moments`."
+            f"the diagnostic `moments`, or use metric={WEIGHTS}, which needs no data."
         )
-    found = [_value_directions(layer) for layer in diagnosis.layers]
+    found = [_value_directions(layer, metric) for layer in diagnosis.layers]
     spectra = [
         _spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "values")
         for each, layer in zip(found, diagnosis.layers, strict=True)
@@ -44,18 +78,16 @@ def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription |
         if bool(chosen.keep.all()) or not chosen.heads.numel():
             decisions.append(None)
             continue
-        mean = layer.reading("output_mean").double().flatten()
-        covariance = layer.reading("output_covariance").double().reshape(len(mean), len(mean))
-        circuit = Circuit(torch.eye(len(mean), dtype=mean.dtype), None, covariance, mean, len(chosen.ranks))
-        reduced = read_out(circuit, directions, chosen.keep)
+        circuit = _circuit(layer, metric)
+        reduced = read_out(circuit, directions, chosen.keep, joint=metric == CENTERED)
         decisions.append(
             OutputPrescription(
                 chosen.ranks,
                 torch.cat(reduced.projection),
                 reduced.weight,
-                mean,
+                circuit.mean,
                 directions.strength,
-                chosen.reasons,
+                with_metric(chosen, metric),
             )
         )
     return decisions
@@ -63,37 +95,61 @@ def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription |
 
 def decide_mlp(diagnosis: Diagnosis, rule: Rule) -> list[tuple[OutputPrescription | None, OutputPrescription | None]]:
     """Lets a rule choose the rank of both maps of every MLP; a map stays whole where two factors would not pay."""
+    metric = output_metric(rule, "mlp")
     if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
         raise InvalidRule(
-            f"{rule} for the MLP needs both maps of every layer's MLP, which the diagnosis does not have; diagnose "
-            "again with the diagnostic `moments`, a model whose MLP is two linear maps."
+            f"{rule} for the MLP needs an MLP of two linear maps in every layer, which the model does not have; "
+            "leave mlp out."
         )
-    sides = [_decide_maps(diagnosis, rule, which) for which in range(2)]
+    if any(found is not None and metric not in found.metrics for layer in diagnosis.layers for found in layer.mlp):
+        raise InvalidRule(
+            f"{rule} for the MLP needs the moments of its maps, which the diagnosis does not have; diagnose again with "
+            f"the diagnostic `moments`, or use metric={WEIGHTS}, which needs no data."
+        )
+    sides = [_decide_maps(diagnosis, rule, which, metric) for which in range(2)]
     return list(zip(*sides, strict=True))
 
 
-def _decide_maps(diagnosis: Diagnosis, rule: Rule, which: int) -> list[OutputPrescription | None]:
+def with_metric(chosen: LayerPrescription, metric: str) -> tuple[str, ...]:
+    """Gives the reasons of a decision with the metric it was made in."""
+    return tuple(f"{reason}; metric {metric}" for reason in chosen.reasons)
+
+
+def _decide_maps(diagnosis: Diagnosis, rule: Rule, which: int, metric: str) -> list[OutputPrescription | None]:
     maps = [layer.mlp[which] for layer in diagnosis.layers]
     present = [found for found in maps if found is not None]
-    spectra = [
-        _spectrum(found.directions[None], found.directions[None], found.strength[None], (0,), "mlp")
-        for found in present
-    ]
+    tables = [found.metrics[metric] for found in present]
+    spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), "mlp") for own in tables]
     view = _view(replace(diagnosis, layers=diagnosis.layers[: len(present)]), spectra)
-    decided = iter([_decide_map(rule, view, index, found) for index, found in enumerate(present)])
+    decided = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
     return [None if found is None else next(decided) for found in maps]
 
 
-def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis) -> OutputPrescription | None:
-    chosen = rule.decide(view, index)
+def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputPrescription | None:
+    chosen, own = rule.decide(view, index), found.metrics[metric]
     (rank,) = chosen.ranks
-    if not 0 < rank or not pays(rank, found.directions.shape[1], found.inputs):
+    if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
-    kept = found.directions[chosen.keep[0]].double()
-    return OutputPrescription((rank,), kept, kept.mT, found.mean, found.strength[None], chosen.reasons)
+    kept = own.directions[chosen.keep[0]].double()
+    return OutputPrescription((rank,), kept, kept.mT, own.center, own.strength[None], with_metric(chosen, metric))
 
 
-def _value_directions(layer: LayerDiagnosis) -> Balanced:
+def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
+    """Gives the identity on what the heads read out, with its statistics; the weights alone have none but a center."""
+    center = layer.reading("output_mean" if metric == CENTERED else "value_bias").double()
+    size = center.numel()
+    covariance = layer.reading("output_covariance") if metric == CENTERED else center.new_zeros(size, size)
+    identity = torch.eye(size, dtype=center.dtype)
+    return Circuit(identity, None, covariance.double().reshape(size, size), center.flatten(), len(center))
+
+
+def _is_scores_only(rule: Rule) -> bool:
+    return rule.scores_only or any(_is_scores_only(part) for part in parts_of(rule))
+
+
+def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
+    if metric == WEIGHTS:
+        return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
     heads, size = layer.reading("output_mean").shape
     covariance = layer.reading("output_covariance").double().reshape(heads, size, heads, size)
     own = covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)

@@ -104,7 +104,7 @@ class _Reader(Reader):
             raise UnknownName(f"knob of {name.text}", knob, knobs)
         if knob in given:
             raise self.problem(here.start, f"{knob} is given twice")
-        if knobs[knob] is str:
+        if knobs[knob] in (str, str | None):
             given[knob] = self.expect("name", f"a name for {knob}").text
         else:
             given[knob] = self.value(self.expect("number", f"a number for {knob}"), knob, knobs[knob])

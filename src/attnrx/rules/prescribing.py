@@ -13,7 +13,7 @@ from attnrx.prescription import LayerPrescription, Prescription, TokenPrescripti
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.metrics import OWN
-from attnrx.rules.outputs import decide_mlp, decide_values
+from attnrx.rules.outputs import decide_mlp, decide_values, output_metric, with_metric
 from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import Rule, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
@@ -32,11 +32,12 @@ def prescribe(
 
     With a `metric`, given here or by the rule, the rule decides about the directions that are the best ones in that
     metric instead of the model's own, by their strengths there (see METRICS). `values` decides in the same way about
-    what the heads read out, and `mlp` about the two maps of every MLP, both in the metric of the data; `rule` may then
-    be None, and the scores stay as they are. `tokens` says which tokens leave between the layers, which needs no
-    reading, as it is decided anew for every image. The prescription records the rules, everything the diagnosis says
-    about its model and data, and under `score_bounds` how far the mask can move the scores of each head on the
-    same tokens (Theorem 1), or null where there is no such law.
+    what the heads read out, and `mlp` about the two maps of every MLP, each in the metric that its rule states
+    (OUTPUT_METRICS; by default "centered", that of the data); `rule` may then be None, and the scores stay as they
+    are. `tokens` says which tokens leave between the layers, which needs no reading, as it is decided anew for every
+    image. The prescription records the rules and their metrics, everything the diagnosis says about its model and data,
+    and under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null
+    where there is no such law.
     """
     _require_askable(diagnosis, (rule, values, mlp), tokens)
     layers, spectra = _decide_scores(diagnosis, rule, metric)
@@ -52,14 +53,21 @@ def prescribe(
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     rules = {"rule": rule, "values_rule": values, "mlp_rule": mlp}
     about: dict[str, Any] = {**diagnosis.about, **{name: str(own) for name, own in rules.items() if own is not None}}
-    about |= {"score_bounds": known, "metric": _metric(rule, metric)}
+    about |= {"score_bounds": known, "metric": _metric(diagnosis, rule, metric)}
+    outputs = {"values": values, "mlp": mlp}
+    about |= {f"{name}_metric": output_metric(own, name) for name, own in outputs.items() if own is not None}
     about |= {} if tokens is None else {"tokens": str(tokens.policy)}
     return Prescription(tuple(layers), {} if rule is None else to_dict(rule), diagnosis.fingerprint, about, tokens)
 
 
-def _metric(rule: Rule | None, metric: str | None) -> str:
-    chosen = metric_of(rule) if metric is None and rule is not None else metric
-    return OWN if chosen is None else chosen
+def _metric(diagnosis: Diagnosis, rule: Rule | None, metric: str | None) -> str:
+    """Gives the stated metric, or the rule's default; forms with norms (SVDA) have only their own strengths."""
+    stated = metric_of(rule) if metric is None and rule is not None else metric
+    if stated is not None:
+        return stated
+    if rule is None or any(layer.spectrum.norms != "none" for layer in diagnosis.layers):
+        return OWN
+    return metric_of(rule, defaults=True) or OWN
 
 
 def _decide_scores(
@@ -71,7 +79,7 @@ def _decide_scores(
     if rule is None:
         return whole, own
     require_readings(diagnosis, rule)
-    chosen = _metric(rule, metric)
+    chosen = _metric(diagnosis, rule, metric)
     if chosen == OWN:
         return [rule.decide(diagnosis, layer) for layer in range(len(own))], own
     told, bases = rewritten(diagnosis, chosen)
@@ -81,7 +89,8 @@ def _decide_scores(
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={chosen!r} out.")
         changed = _changes(spectrum, layer)
-        layers.append(replace(layer, basis=basis) if changed else whole[index])
+        rewritten_layer = replace(layer, basis=basis, reasons=with_metric(layer, chosen))
+        layers.append(rewritten_layer if changed else whole[index])
         spectra.append(spectrum if changed else own[index])
     return layers, spectra
 

@@ -27,6 +27,7 @@ class RemoveHeads(Rule):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("spectral_redundancy", "output_similarity")
+    scores_only: ClassVar[bool] = True
 
     spectral: float = 0.99
     output: float = 0.95

@@ -25,6 +25,10 @@ class Rule(ABC):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
+    default_metric: ClassVar[str | None] = None
+    """The metric of the scores, where they have no norms and none is stated."""
+    scores_only: ClassVar[bool] = False
+    """Whether it goes by what only scores have: attention, strengths that can change, or directions to share."""
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
@@ -98,14 +102,16 @@ def readings_needed(rule: Rule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def metric_of(rule: Rule) -> str | None:
-    """Gives the metric that a rule and its parts decide in; None where none says, or all mean the model's own.
+def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
+    """Gives the metric that a rule and its parts state, None for none; with `defaults`, each part has its default.
 
     Raises:
         InvalidRule: for parts that ask for different metrics, as their directions cannot be combined.
     """
-    own = getattr(rule, "metric", None)
-    asked = {metric for metric in (own, *(metric_of(part) for part in parts_of(rule))) if metric is not None}
+    stated: str | None = getattr(rule, "metric", None)
+    own = rule.default_metric if stated is None and defaults else stated
+    parts = (metric_of(part, defaults=defaults) for part in parts_of(rule))
+    asked = {metric for metric in (own, *parts) if metric is not None}
     if len(asked) > 1:
         raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(asked))}; give all parts the same.")
     return next(iter(asked), None)

@@ -1,6 +1,7 @@
 """Shared directions: one set for all heads, each using them in strengths of its own (CP SlimAtt)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,8 @@ class SharedRank(Rule):
     strength pattern each): "tied" improves all blocks at once, "warm" and "literal" one after the other, the latter
     as Algorithms 1 to 3 are printed. `joint` is the metric (JOINT_METRICS). Nothing is left out afterwards.
     """
+
+    scores_only: ClassVar[bool] = True
 
     rank: int | float
     form: str = "epc"

@@ -1,6 +1,7 @@
 """Shrinkage: make every strength smaller by the same amount, and drop what reaches zero."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
@@ -17,6 +18,8 @@ class Shrinkage(Rule):
     Masked, no score moves by more than amount * scale (Theorem 1), as with Threshold, but no strength jumps.
     Needs learned strengths.
     """
+
+    scores_only: ClassVar[bool] = True
 
     amount: float
 

@@ -1,6 +1,7 @@
 """Total rank: so many directions for a whole layer or model, dealt out to where they count."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -10,6 +11,7 @@ from attnrx.errors import InvalidRule
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.metrics import OWN
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest
@@ -26,12 +28,15 @@ class TotalRank(Rule):
     ranks (IrrAtt). With `by="divergence"` what is left out is the measured divergence of the attention instead (see
     `measure_divergence`), which a dynamic programme makes as small as can be. With `scope="model"` the layers share out
     their sum. Every rank is a multiple of `multiple` and at least `minimum`, however small a share was asked for.
-    Strengths are those of the `metric` (see METRICS), or with "own" the model's.
+    Strengths are those of the `metric` (see METRICS), or with "own" the model's. Unless stated it is "mix" for scores
+    without norms, "own" for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
     """
+
+    default_metric: ClassVar[str] = "mix"
 
     rank: int | float
     scope: str = "layer"
-    metric: str = "mix"
+    metric: str | None = None
     multiple: int = 1
     minimum: int = 1
     by: str = "energy"
@@ -55,7 +60,8 @@ class TotalRank(Rule):
             strengths = [each.strength * each.used for each in spectra]
             shared = water_fill(strengths, total, multiple=self.multiple, minimum=self.minimum)
         else:
-            prices = [diagnosis.layers[index].reading(f"divergence_{self.metric}") for index in indices]
+            metric = diagnosis.about.get("metric", OWN)
+            prices = [diagnosis.layers[index].reading(f"divergence_{metric}") for index in indices]
             flat = allocate_by_loss(torch.cat(prices), total, multiple=self.multiple, minimum=self.minimum)
             heads = [len(each.heads) for each in spectra]
             shared = tuple(tuple(part.tolist()) for part in torch.tensor(flat).split(heads))

@@ -21,6 +21,7 @@ class UniformHeads(Rule):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("selectivity",)
+    scores_only: ClassVar[bool] = True
 
     selectivity: float = 1e-3
 

@@ -1,6 +1,7 @@
 """Uniform rank: every head cut at the same rank (TruncAtt)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
@@ -17,11 +18,13 @@ class UniformRank(Rule):
 
     With the metric "weights" that is the truncated singular value decomposition of W_Q W_K^T of each head. The rank is
     rounded to a `multiple`: kernels read so many numbers at once, and take longer for a rank in between than for the
-    next one.
+    next one. The metric is that of TotalRank, but "weights" for scores without norms where none is stated.
     """
 
+    default_metric: ClassVar[str] = "weights"
+
     rank: int | float
-    metric: str = "weights"
+    metric: str | None = None
     multiple: int = 1
 
     def __post_init__(self):

@@ -40,8 +40,18 @@ def add(parser: Parser) -> None:
         help="decide about the score directions that are best in this metric instead of the model's own: weights, "
         "augmented, activation, centered, softmax or mix (models without norms)",
     )
-    parser.add_argument("--values", metavar="RULE", help="the rule for what the heads read out, e.g. total_rank:0.75")
-    parser.add_argument("--mlp", metavar="RULE", help="the rule for the maps of the MLP, e.g. uniform_rank:0.5")
+    parser.add_argument(
+        "--values",
+        metavar="RULE",
+        help="the rule for what the heads read out: total_rank:0.75, or "
+        "total_rank:0.75,metric=weights for the plain SVD (centered, on the data)",
+    )
+    parser.add_argument(
+        "--mlp",
+        metavar="RULE",
+        help="the rule for the maps of the MLP: uniform_rank:0.5, "
+        "or uniform_rank:0.5,metric=weights for the plain SVD (centered, on the data)",
+    )
     parser.add_argument(
         "--tokens",
         metavar="POLICY",

@@ -1,0 +1,134 @@
+"""Metrics of values and MLP: plain SVD is the truncated SVD of the weights, and what does not exist is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnrx as rx
+import cases
+from attnrx.attention import Attention
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidRule, UnknownName
+from attnrx.models import VisionTransformer, family_of
+from comparisons import pixels
+
+DENSE = cases.CONFIGS["dense"]  # three heads of four directions, an MLP of 12 and 24 features
+RANK = 2
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionTransformer:
+    return cases.model(DENSE)
+
+
+@pytest.fixture(scope="module")
+def found(model: VisionTransformer) -> Diagnosis:
+    return rx.diagnose(model, pixels(DENSE, 16), batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def unwatched(model: VisionTransformer) -> Diagnosis:
+    return rx.diagnose(model, pixels(DENSE, 4), diagnostics=(rx.diagnostics.SpectralShape(),))
+
+
+def truncated(matrix: Tensor, rank: int) -> Tensor:
+    left, strength, right = torch.linalg.svd(matrix)
+    return left[:, :rank] * strength[:rank] @ right[:rank]
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_plain_svd_of_the_mlp_is_the_truncated_svd_of_its_weights(
+    by: str, model: VisionTransformer, unwatched: Diagnosis
+) -> None:
+    prescription = rx.prescribe(unwatched, mlp=f"uniform_rank:{RANK},metric=weights")
+    small = rx.realize(model, prescription, by=by)
+    family = family_of(model)
+    for before, after in zip(family.mlp(model), family.mlp(small), strict=True):
+        for full, reduced in zip(before, after, strict=True):
+            assert isinstance(full, nn.Linear)
+            unit_vectors = torch.eye(full.in_features, dtype=torch.float64)
+            bias = reduced(torch.zeros_like(unit_vectors))[0]
+            weight = (reduced(unit_vectors) - bias).mT
+            torch.testing.assert_close(weight, truncated(full.weight, RANK), rtol=0, atol=1e-12)
+            torch.testing.assert_close(bias, full.bias, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_plain_svd_of_the_values_is_the_truncated_svd_of_every_heads_product(
+    by: str, model: VisionTransformer, unwatched: Diagnosis
+) -> None:
+    prescription = rx.prescribe(unwatched, values=f"uniform_rank:{RANK},metric=weights")
+    small = rx.realize(model, prescription, by=by)
+    layers = (family_of(each).attention(each) for each in (model, small))
+    for before, after in zip(*layers, strict=True):
+        for head, (full, reduced) in enumerate(zip(products(before), products(after), strict=True)):
+            torch.testing.assert_close(reduced, truncated(full, RANK), rtol=0, atol=1e-12, msg=f"head {head}")
+        assert before.value.bias is not None and before.output.bias is not None and after.output.bias is not None
+        constant = before.output.weight @ before.value.bias + before.output.bias  # softmax rows sum to one
+        torch.testing.assert_close(after.output.bias, constant, rtol=0, atol=1e-12)
+
+
+def products(attention: Attention) -> list[Tensor]:
+    reads = attention.spec.reads
+    rows, columns = attention.value.weight.split(reads), attention.output.weight.split(reads, dim=1)
+    return [column @ row for row, column in zip(rows, columns, strict=True)]
+
+
+def test_plain_svd_and_the_metric_of_the_data_are_different_prescriptions(found: Diagnosis) -> None:
+    for name in ("values", "mlp"):
+        plain, data = (
+            rx.prescribe(found, **{name: f"uniform_rank:{RANK},metric={m}"}) for m in ("weights", "centered")
+        )
+        default = rx.prescribe(found, **{name: f"uniform_rank:{RANK}"})
+        for one, other, unstated in zip(plain.layers, data.layers, default.layers, strict=True):
+            found_outputs = [layer.values if name == "values" else layer.mlp[0] for layer in (one, other, unstated)]
+            outputs = [output for output in found_outputs if output is not None]
+            assert not torch.allclose(outputs[0].encode, outputs[1].encode, atol=1e-3)
+            assert torch.equal(outputs[1].encode, outputs[2].encode)
+            assert [output.reasons[0].rpartition("; metric ")[2] for output in outputs] == [
+                "weights",
+                "centered",
+                "centered",
+            ]
+
+
+@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize(
+    "rule", ["total_rank:0.5,metric=weigths", "total_rank:0.5,metric=weigths & top_rank:3"], ids=["alone", "combined"]
+)
+def test_unknown_metrics_of_values_and_mlp_are_refused_with_the_nearest(name: str, rule: str, found: Diagnosis) -> None:
+    with pytest.raises(UnknownName, match=f"metric of {name} 'weigths': did you mean 'weights'"):
+        rx.prescribe(found, **{name: rule})
+
+
+@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize("metric", ["mix", "softmax", "own"])
+def test_metrics_of_the_scores_alone_are_refused_with_those_that_exist(
+    name: str, metric: str, found: Diagnosis
+) -> None:
+    with pytest.raises(InvalidRule, match=f"metric='{metric}' exists for scores only.*{name}.*centered, weights"):
+        rx.prescribe(found, **{name: f"uniform_rank:{RANK},metric={metric}"})
+
+
+@pytest.mark.parametrize("name", ["values", "mlp"])
+def test_the_metric_of_the_data_needs_the_moments(name: str, unwatched: Diagnosis) -> None:
+    with pytest.raises(InvalidRule, match=r"moments.*metric=weights"):
+        rx.prescribe(unwatched, **{name: f"uniform_rank:{RANK}"})
+
+
+def test_weight_readings_survive_the_disk(tmp_path, unwatched: Diagnosis) -> None:
+    loaded = Diagnosis.load(unwatched.save(tmp_path / "diagnosis.json"))
+    rules = {"values": "total_rank:0.5,metric=weights", "mlp": "uniform_rank:3,metric=weights"}
+    for one, other in zip(rx.prescribe(unwatched, **rules).layers, rx.prescribe(loaded, **rules).layers, strict=True):
+        assert one.values is not None and other.values is not None
+        assert torch.equal(one.values.encode, other.values.encode)
+        for map_before, map_after in zip(one.mlp, other.mlp, strict=True):
+            assert map_before is not None and map_after is not None
+            assert torch.equal(map_before.encode, map_after.encode)
+
+
+@pytest.mark.parametrize("rule", ["shrinkage:0.1", "norm_clip:0.5", "shared_rank:4", "fusion_rank:4", "fusion_owner"])
+@pytest.mark.parametrize("name", ["values", "mlp"])
+def test_rules_that_need_score_directions_are_refused_for_other_maps(name: str, rule: str, found: Diagnosis) -> None:
+    with pytest.raises(InvalidRule, match=f"{rule}.*scores"):
+        rx.prescribe(found, **{name: rule})
