@@ -1,6 +1,7 @@
 """The statistics against scipy, and on cases whose answer is known."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -115,3 +116,18 @@ def test_impossible_requests_are_refused():
         own.proportion(3, 2)
     with pytest.raises(InvalidInput, match=r"\[0\.5, 1\)"):
         own.student_quantile(0.3, 4)
+
+
+def test_holm_matches_its_definition() -> None:
+    assert own.holm([0.01, 0.04, 0.03]) == pytest.approx((0.03, 0.06, 0.06))
+    assert own.holm([0.5, 0.9]) == pytest.approx((1.0, 1.0))
+    assert own.holm([]) == ()
+
+
+def test_the_sign_flip_test_matches_all_swaps() -> None:
+    values = torch.tensor([0.3, -0.1, 0.4, 0.2, 0.5, -0.05, 0.1, 0.6])
+    signs = torch.tensor(list(product((-1.0, 1.0), repeat=len(values))))
+    exact = float(((signs @ values).abs() >= values.sum().abs() - 1e-12).double().mean())
+    assert own.sign_flip_test(values, 0) == pytest.approx(exact, abs=3 * (exact / 9999) ** 0.5)
+    assert own.sign_flip_test(values, 0) == own.sign_flip_test(-values, 0)
+    assert own.sign_flip_test(torch.zeros(5), 0) == 1.0

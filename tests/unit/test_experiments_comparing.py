@@ -1,14 +1,16 @@
 """Contenders as text, and what is measured of them."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
 import cases
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.errors import InvalidInput, NothingChanged, UnknownName
 from attnrx.examination import diagnose
 from attnrx.experiments import Bench, Contender, compare_contenders
+from attnrx.experiments.differences import ImageResults, paired_differences
 from attnrx.flow import prescribe
 from attnrx.models import family_of
 from attnrx.prescription import Prescription
@@ -93,7 +95,52 @@ def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
     assert trials.to_markdown().count("\n") == 4
 
 
-def test_keeping_everything_is_refused_and_wrong_shares_are() -> None:
+def test_methods_at_one_budget_are_compared_image_by_image() -> None:
+    own = bench()
+    texts = ["mix=total_rank:{share}", "equal=uniform_rank:{share}", "largest=largest_matched(total_rank:{share})"]
+    fixed = [Contender("one", "uniform_rank:1"), Contender("two", "uniform_rank:2")]
+    trials = compare_contenders(own, [*(Contender.parse(text) for text in texts), *fixed], (0.75, 0.5))
+    pairs = [(each.first, each.second, each.share) for each in trials.differences]
+    names = ("mix", "equal", "largest")
+    expected = {(first, second, share) for first, second in combinations(names, 2) for share in (0.75, 0.5)}
+    assert len(pairs) == 7 and set(pairs) == expected | {("one", "two", None)}
+    by_name = {(trial.contender, trial.share): trial for trial in trials.trials}
+    for each in trials.differences:
+        share = 1.0 if each.share is None else each.share
+        first, second = by_name[each.first, share], by_name[each.second, share]
+        assert each.divergence.value == pytest.approx(second.divergence.value - first.divergence.value)
+        assert each.accuracy.value == pytest.approx(second.change.value - first.change.value)
+        assert each.divergence.low <= each.divergence.value <= each.divergence.high
+        assert 0 < each.divergence_p <= 1 and 0 < each.accuracy_p <= 1
+    assert trials.to_markdown().count(" minus ") == 7
+
+
+def test_p_values_are_corrected_for_the_number_of_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(40, generator=generator)
+    correct = torch.ones(40, dtype=torch.bool)
+    results = [
+        ImageResults(name, (0.5, None), noise + offset, correct)
+        for name, offset in (("a", 0.0), ("b", 0.1), ("c", 0.1 + 1e-3 * torch.randn(40, generator=generator)))
+    ]
+    alone = paired_differences(results[:2], 0)
+    all_three = paired_differences(results, 0)
+    assert alone[0].divergence_p == pytest.approx(1e-4)
+    assert all_three[0].divergence_p == pytest.approx(3e-4)
+    assert all_three[2].divergence_p > 0.05  # b and c differ by noise
+    assert [each.accuracy_p for each in all_three] == [1.0, 1.0, 1.0]
+
+
+def test_a_share_that_keeps_everything_is_a_row_and_rules_without_effect_are_refused() -> None:
+    own = bench()
+    full, _ = compare_contenders(own, [Contender("mix", "total_rank:{share}")], (1.0, 0.5)).trials
+    assert (full.share, full.macs_share, full.change.value, full.agreement.value) == (1.0, 1.0, 0.0, 100.0)
+    assert full.divergence.value == pytest.approx(0, abs=1e-12)
+    with pytest.raises(NothingChanged):
+        compare_contenders(own, [Contender("fixed", "total_rank:1.0")], (0.5,))
+
+
+def test_wrong_shares_and_unknown_rules_are_refused() -> None:
     own = bench()
     with pytest.raises(InvalidInput, match="shares in"):
         compare_contenders(own, [Contender("mix", "total_rank:{share}")], (1.5,))
@@ -122,7 +169,7 @@ def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) ->
     (unreached,) = trials.unreached
     assert (unreached.contender, unreached.target) == ("qk", 0.4) and 0.4 < unreached.least < 0.9
     lines = trials.to_markdown().splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == [
+    assert [line.split(" | ")[0] for line in lines[2:10]] == [
         f"| {name}" for name in ("all", "all", "qk", "qk", "svd", "svd", "svd-llm", "svd-llm")
     ]
     assert "cannot cost 40 % of the MACs" in lines[5] and f"at least {100 * unreached.least:.1f} %" in lines[5]

@@ -11,6 +11,7 @@ from attnrx.checks.statistics import Estimate
 from attnrx.cli import main
 from attnrx.errors import CheckpointError
 from attnrx.experiments.comparing import Trial, Trials
+from attnrx.experiments.differences import Difference
 from attnrx.reports import ComparisonRecord, ReportContent
 from attnrx.reports.page import render
 
@@ -21,6 +22,11 @@ ABOUT: dict[str, Any] = {
     "seed": 3,
     "contenders": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "refined": 0}, {"name": "<b>wide"}],
 }
+
+
+DIFFERENCE = Difference(
+    "mix", "<b>wide", None, 0.7, Estimate(0.02, 0.01, 0.03), 3e-4, Estimate(-1.5, -3.0, 0.2), 0.25, 200
+)
 
 
 def estimate(value: float, spread: float) -> Estimate:
@@ -52,7 +58,7 @@ def saved(tmp_path: Path) -> Path:
         for name, factor in (("mix", 0.9), ("<b>wide", 0.95))
         for share in (0.75, 0.5, 0.25)
     )
-    return Trials(trials, estimate(80.0, 5.0), ABOUT).save(tmp_path / "comparison.json")
+    return Trials(trials, estimate(80.0, 5.0), ABOUT, differences=(DIFFERENCE,)).save(tmp_path / "comparison.json")
 
 
 def changed(path: Path, **changes: Any) -> Path:
@@ -93,6 +99,15 @@ def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
     assert "2 contenders were measured beside the original in 6 trials on 200 images" in page
     for words in ("64 images, pets/train:64:ab", "200 images, pets/test:200:cd", "rule: total_rank:{share}"):
         assert words in page
+
+
+def test_differences_between_methods_have_intervals_and_corrected_p_values(saved: Path) -> None:
+    record = ComparisonRecord.load(saved)
+    (pair,) = record.differences
+    assert (pair.first, pair.second, pair.target, pair.divergence_p) == ("mix", "<b>wide", 0.7, 3e-4)
+    page = render(ReportContent("compared", comparison=record))
+    table = page[page.index("Differences between methods") :]
+    assert "&lt;b&gt;wide minus mix" in table and "0.0003" in table and "0.25" in table
 
 
 def test_small_differences_are_shown_on_a_linear_scale(saved: Path) -> None:

@@ -16,6 +16,7 @@ from attnrx.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
 DRAWS = 2000
+FLIPS = 9999
 # Elements of one chunk of resampling counts: 64 MiB in float64, whatever the number of images.
 CHUNK = 2**23
 
@@ -32,6 +33,10 @@ class Estimate:
         """The same estimate in another unit; a negative factor swaps the ends."""
         ends = sorted((self.low * factor, self.high * factor))
         return Estimate(self.value * factor, *ends)
+
+    def text(self, digits: int) -> str:
+        """The value and its interval with this many decimals."""
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def proportion(successes: int, n: int) -> Estimate:
@@ -68,6 +73,33 @@ def mcnemar(lost: int, gained: int) -> float:
     log_ways = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
     tail = torch.logsumexp(log_ways - n * math.log(2), 0).exp()
     return min(1.0, 2 * float(tail))
+
+
+def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
+    """Returns the two-sided p-value of a paired permutation test: is the mean difference 0?
+
+    Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
+    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is never below 1 / (FLIPS + 1).
+    """
+    values = differences.double().cpu()
+    observed = values.sum().abs() * (1 - 1e-12)  # a swap of nothing must count as equal in spite of rounding
+    generator = torch.Generator().manual_seed(seed)
+    chunk, as_far = max(1, CHUNK // len(values)), 0
+    for start in range(0, FLIPS, chunk):
+        rows = min(chunk, FLIPS - start)
+        signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
+        as_far += int(((signs @ values).abs() >= observed).sum())
+    return (1 + as_far) / (1 + FLIPS)
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Returns p-values corrected for their number by Holm's step-down method (1979), in the order given."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = largest
+    return tuple(corrected)
 
 
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:

@@ -1,6 +1,13 @@
 """Experiments: whole runs. The demo, and the tables of the papers from training to numbers."""
 
-from attnrx.experiments.comparing import Trial, Trials, Unreached, compare_contenders
+from attnrx.experiments.comparing import (
+    COMPARISON_COLUMNS,
+    DIFFERENCE_COLUMNS,
+    Trial,
+    Trials,
+    Unreached,
+    compare_contenders,
+)
 from attnrx.experiments.contenders import Bench, Contender
 from attnrx.experiments.demo import DemoResult, demo
 from attnrx.experiments.experiment import Experiment, Run
@@ -20,6 +27,8 @@ from attnrx.experiments.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx.experiments.table import ReproducedTable, make_table
 
 __all__ = [
+    "COMPARISON_COLUMNS",
+    "DIFFERENCE_COLUMNS",
     "SPEED_COLUMNS",
     "Bench",
     "Contender",

@@ -15,11 +15,15 @@ from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, pro
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput
 from attnrx.experiments.contenders import Bench, Contender, Makers
+from attnrx.experiments.differences import Difference, ImageResults, paired_differences
 from attnrx.experiments.experiment import Say, in_silence
 from attnrx.experiments.peers import Maker
 from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import write_json
+
+COMPARISON_COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
+DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Trial:
             self.contender,
             f"{100 * self.share:.4g} %",
             f"{self.accuracy.value:.1f} %",
-            _spread(self.change, 1),
-            f"{_spread(self.agreement, 1)} %",
-            _spread(self.divergence, 3),
+            self.change.text(1),
+            f"{self.agreement.text(1)} %",
+            self.divergence.text(3),
             f"{100 * self.macs_share:.1f} %",
             f"{100 * self.params_share:.1f} %",
         )
@@ -75,12 +79,17 @@ class Unreached:
 
 @dataclass(frozen=True)
 class Trials:
-    """All trials on one model, with the accuracy of the original and how everything was measured."""
+    """All trials on one model, with the accuracy of the original and how everything was measured.
+
+    `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
+    compared with the others of its kind.
+    """
 
     trials: tuple[Trial, ...]
     accuracy: Estimate
     about: dict[str, Any]
     unreached: tuple[Unreached, ...] = ()
+    differences: tuple[Difference, ...] = ()
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
@@ -93,23 +102,29 @@ class Trials:
         """Writes one JSON file."""
         record = {
             "kind": "attnrx comparison",
-            "schema": 1,
+            "schema": 2,
             "accuracy": asdict(self.accuracy),
             "about": self.about,
             "trials": [asdict(trial) for trial in self.trials],
             "unreached": [asdict(each) for each in self.unreached],
+            "differences": [asdict(each) for each in self.differences],
         }
         return write_json(path, record)
 
     def to_markdown(self) -> str:
-        """Gives a table: one line per trial, and one for every target that a contender cannot reach."""
-        columns = ("contender", "kept", "top-1", "change", "agreement", "KL", "MACs", "parameters")
-        lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in self.rows)))
+        """Gives a table: one line per trial, and one for every target that a contender cannot reach.
+
+        A second table has the differences between methods, where there are any.
+        """
+        table = _markdown(COMPARISON_COLUMNS, self.rows)
+        if not self.differences:
+            return table
+        return f"{table}\n\n{_markdown(DIFFERENCE_COLUMNS, [each.cells for each in self.differences])}"
 
 
-def _spread(estimate: Estimate, digits: int) -> str:
-    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
 
 
 def compare_contenders(
@@ -124,8 +139,9 @@ def compare_contenders(
 
     With `macs`, shares of the model's MACs, every contender is also measured at the largest share {share} that costs no
     more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
-    images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. What is
-    known so far is saved to `out` after every trial.
+    images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A method
+    that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are compared
+    image by image (`Difference`). What is known so far is saved to `out` after every trial.
     """
     shares, targets = tuple(shares), tuple(macs)
     if not contenders or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
@@ -139,6 +155,7 @@ def compare_contenders(
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
     found = Trials((), correct, _about(bench, contenders, len(labels)))
+    results: list[ImageResults] = []
     for contender in contenders:
         maker = makers.of(contender)
         for point in points(contender, maker, before, shares, targets):
@@ -146,8 +163,10 @@ def compare_contenders(
                 found = replace(found, unreached=(*found.unreached, point))
                 say(" ".join((point.contender, point.cells[2])))
             else:
-                trial = _tried(bench, contender, maker, point, (before, logits, labels))
-                found = replace(found, trials=(*found.trials, trial))
+                trial, own = _tried(bench, contender, maker, point, (before, logits, labels))
+                results.append(own)
+                differences = paired_differences(results, bench.seed)
+                found = replace(found, trials=(*found.trials, trial), differences=differences)
                 say(
                     f"{trial.contender} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
                     f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}, MACs {trial.cells[-2]}"
@@ -181,14 +200,19 @@ def _tried(
     maker: Maker,
     point: tuple[float, float | None],
     original: tuple[ModelCosts, Tensor, Tensor],
-) -> Trial:
+) -> tuple[Trial, ImageResults]:
     (share, target), (before, logits, labels) = point, original
     started = time.perf_counter()
     candidate = maker.make(share)
     seconds = time.perf_counter() - started
     costs = (before, maker.costs(share))
-    measured = _measured(bench, costs, candidate, (logits, labels))
-    return Trial(contender.name, share, **measured, n=len(labels), seconds=seconds, target=target)
+    own, _ = _answers(candidate, bench)
+    divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
+    correct = own.argmax(-1) == labels
+    requested = share if contender.varies and target is None else None
+    measured = _measured(bench, costs, (logits, own, labels), divergence)
+    trial = Trial(contender.name, share, **measured, n=len(labels), seconds=seconds, target=target)
+    return trial, ImageResults(contender.name, (requested, target), divergence, correct)
 
 
 def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
@@ -196,13 +220,11 @@ def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[s
 
 
 def _measured(
-    bench: Bench, costs: tuple[ModelCosts, ModelCosts], candidate: nn.Module, original: tuple[Tensor, Tensor]
+    bench: Bench, costs: tuple[ModelCosts, ModelCosts], answers: tuple[Tensor, Tensor, Tensor], divergence: Tensor
 ) -> dict[str, Any]:
-    (before, after), (logits, labels) = costs, original
-    own, _ = _answers(candidate, bench)
+    (before, after), (logits, own, labels) = costs, answers
     right, still = logits.argmax(-1) == labels, own.argmax(-1) == labels
     agreeing = int((own.argmax(-1) == logits.argmax(-1)).sum())
-    divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
     return {
         "params": after.params,
         "macs": after.macs,

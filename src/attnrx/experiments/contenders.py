@@ -12,7 +12,7 @@ from attnrx.budget import costs_at, least_share
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput
+from attnrx.errors import InvalidInput, NothingChanged
 from attnrx.experiments.peers import Maker, MapStatistics, make_peer, places, require_peer
 from attnrx.flow import prescribe, realize
 from attnrx.models import family_of, shape_of
@@ -146,9 +146,18 @@ class RuleMaker(Maker):
         return self._known[share]
 
     def make(self, share: float) -> nn.Module:
-        """Realizes what is prescribed, and refines it where that is asked for."""
+        """Realizes what is prescribed, and refines it where that is asked for.
+
+        At a share that keeps everything the model itself is returned, as `costs` prices it there; rules without a share
+        that change nothing raise NothingChanged.
+        """
         bench, contender = self.bench, self.contender
-        found = prescribe(bench.diagnosis, **contender.template.at(share))
+        try:
+            found = prescribe(bench.diagnosis, **contender.template.at(share))
+        except NothingChanged:
+            if not contender.varies:
+                raise
+            return bench.model
         if not contender.refined:
             return realize(bench.model, found)
         candidate = realize(bench.model, replace(found, tokens=None))

@@ -8,7 +8,7 @@ from typing import Any
 from attnrx.errors import CheckpointError
 from attnrx.storage import check_schema, read_json
 
-KIND, SCHEMA = "attnrx comparison", 1
+KIND, SCHEMA = "attnrx comparison", 2
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,27 @@ class ComparedTrial:
 
 
 @dataclass(frozen=True)
+class ComparedPair:
+    """The second method minus the first at one budget: KL in nats and top-1 in points, p-values corrected (Holm)."""
+
+    first: str
+    second: str
+    share: float | None
+    target: float | None
+    divergence: Measured
+    divergence_p: float | None
+    accuracy: Measured
+    accuracy_p: float | None
+
+
+@dataclass(frozen=True)
 class ComparisonRecord:
-    """All trials, the accuracy of the original, and how everything was measured."""
+    """All trials, the accuracy of the original, how everything was measured, and the differences between methods."""
 
     trials: tuple[ComparedTrial, ...]
     accuracy: Measured
     about: Mapping[str, Any]
+    differences: tuple[ComparedPair, ...] = ()
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -64,7 +79,8 @@ class ComparisonRecord:
         check_schema(record, KIND, SCHEMA, path)
         try:
             trials = tuple(_trial(trial) for trial in record["trials"])
-            found = cls(trials, _measured(record["accuracy"]), dict(record["about"]))
+            differences = tuple(_pair(pair) for pair in record.get("differences", ()))
+            found = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is not a whole comparison ({error!r}); it was edited or truncated."
@@ -86,6 +102,19 @@ def _trial(record: Mapping[str, Any]) -> ComparedTrial:
         divergence=_measured(record.get("divergence")),
         reached=record.get("reached") is not False,
         note=str(record.get("note") or ""),
+    )
+
+
+def _pair(record: Mapping[str, Any]) -> ComparedPair:
+    return ComparedPair(
+        str(record["first"]),
+        str(record["second"]),
+        share=_number(record.get("share")),
+        target=_number(record.get("target")),
+        divergence=_measured(record.get("divergence")),
+        divergence_p=_number(record.get("divergence_p")),
+        accuracy=_measured(record.get("accuracy")),
+        accuracy_p=_number(record.get("accuracy_p")),
     )
 
 

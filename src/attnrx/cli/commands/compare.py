@@ -12,7 +12,6 @@ EXAMPLE = (
     "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
 )
 SHARES = "0.75,0.5,0.25"
-COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 
 
 def add(parser: Parser) -> None:
@@ -46,6 +45,10 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     bench = rx.experiments.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = rx.experiments.compare_contenders(bench, contenders, shares, say, arguments.out, macs)
     path = arguments.out
-    table = Table(COLUMNS, trials.rows)
+    tables = [Table(rx.experiments.COMPARISON_COLUMNS, trials.rows)]
+    if trials.differences:
+        rows = tuple(each.cells for each in trials.differences)
+        title = "differences between methods, paired over the images; p-values are corrected for their number"
+        tables.append(Table(rx.experiments.DIFFERENCE_COLUMNS, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
-    return Outcome(rx.storage.read_json(path), (table, original, f"comparison: {path}"))
+    return Outcome(rx.storage.read_json(path), (*tables, original, f"comparison: {path}"))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.reports.comparison import ComparedTrial, ComparisonRecord, Measured
+from attnrx.reports.comparison import ComparedPair, ComparedTrial, ComparisonRecord, Measured
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import Chart, Curve, Point, marker_picture
 from attnrx.reports.numbers import MISSING, interval, known, percent, plain, quantity, short, with_unit
@@ -31,6 +31,7 @@ def comparison(content: ReportContent) -> Section | None:
         "figures": [Figure(chart.draw(), chart.title, _scale(chart)) for chart in charts],
         "legend": [(marker_picture(curve), name) for name, curve in names.items()],
         "rows": [_row(trial) for trial in found.trials],
+        "differences": [_difference(pair) for pair in found.differences],
         "notes": any(not trial.reached or trial.note for trial in found.trials),
         "measured": measured(found),
     }
@@ -113,6 +114,18 @@ def _row(trial: ComparedTrial) -> dict[str, Any]:
         "agreement": _cell(trial.agreement, "%"),
         "divergence": _cell(trial.divergence, ""),
         "note": ": ".join(part for part in (missed, trial.note) if part),
+    }
+
+
+def _difference(pair: ComparedPair) -> dict[str, Any]:
+    kept = "fixed rules" if pair.share is None else f"{percent(pair.share)} kept"
+    return {
+        "pair": f"{pair.second} minus {pair.first}",
+        "budget": kept if pair.target is None else f"{percent(pair.target)} of the MACs",
+        "divergence": _cell(pair.divergence, "", signed=True),
+        "divergence_p": MISSING if pair.divergence_p is None else f"{pair.divergence_p:.3g}",
+        "accuracy": _cell(pair.accuracy, "", signed=True),
+        "accuracy_p": MISSING if pair.accuracy_p is None else f"{pair.accuracy_p:.3g}",
     }
 
 
