@@ -44,6 +44,10 @@ class ScaleWarning(UserWarning):
     """Images that do not seem to be on the scale that the model was trained with."""
 
 
+class KernelWarning(UserWarning):
+    """The C++ attention kernel cannot be used; PyTorch's attention, which is slower, runs in its place."""
+
+
 class CheckpointError(AttnrxError):
     """A file of ours that is missing, truncated, tampered with or from another schema."""
 

@@ -2,17 +2,18 @@
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 
-from attnrx.errors import AttnrxError, NotSupported
+from attnrx.attention.kernels.library_cache import Recipe, load_or_build
+from attnrx.errors import AttnrxError, InvalidInput, KernelWarning, NotSupported
 from attnrx.hardware import cache_folder
-from attnrx.storage import write_atomically
 
 BUILD = "ATTNRX_BUILD"
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -27,19 +28,19 @@ PATIENCE = 120
 def native_library() -> ctypes.CDLL | None:
     """Loads the kernels, after building them where no earlier process did.
 
-    None where ATTNRX_BUILD is 0, where there is no compiler ($CXX, or c++, g++ or clang++ on the path), or where it
-    fails, which is said by a warning. Nothing depends on the kernels: PyTorch's own run in their place, slower.
+    None where ATTNRX_BUILD is 0 and where there is no compiler ($CXX, or c++, g++ or clang++ on the path); with a
+    `KernelWarning` where the compiler fails, and where others can write to the cache folder. Nothing depends on the
+    kernels: PyTorch's own run in their place, slower.
     """
-    compiler = _compiler()
-    if os.environ.get(BUILD, "1") == "0" or not compiler:
+    if os.environ.get(BUILD, "1") == "0" or os.name != "posix":  # elsewhere no owner of a file can be checked
         return None
     try:
-        return _declared(ctypes.CDLL(str(_built(compiler))))
+        compiler = _compiler()
+        return _built(compiler) if compiler else None
     except (OSError, AttnrxError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"the attention kernel could not be built with {shlex.join(compiler)} ({told.strip()[-300:]}), so that "
-            f"PyTorch's runs in its place. Set {BUILD}=0 to silence this, or CXX to another compiler.",
+            f"PyTorch's attention runs in place of the C++ kernel: {str(error).strip()} Set {BUILD}=0 to silence this.",
+            KernelWarning,
             stacklevel=2,
         )
         return None
@@ -62,30 +63,41 @@ def required_library() -> ctypes.CDLL:
 
 def _compiler() -> list[str]:
     """Gives the words that call the compiler, none where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for words in [named] if named else [[name] for name in COMPILERS]:
-        if shutil.which(words[0]):
-            return words
-    return []
+    named = os.environ.get("CXX", "").strip()
+    if not named:
+        return next(([name] for name in COMPILERS if shutil.which(name)), [])
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise InvalidInput(f"CXX={named!r} is no command ({error}); set CXX to a C++ compiler.") from error
+    if not shutil.which(words[0]):
+        raise InvalidInput(f"CXX={named!r} names no program on the path; set CXX to a C++ compiler.")
+    return words
 
 
-def _built(compiler: list[str]) -> Path:
+def _built(compiler: list[str]) -> ctypes.CDLL:
     try:
         return _built_by([*compiler, *FLAGS, THREADS])
-    except subprocess.CalledProcessError:  # without OpenMP there is one thread
+    except _CompilerFailed:  # without OpenMP there is one thread
         return _built_by([*compiler, *FLAGS])
 
 
-def _built_by(command: list[str]) -> Path:
-    """Gives the library, built unless one of this source, compiler and machine is there."""
+def _built_by(command: list[str]) -> ctypes.CDLL:
+    """Loads the library of this source, compiler and machine."""
     # What a compiler defines names its version, and the instructions that -march=native stands for: a cache folder may
     # be shared by machines that call themselves the same.
     defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    told = "\n".join((SOURCE.read_text(encoding="utf-8"), *command, defined))
-    path = cache_folder() / "kernels" / f"native-{sha256(told.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        write_atomically(path, lambda temporary: _build(command, temporary))
-    return path
+    source = SOURCE.read_text(encoding="utf-8")
+    key = _sha256("\n".join((source, *command, defined)))[:16]
+    version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
+    about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
+    return load_or_build(
+        cache_folder() / "kernels", Recipe(f"native-{key}", partial(_build, command), _declared, about)
+    )
+
+
+def _sha256(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def _build(command: list[str], path: Path) -> None:
@@ -93,7 +105,18 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _output_of(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace")
+    done = run(command, timeout=PATIENCE)
+    if done.returncode:
+        reason = done.stderr.strip()[-300:] or f"exit code {done.returncode}"
+        raise _CompilerFailed(
+            f"the kernel could not be built with {shlex.join(command)} ({reason}); set CXX to another compiler."
+        )
+    return done.stdout
+
+
+class _CompilerFailed(NotSupported):
+    """A compiler that refused a command."""
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
