@@ -188,6 +188,32 @@ def test_every_form_runs_from_cpd_epc_and_repeats_itself(form: str) -> None:
     assert error(tensor, first) < 1
 
 
+ADVERSARIAL = {
+    "independent": lambda seed: heads(seed=seed),
+    "unequal strengths": lambda seed: heads(seed=seed, reach=1.9),
+    "equal heads": lambda seed: FactoredTensor(*(part[:1].expand(4, -1, -1) for part in _parts(heads(seed=seed)))),
+    "a dead head": lambda seed: FactoredTensor(
+        *(part * torch.tensor([1.0, 0.0, 1.0, 1.0])[:, None, None] for part in _parts(heads(seed=seed)))
+    ),
+    "one head": lambda seed: heads(slices=1, seed=seed),
+}
+
+
+def _parts(tensor: FactoredTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor.left, tensor.right
+
+
+@pytest.mark.parametrize("form", ["tied", "warm"])
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_block_terms_are_never_worse_than_water_filling(name: str, form: str) -> None:
+    for seed in range(3 if form == "tied" else 1):
+        tensor = ADVERSARIAL[name](seed)
+        for rank in (2, 6) if name == "one head" else (3, 9, 15):
+            filled = error(tensor, water_filled_blocks(tensor, rank))
+            found = block_terms(tensor, rank, form=form, schedule=QUICK, seed=seed)
+            assert error(tensor, found) <= filled * (1 + 1e-9) + 1e-7
+
+
 def test_a_block_larger_than_a_slice_is_padded() -> None:
     tensor = FactoredTensor(torch.randn(3, 4, 2), torch.randn(3, 4, 9))
     start = BlockTerms(torch.randn(2, 4), torch.randn(9, 4), torch.eye(3), torch.tensor([0, 0, 0, 2]))

@@ -6,7 +6,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.decompositions import Canonical, FactoredTensor, als, least_sensitivity, sensitivity, water_filled
+from attnrx.decompositions import (
+    Canonical,
+    FactoredTensor,
+    Schedule,
+    als,
+    cpd_epc,
+    least_sensitivity,
+    sensitivity,
+    water_filled,
+)
 from attnrx.errors import InvalidInput, UnknownName
 
 
@@ -45,7 +54,7 @@ def test_sweeps_are_those_of_the_textbook(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8, 12])
-@pytest.mark.parametrize("start", ["water_filling", "random"])
+@pytest.mark.parametrize("start", ["best", "water_filling", "random"])
 def test_the_error_never_goes_up_and_is_the_one_reported(start: str, rank: int) -> None:
     tensor = heads()
     found = als(tensor, rank, start=start, sweeps=50)
@@ -81,6 +90,34 @@ def test_a_rank_above_that_of_a_slice_goes_on_lowering_the_error() -> None:
     errors = [als(tensor, rank).trace.errors[-1] for rank in (3, 5, 7, 9)]
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
     assert als(tensor, 12).trace.errors[-1] <= 1e-13
+
+
+def equal_heads() -> FactoredTensor:
+    """Three equal slices of rank 16: 16 terms with equal mixes are exact."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(16, 24, generator=generator).expand(3, -1, -1) for _ in range(2))
+    return FactoredTensor(left, right)
+
+
+def test_equal_heads_do_not_hold_the_fit_at_a_saddle() -> None:
+    tensor = equal_heads()
+    stuck = als(tensor, 16, start="water_filling", sweeps=100)
+    assert stuck.trace.errors[-1] > 0.1
+    assert als(tensor, 16, sweeps=100).trace.errors[-1] < 1e-6
+    quick = Schedule(sweeps=100, correction_sweeps=5)
+    assert tensor.relative_error(*cpd_epc(tensor, 16, schedule=quick).factors) < 2e-6
+
+
+def test_the_best_start_is_the_better_of_both_and_draws_from_its_seed() -> None:
+    chosen = set()
+    for tensor, rank in ((heads(), 3), (heads(), 6), (equal_heads(), 12)):
+        singles = {name: als(tensor, rank, start=name, sweeps=20) for name in ("water_filling", "random")}
+        errors = {name: terms.trace.errors[-1] for name, terms in singles.items()}
+        assert als(tensor, rank, sweeps=20).trace.errors[-1] == min(errors.values())
+        chosen.add(min(errors, key=lambda name: errors[name]))
+    assert chosen == {"water_filling", "random"}
+    first, other = (als(equal_heads(), 12, sweeps=20, seed=seed) for seed in (0, 1))
+    assert not torch.equal(first.left, other.left)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

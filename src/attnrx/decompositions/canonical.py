@@ -9,7 +9,9 @@ from attnrx.decompositions.factored import FactoredTensor, as_matrix, solve_norm
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 
-STARTS = ("water_filling", "random")
+# Water-filling can start at a saddle: where heads are equal, no sweep moves a term to another one. A random start can
+# end in a worse minimum. "best" runs both and keeps the smaller error.
+STARTS = ("best", "water_filling", "random")
 # Below this relative error the fast formula of the error carries too much rounding to compare sweeps with.
 _NEARLY_EXACT = 1e-4
 
@@ -111,18 +113,25 @@ def als(
     tensor: FactoredTensor,
     rank: int,
     *,
-    start: str | Canonical = "water_filling",
+    start: str | Canonical = "best",
     sweeps: int = 200,
     tolerance: float = 1e-8,
     seed: int = 0,
 ) -> Canonical:
     """Gives a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never goes up.
 
-    `start` is one of STARTS or a decomposition of that rank; `seed` matters for "random" only. Stops after `sweeps`,
-    or when a sweep lowers the relative error by less than `tolerance` of itself. The columns of left and right come
-    out with length one, the strength in mix. Raises InvalidInput on knobs out of range, UnknownName on another start.
+    `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
+    returns the result with the smaller error. `seed` draws the random terms. Stops after `sweeps`, or when a sweep
+    lowers the relative error by less than `tolerance` of itself. The columns of left and right come out with length
+    one, the strength in mix. Raises InvalidInput on knobs out of range, UnknownName on another start.
     """
     check_sweeps(sweeps, tolerance)
+    if start == "best":
+        runs = (
+            als(tensor, rank, start=single, sweeps=sweeps, tolerance=tolerance, seed=seed)
+            for single in ("water_filling", "random")
+        )
+        return min(runs, key=lambda terms: terms.trace.errors[-1])
     best = starting_terms(tensor, rank, start, seed).factors
     errors, converged = [tensor.relative_error(*best)], False
     right, mix = unit_columns(best[1])[0], best[2]

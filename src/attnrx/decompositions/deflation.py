@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-from attnrx.decompositions.block_term import BlockTerms, check_blocks, initial_blocks, tied_als
+from attnrx.decompositions.block_term import BlockTerms, check_blocks, initial_blocks, tied_als, water_filled_blocks
 from attnrx.decompositions.canonical import Canonical, Trace, check_sweeps
 from attnrx.decompositions.error_preserving import Schedule, cpd_epc
 from attnrx.decompositions.factored import FactoredTensor
@@ -20,23 +20,35 @@ def block_terms(
     rank: int,
     *,
     form: str = "tied",
-    start: str | Canonical = "random",
+    start: str | Canonical = "best",
     schedule: Schedule | None = None,
     seed: int = 0,
 ) -> BlockTerms:
     """Gives a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
 
     "tied" improves all blocks together (`tied_als`, with the least-squares knobs of the schedule), "warm" and
-    "literal" one after the other (`deflate`, "literal" as Algorithms 2 and 3 are printed). The start is random by
-    default, so that the owners come from the fit: every water-filled term has one from the beginning.
+    "literal" one after the other (`deflate`, "literal" as Algorithms 2 and 3 are printed). With the start "random" or
+    "water_filling" the owners are those of the CPD-EPC from there; a random one leaves them to the fit. "best" also
+    improves the water-filled blocks themselves and returns the result with the smaller error, so that "tied" and "warm"
+    are never worse than water-filling; "literal", whose error can rise, has the random start alone.
     """
     schedule = schedule or Schedule()
     if form not in FORMS:
         raise UnknownName("form", form, FORMS)
-    begin = initial_blocks(cpd_epc(tensor, rank, start=start, schedule=schedule, seed=seed))
+    is_best = isinstance(start, str) and start == "best"
+    terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
+    starts = [initial_blocks(terms)]
+    if is_best and form != "literal":
+        starts.append(water_filled_blocks(tensor, rank))
+    return min(
+        (_improved(tensor, blocks, form, schedule) for blocks in starts), key=lambda found: found.trace.errors[-1]
+    )
+
+
+def _improved(tensor: FactoredTensor, start: BlockTerms, form: str, schedule: Schedule) -> BlockTerms:
     if form == "tied":
-        return tied_als(tensor, begin, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
-    return deflate(tensor, begin, literal=form == "literal")
+        return tied_als(tensor, start, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
+    return deflate(tensor, start, literal=form == "literal")
 
 
 def deflate(

@@ -119,13 +119,14 @@ def cpd_epc(
     tensor: FactoredTensor,
     rank: int,
     *,
-    start: str | Canonical = "water_filling",
+    start: str | Canonical = "best",
     schedule: Schedule | None = None,
     seed: int = 0,
 ) -> Canonical:
     """Gives a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
 
-    The trace is that of the last run. The error is at most that of the first one (or SMALLEST_BOUND).
+    `start` and `seed` are those of `als`. The trace is that of the last run. The error is at most that of the first one
+    (or SMALLEST_BOUND).
     """
     schedule = schedule or Schedule()
     terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, tolerance=schedule.tolerance, seed=seed)

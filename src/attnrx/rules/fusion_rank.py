@@ -6,7 +6,9 @@ from typing import ClassVar
 import torch
 
 from attnrx.decompositions import Schedule, cpd_epc, fusion_ranks
+from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis
+from attnrx.errors import UnknownName
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.joint import JointForm
@@ -22,7 +24,8 @@ class FusionRank(Rule):
 
     The query-key tensor is decomposed by CPD-EPC, every term goes to the head that uses it most (Algorithm 1), and
     each head keeps the strongest directions of its own in that number: block terms with the identity for fusion, which
-    needs no fusion layer at all. A head never keeps more than it has. The metric is "augmented" unless stated.
+    needs no fusion layer at all. A head never keeps more than it has. `start` and `seed` are those of the decomposition
+    (see `shared_rank`). The metric is "augmented" unless stated.
     """
 
     default_metric: ClassVar[str] = "augmented"
@@ -32,17 +35,21 @@ class FusionRank(Rule):
     metric: str | None = None
     sweeps: int = 100
     seed: int = 0
+    start: str = "best"
 
     def __post_init__(self):
         require_rank(self, "rank", self.rank)
         require_count(self, "sweeps", self.sweeps)
+        if self.start not in STARTS:
+            raise UnknownName("start of fusion_rank", self.start, STARTS)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
         joint = JointForm(diagnosis.layers[layer], self.metric or self.default_metric)
-        fusion = fusion_ranks(cpd_epc(joint.tensor, total, schedule=Schedule(sweeps=self.sweeps), seed=self.seed))
+        schedule = Schedule(sweeps=self.sweeps)
+        fusion = fusion_ranks(cpd_epc(joint.tensor, total, start=self.start, schedule=schedule, seed=self.seed))
         outside = float(fusion.off_block.mean())
         notes = [
             f"owns {rank} of {total} shared directions, {100 * outside:.1f} % of whose energy lies in other heads"

@@ -1,12 +1,12 @@
 """Shared directions: one set for all heads, each using them in strengths of its own (CP SlimAtt)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from attnrx.decompositions import BlockTerms, Canonical, Schedule, block_terms, cpd_epc
-from attnrx.decompositions.canonical import als
+from attnrx.decompositions.canonical import STARTS, als
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
 from attnrx.prescription import Basis, LayerPrescription
@@ -25,7 +25,9 @@ class SharedRank(Rule):
     `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
     that keeps the terms small (CPD-EPC), and block terms (BTD-(L, L, 1), whose directions come in blocks of one
     strength pattern each): "tied" improves all blocks at once, "warm" and "literal" one after the other, the latter
-    as Algorithms 1 to 3 are printed. `joint` is the metric (JOINT_METRICS). Nothing is left out afterwards.
+    as Algorithms 1 to 3 are printed. `start` is where the iterations begin (STARTS): "best" tries water-filling and
+    random terms, drawn from `seed`, and keeps the smaller error. `joint` is the metric (JOINT_METRICS). Nothing is left
+    out afterwards.
     """
 
     scores_only: ClassVar[bool] = True
@@ -35,12 +37,15 @@ class SharedRank(Rule):
     joint: str = "augmented"
     sweeps: int = 100
     seed: int = 0
+    start: str = "best"
 
     def __post_init__(self):
         require_rank(self, "rank", self.rank)
         require_count(self, "sweeps", self.sweeps)
         if self.form not in FORMS:
             raise UnknownName("form of shared_rank", self.form, FORMS)
+        if self.start not in STARTS:
+            raise UnknownName("start of shared_rank", self.start, STARTS)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Decomposes one layer."""
@@ -58,10 +63,11 @@ class SharedRank(Rule):
         )
 
     def _decompose(self, form: JointForm, rank: int) -> Canonical:
+        begin: dict[str, Any] = {"start": self.start, "seed": self.seed}
         if self.form == "cp":
-            return als(form.tensor, rank, sweeps=self.sweeps, seed=self.seed)
+            return als(form.tensor, rank, sweeps=self.sweeps, **begin)
         schedule = Schedule(sweeps=self.sweeps, finish=True)
         if self.form == "epc":
-            return cpd_epc(form.tensor, rank, schedule=schedule, seed=self.seed)
-        found: BlockTerms = block_terms(form.tensor, rank, form=self.form, schedule=schedule, seed=self.seed)
+            return cpd_epc(form.tensor, rank, schedule=schedule, **begin)
+        found: BlockTerms = block_terms(form.tensor, rank, form=self.form, schedule=schedule, **begin)
         return found.canonical
