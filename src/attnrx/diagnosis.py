@@ -7,13 +7,55 @@ from typing import Any
 
 import torch
 
-from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Float, Tensor
+from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
-from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
+from attnrx.storage import (
+    check_schema,
+    file_sha256,
+    read_json,
+    read_tensors,
+    require_finite,
+    write_json,
+    write_tensors,
+)
+from attnrx.validation import (
+    JSON_OBJECT,
+    MOST_HEADS,
+    MOST_LAYERS,
+    Choice,
+    Integer,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    validated,
+)
 
 KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")
+
+LAYER = Record(
+    {
+        "heads": Items(Integer(0, MOST_HEADS), 0, MOST_HEADS, unique=True),
+        "scale": Number(0.0),
+        "norms": Choice(NORMS),
+        "readings": JSON_OBJECT,  # for people: the tensors are what is read
+        "mlp": Items(Optional(Record({"inputs": Integer(1), "metrics": Items(Text(), unique=True)})), 0, 2),
+    }
+)
+RECORD = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "fingerprint": Text(),
+        "about": JSON_OBJECT,
+        "tensors_sha256": Text(),
+        "layers": Items(LAYER, 0, MOST_LAYERS),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +142,18 @@ class Diagnosis:
     def load(cls, path: Path | str) -> "Diagnosis":
         """Reads what `save` wrote."""
         stem = _stem(path)
-        record = read_json(stem.with_suffix(".json"))
-        check_schema(record, KIND, SCHEMA, stem.with_suffix(".json"))
+        path = stem.with_suffix(".json")
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
         tensors = read_tensors(stem.with_suffix(".safetensors"), record["tensors_sha256"])
-        layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
+        _require_layers(tensors, len(record["layers"]), path)
+        try:
+            layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
+        except KeyError as error:
+            raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; diagnose again.") from None
+        except InvalidInput as error:
+            raise CheckpointError(f"{path} and the tensors beside it disagree: {error}") from error
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
@@ -118,6 +168,16 @@ class Diagnosis:
 def _stem(path: Path | str) -> Path:
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
+
+
+def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
+    """Refuses tensors of other layers than those of the JSON file, and spectra that are not finite."""
+    found = {name.split(".")[1] for name in tensors}
+    if found != set(map(str, range(layers))):
+        raise CheckpointError(
+            f"{path}: layers has {layers} values, and the tensors beside it are of {len(found)} layers; diagnose again."
+        )
+    require_finite({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
 
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
@@ -148,7 +208,7 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     )
     start = f"layers.{index}.readings."
     readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts.get("mlp", ())))
+    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
     return LayerDiagnosis(spectrum, readings, maps)
 
 

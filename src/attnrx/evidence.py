@@ -8,8 +8,59 @@ from typing import Any
 
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.storage import check_schema, read_json, write_json
+from attnrx.validation import (
+    JSON_OBJECT,
+    Choice,
+    Flag,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    below,
+    shown,
+    validated,
+)
 
 KIND, SCHEMA = "attnrx evidence", 1
+
+
+def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
+    """A limit and whether it holds go together, and the ends of an interval are in order."""
+    low, high = finding["low"], finding["high"]
+    if (finding["limit"] is None) != (finding["holds"] is None):
+        raise Invalid(below(where, "holds"), f"is {shown(finding['holds'])} with the limit {shown(finding['limit'])}")
+    if low is not None and high is not None and low > high:
+        raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
+
+
+FINDING = Record(
+    {
+        "check": Text(),
+        "claim": Text(),
+        "value": Optional(Number()),  # JSON has no NaN: null is a value that could not be measured
+        "unit": Text(),
+        "limit": Optional(Number()),
+        "holds": Optional(Flag()),
+        "low": Optional(Number()),
+        "high": Optional(Number()),
+        "n": Optional(Integer()),
+        "seed": Optional(Integer()),
+        "details": JSON_OBJECT,
+    },
+    then=_require_verdict,
+)
+RECORD = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "holds": Flag(),
+        "about": JSON_OBJECT,
+        "findings": Items(FINDING),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +129,13 @@ class Evidence:
         """Reads what `save` wrote."""
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
-        try:
-            return cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not whole evidence ({error}); it was edited or truncated.") from error
+        validated(record, RECORD, path)
+        found = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
+        if found.holds != record["holds"]:
+            raise CheckpointError(
+                f"{path}: holds is {record['holds']}, and the findings give {found.holds}; verify again."
+            )
+        return found
 
 
 def _finding(record: Mapping[str, Any]) -> Finding:

@@ -7,10 +7,37 @@ from typing import Any
 
 import torch
 
-from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput, UnknownName
+from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
-from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, write_json, write_tensors
+from attnrx.storage import (
+    check_schema,
+    file_sha256,
+    read_json,
+    read_tensors,
+    require_finite,
+    write_json,
+    write_tensors,
+)
 from attnrx.tokens import TokenPolicy, parse_policy
+from attnrx.validation import (
+    JSON_OBJECT,
+    MOST_DIRECTIONS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    Anything,
+    Choice,
+    Field,
+    Flag,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Record,
+    Text,
+    below,
+    shown,
+    validated,
+)
 
 KIND, SCHEMA = "attnrx prescription", 1
 
@@ -225,20 +252,28 @@ class Prescription:
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
+        validated(record, RECORD, path)
         tensors: dict[str, Tensor] = {}
         if "tensors_sha256" in record:
             tensors = read_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
+            require_finite(tensors, str(path.with_suffix(".safetensors")))
         try:
             layers = tuple(
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
                 for index, layer in enumerate(record["layers"])
             )
             tokens = _tokens_from_record(record["tokens"], tensors) if "tokens" in record else None
-            return cls(layers, record["rule"], record["fingerprint"], record["about"], tokens)
-        except (KeyError, TypeError, ValueError, IndexError, UnknownName) as error:
+        except KeyError as error:
+            raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; make it again.") from None
+        except InvalidInput as error:
+            raise CheckpointError(f"{path} and the tensors beside it disagree: {error}") from error
+        found = cls(layers, record["rule"], record["fingerprint"], record["about"], tokens)
+        if abs(found.removed_share - record["removed_share"]) > 1e-9:
             raise CheckpointError(
-                f"{path} is not a whole prescription ({error}); it was edited or truncated."
-            ) from error
+                f"{path}: removed_share is {record['removed_share']}, its layers give {found.removed_share}; the file "
+                "was edited or damaged, make it again."
+            )
+        return found
 
     def require(self, fingerprint: str) -> None:
         """Refuses to be realized on another model."""
@@ -337,3 +372,54 @@ def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputP
         torch.tensor([unit["strength"] for unit in units], dtype=torch.float64),
         tuple(unit["why"] for unit in units),
     )
+
+
+def _require_ranks(layer: Mapping[str, Any], where: str) -> None:
+    """Checks what the fields of a layer must agree on: directions, and the rank of every head."""
+    directions = layer["directions"]
+    keep = Items(Integer(0, directions - 1), 0, directions, unique=True)
+    strength = Items(Number(), directions, directions)
+    for index, head in enumerate(layer["heads"]):
+        place = f"{below(where, 'heads')}[{index}]"
+        keep.check(head["keep"], below(place, "keep"))
+        strength.check(head["strength"], below(place, "strength"))
+        rank = len(head["keep"]) if head["stays"] else 0
+        if head["rank"] != rank:
+            kept = f"keep has {len(head['keep'])} directions and stays is {shown(head['stays'])}"
+            raise Invalid(below(place, "rank"), f"is {head['rank']}; {kept}, so it must be {rank}")
+
+
+def _require_units(output: Mapping[str, Any], where: str) -> None:
+    """Checks that all units of a map have as many directions, and no rank above that."""
+    directions = len(output["units"][0]["strength"])
+    for index, unit in enumerate(output["units"]):
+        place = f"{below(where, 'units')}[{index}]"
+        Items(Number(), directions, directions).check(unit["strength"], below(place, "strength"))
+        Integer(0, directions).check(unit["rank"], below(place, "rank"))
+
+
+# How long lists are and how large their numbers, `then` checks: it depends on the number of directions.
+RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
+HEAD = Record({"stays": Flag(), "rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
+UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
+OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
+LAYER = Record(
+    {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
+    {"basis": Flag(), "outputs": Record(more=dict.fromkeys(("values", "mlp.0", "mlp.1"), OUTPUT))},
+    then=_require_ranks,
+)
+TOKENS = Record(
+    {"policy": Text(parse_policy), "reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()}
+)
+RECORD: Field = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "fingerprint": Text(),
+        "rule": JSON_OBJECT,
+        "about": JSON_OBJECT,
+        "removed_share": Number(0.0, 1.0),
+        "layers": Items(LAYER, 0, MOST_LAYERS),
+    },
+    {"tokens": TOKENS, "tensors_sha256": Text()},
+)

@@ -28,6 +28,8 @@ class Spectrum:
     of: str = "scores"
 
     def __post_init__(self):
+        if self.strength.ndim != 2 or self.query.ndim != 3 or self.key.ndim != 3:
+            raise InvalidInput("strength is [heads, directions], and query and key are [owners, directions, features].")
         heads, directions = self.strength.shape
         if self.used.shape != self.strength.shape or len(self.heads) != heads:
             raise InvalidInput(

@@ -15,8 +15,10 @@ from safetensors.torch import save as encode_tensors
 
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.shapes import Tensor
+from attnrx.validation import DEEPEST_JSON, nesting, require_regular
 
 SEAL = "sha256_of_the_rest"
+MOST_JSON_BYTES = 2**28
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
@@ -70,16 +72,19 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
 
 
 def read_json(path: Path | str) -> Any:
-    """Reads JSON, or says which file is missing or broken."""
-    path = Path(path)
+    """Reads JSON; refuses a file that is missing, no regular file, too large, too deeply nested or no JSON."""
+    path = require_regular(path)
+    if path.stat().st_size > MOST_JSON_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; JSON files have at most {MOST_JSON_BYTES:,}.")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
+    if nesting(found) > DEEPEST_JSON:
+        raise CheckpointError(f"{path} nests {nesting(found)} deep; JSON files nest at most {DEEPEST_JSON} deep.")
+    return found
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
@@ -90,11 +95,9 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mappin
 
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
     """Reads safetensors; with `sha256`, refuses a file whose content is not the one that was written."""
-    path = Path(path)
+    path = require_regular(path)
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:

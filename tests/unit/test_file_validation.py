@@ -1,0 +1,151 @@
+"""Edited prescriptions, diagnoses and evidence are refused, with the file and the field in the message."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import CheckpointError
+from attnrx.evidence import Evidence, Finding
+from attnrx.prescription import Prescription
+from attnrx.rules import parse_rule, prescribe
+from attnrx.storage import read_json, read_tensors, write_json
+from diagnoses import diagnosis
+from edits import ABSENT, write_edited
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diagnosis, a prescription of 16 directions per head of which 6 stay, and evidence."""
+    folder = tmp_path_factory.mktemp("files")
+    made = diagnosis(heads=4, directions=16, layers=3)
+    made.save(folder / "diagnosis.json")
+    prescribe(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
+    findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, holds=True, low=-0.9, high=0.1, n=100),)
+    Evidence(findings, {"rule": {"type": "TopRank"}}).save(folder / "evidence.json")
+    return folder
+
+
+HEAD = "layers[1].heads[2]"
+TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": False}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (f"{HEAD}.keep[0]", -1, "is -1; it must be an integer in 0..15"),
+        (f"{HEAD}.keep[0]", 16, "is 16; it must be an integer in 0..15"),
+        (f"{HEAD}.keep[0]", 0.0, "is 0.0; it must be an integer"),
+        (f"{HEAD}.keep[0]", True, "is true; it must be an integer"),
+        (f"{HEAD}.keep", [0, 1, 2, 3, 4, 4], "keep[5] is 4, as layers[1].heads[2].keep[4] is"),
+        (f"{HEAD}.keep", [0, 1, 2], "rank is 6; keep has 3 directions and stays is true, so it must be 3"),
+        (f"{HEAD}.rank", 7, "is 7; keep has 6 directions"),
+        (f"{HEAD}.stays", False, "so it must be 0"),
+        (f"{HEAD}.stays", 1, "is 1; it must be true or false"),
+        (f"{HEAD}.strength[3]", NAN, "is nan; it must be a finite number"),
+        (f"{HEAD}.strength[3]", INFINITY, "is inf; it must be a finite number"),
+        (f"{HEAD}.strength[3]", 1e39, r"is 1e+39; it must be a finite number"),
+        (f"{HEAD}.strength[3]", "1", "is '1'; it must be a finite number"),
+        (f"{HEAD}.strength", [1.0], r"strength has 1 values; it must be a list of 16"),
+        (f"{HEAD}.why", None, "is null; it must be a text"),
+        (f"{HEAD}.why", ABSENT, "is missing"),
+        (f"{HEAD}.weight", 1, "is unknown; known are"),
+        (HEAD, [], r"is a list of 0; it must be an object"),
+        ("layers[1].directions", 10**12, "it must be an integer in 0..65536"),
+        ("layers[1].heads", {}, "is an object; it must be a list"),
+        ("layers", 3, "is 3; it must be a list"),
+        ("layers[0].basis", True, "needs the tensor"),
+        ("removed_share", 0.0, "its layers give 0.625"),
+        ("rule", None, "is null; it must be an object"),
+        ("about", ABSENT, "is missing"),
+        ("fingerprint", 7, "is 7; it must be a text"),
+        ("tokens", TOKENS | {"policy": "evit:7@4"}, "tokens.policy is 'evit:7@4'"),
+        ("tokens", TOKENS | {"seed": -1}, "tokens.seed is -1"),
+        ("tokens", TOKENS | {"reasons": []}, "tokens.reasons has 0 values"),
+    ],
+)  # fmt: skip
+def test_an_edited_prescription_is_refused_by_field(
+    files: Path, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    path = write_edited(tmp_path / "prescription.json", files / "prescription.json", field, value)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as refused:
+        Prescription.load(path)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layers[2]", ABSENT, "layers has 2 values, and the tensors beside it are of 3 layers"),
+        ("layers[1].heads", [0, 1, 1, 3], r"layers[1].heads[2] is 1, as layers[1].heads[1] is"),
+        ("layers[1].heads", [0, 1], "disagree"),
+        ("layers[1].scale", NAN, r"layers[1].scale is nan; it must be a finite number"),
+        ("layers[1].norms", "some", r"layers[1].norms is 'some'; it must be one of"),
+        ("layers[1].mlp", ABSENT, r"layers[1].mlp is missing"),
+        ("fingerprint", None, "fingerprint is null; it must be a text"),
+        ("tensors_sha256", "0" * 64, "sha256 differs"),
+    ],
+)  # fmt: skip
+def test_an_edited_diagnosis_is_refused_by_field(
+    files: Path, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    path = write_edited(tmp_path / "diagnosis.json", files / "diagnosis.json", field, value)
+    (tmp_path / "diagnosis.safetensors").write_bytes((files / "diagnosis.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Diagnosis.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("findings[0].value", "much", r"findings[0].value is 'much'; it must be a finite number"),
+        ("findings[0].value", INFINITY, r"findings[0].value is inf"),
+        ("findings[0].n", -3, r"findings[0].n is -3; it must be an integer"),
+        ("findings[0].n", 2.5, r"findings[0].n is 2.5"),
+        ("findings[0].holds", "yes", r"findings[0].holds is 'yes'; it must be true or false"),
+        ("findings[0].limit", None, r"findings[0].holds is true with the limit null"),
+        ("findings[0].low", 0.5, r"findings[0].low is 0.5, above high"),
+        ("findings[0].extra", 1, r"findings[0].extra is unknown"),
+        ("findings[0].claim", ABSENT, r"findings[0].claim is missing"),
+        ("findings", {}, "findings is an object; it must be a list"),
+        ("holds", False, "holds is False, and the findings give True"),
+        ("about", [], "about is a list of 0; it must be an object"),
+    ],
+)  # fmt: skip
+def test_edited_evidence_is_refused_by_field(files: Path, tmp_path: Path, field: str, value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Evidence.load(write_edited(tmp_path / "evidence.json", files / "evidence.json", field, value))
+
+
+def test_a_written_file_is_read_back(files: Path) -> None:
+    assert Prescription.load(files / "prescription.json").removed_share == pytest.approx(0.625)
+    assert len(Diagnosis.load(files / "diagnosis.json").layers) == 3
+    assert Evidence.load(files / "evidence.json").holds
+
+
+DEEP = ("[" * 100_000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300)
+
+
+@pytest.mark.parametrize("content", [*DEEP, "1" * 5000], ids=("open", "lists", "objects", "digits"))
+def test_json_that_exhausts_the_reader_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"a.json"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_pipe_a_device_and_a_folder_are_refused_before_they_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for read in (read_json, read_tensors):
+        with pytest.raises(CheckpointError, match=r"pipe.json is a named pipe; give a regular file"):
+            read(tmp_path / "pipe.json")
+        with pytest.raises(CheckpointError, match="is a device"):
+            read(Path("/dev/zero"))
+        with pytest.raises(CheckpointError, match="is a folder"):
+            read(tmp_path)
+        with pytest.raises(CheckpointError, match="does not exist"):
+            read(write_json(tmp_path / "a.json", {}) / "below")
