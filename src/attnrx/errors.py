@@ -48,6 +48,10 @@ class KernelWarning(UserWarning):
     """The C++ attention kernel cannot be used; PyTorch's attention, which is slower, runs in its place."""
 
 
+class CacheWarning(UserWarning):
+    """A file of the cache folder that is damaged, and is made anew."""
+
+
 class CheckpointError(AttnrxError):
     """A file of ours that is missing, truncated, tampered with or from another schema."""
 

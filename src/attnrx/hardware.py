@@ -2,14 +2,15 @@
 
 import os
 import platform
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnrx.errors import CheckpointError
-from attnrx.storage import read_json, write_json
+from attnrx.errors import CacheWarning, CheckpointError
+from attnrx.storage import check_schema, read_json, write_json
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
 KIND, SCHEMA = "attnrx measurements", 1
@@ -45,8 +46,8 @@ class Measurements:
     """Records by key, for the hardware at hand and this version of torch; those of other machines are left alone.
 
     `path` is a file that may be written by one machine and read by others; None takes that of the cache folder. With
-    `pinned` nothing is ever written: the file says all that is known. A damaged file in the cache folder counts as
-    empty, one that was named is refused.
+    `pinned` nothing is ever written: the file says all that is known. Damaged content of the cache folder is ignored
+    with a `CacheWarning` and measured anew; that of a file that was named is refused with a `CheckpointError`.
     """
 
     def __init__(self, device: str, path: Path | str | None = None, pinned: bool = False):
@@ -56,11 +57,16 @@ class Measurements:
         self._machine = f"{device_name(device)}, torch {torch.__version__}"
         if pinned and not self.path.exists():
             raise CheckpointError(f"{self.path} does not exist, so it cannot say what is to be used; measure first.")
+        self._warned = False
         self._records = self._read().get(self._machine, {})
 
-    def get(self, key: str) -> Mapping[str, Any] | None:
-        """Gives what is known of a key."""
-        return self._records.get(key)
+    def get(self, key: str, is_valid: Callable[[Mapping[str, Any]], bool] = bool) -> Mapping[str, Any] | None:
+        """Returns the record of a key; None where there is none, or one that is not valid."""
+        record = self._records.get(key)
+        if record is None or is_valid(record):
+            return record
+        self._ignore(CheckpointError(f"{self.path}: the record {key!r} is damaged; delete it or name another file."))
+        return None
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Keeps a record, on disk too where that is possible."""
@@ -80,10 +86,23 @@ class Measurements:
             return {}
         try:
             found = read_json(self.path)
-            if (found.get("kind"), found.get("schema")) != (KIND, SCHEMA):
-                raise CheckpointError(f"{self.path} holds no {KIND} of schema {SCHEMA}; delete it or name another.")
+            check_schema(found, KIND, SCHEMA, self.path)
+            if not _is_nested(found.get("machines"), 3):
+                raise CheckpointError(f"{self.path} holds no records by machine and key; delete it or name another.")
             return dict(found["machines"])
-        except CheckpointError:
-            if self._named:
-                raise
+        except CheckpointError as error:
+            self._ignore(error)
             return {}
+
+    def _ignore(self, error: CheckpointError) -> None:
+        """Warns once of damage in the cache folder; raises the error where the file was named."""
+        if self._named:
+            raise error
+        if not self._warned:
+            warnings.warn(f"{error} It is ignored and measured anew.", CacheWarning, stacklevel=4)
+        self._warned = True
+
+
+def _is_nested(value: object, depth: int) -> bool:
+    """Whether the value is a dictionary of dictionaries, and so on, so many levels deep."""
+    return depth == 0 or (isinstance(value, dict) and all(_is_nested(each, depth - 1) for each in value.values()))

@@ -144,7 +144,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_schema(record: Mapping[str, Any], kind: str, schema: int, path: Path | str) -> None:
+def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
     """Refuses a record that is not of this kind or was written by a newer schema."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:

@@ -1,5 +1,7 @@
 """Choosing a backend: the fastest that is right, measured once, kept on disk, pinned on request."""
 
+import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +10,11 @@ import torch
 
 from attnrx.attention import Attention, Auto, Backend, Chosen, Eager, Explicit, Fused, Occasion, Tapped, choosing
 from attnrx.attention.factors import ScoreFactors
-from attnrx.errors import CheckpointError
+from attnrx.costs import measured_steps
+from attnrx.errors import CacheWarning, CheckpointError
 from attnrx.hardware import Measurements, cache_folder
 from attnrx.spec import AttentionSpec
-from attnrx.storage import read_json, write_json
+from attnrx.storage import read_json
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
 WIDE = replace(SPEC, ranks=(4, 4, 4))
@@ -129,18 +132,55 @@ def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images
     assert watched.at(spec, occasion) is watched
 
 
-def test_measurements_survive_others_and_damage(cache: Path, tmp_path: Path) -> None:
+def test_measurements_survive_others() -> None:
     first, second = Measurements("cpu"), Measurements("cpu")
     first.put("one", {"a": 1})
     second.put("two", {"a": 2})
     again = Measurements("cpu")
     assert (again.get("one"), again.get("two"), again.get("three")) == ({"a": 1}, {"a": 2}, None)
-    cache.write_text("{")
-    assert Measurements("cpu").get("one") is None
-    named = tmp_path / "named.json"
-    write_json(named, {"kind": "something else"})
-    with pytest.raises(CheckpointError, match="no attnrx measurements"):
-        Measurements("cpu", named)
+
+
+TABLE = {"kind": "attnrx measurements", "schema": 1}
+TRIALS = {name: {"seconds": 1.0, "error": 0.0} for name in ("wrong", "slow", "failing", "explicit")}
+BROKEN = ["{", "[" * 100_000, "[]", "null", b"\xff", TABLE, TABLE | {"schema": 9}, TABLE | {"machines": [1]}]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, TABLE | {"machines": {"a": 1}}, TABLE | {"machines": {"a": {"b": "c"}}}])
+def test_a_broken_table_in_the_cache_is_measured_anew_with_a_warning(
+    cache: Path, tmp_path: Path, content: bytes | str | dict[str, object]
+) -> None:
+    for path in (cache, tmp_path / "named.json"):
+        encoded = json.dumps(content) if isinstance(content, dict) else content
+        path.write_bytes(encoded if isinstance(encoded, bytes) else encoded.encode())
+    with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
+        assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Measurements("cpu").get(choosing.key_of(SPEC, OCCASION)) is not None  # written anew
+    with pytest.raises(CheckpointError, match=r"named\.json"):
+        Measurements("cpu", tmp_path / "named.json")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"backend": "explicit"}, {"backend": 3, "trials": TRIALS}, {"backend": [], "trials": TRIALS},
+     {"backend": "slow", "trials": 3}, {"backend": "slow", "trials": list(TRIALS)}],
+)  # fmt: skip
+def test_a_record_that_is_not_whole_is_measured_anew(cache: Path, tmp_path: Path, record: dict[str, object]) -> None:
+    Measurements("cpu").put(choosing.key_of(SPEC, OCCASION), record)
+    with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
+        assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+    Measurements("cpu", tmp_path / "named.json").put(choosing.key_of(SPEC, OCCASION), record)
+    with pytest.raises(CheckpointError, match=r"named\.json"):
+        Chosen(str(tmp_path / "named.json")).at(SPEC, OCCASION)
+
+
+def test_steps_of_a_broken_record_are_measured_anew(cache: Path) -> None:
+    key = f"steps | width=8 | 5 cpu float32 | threads={torch.get_num_threads()}"
+    for record in ({"four": 1.0}, {"4": None}, {"4": -1.0}):
+        Measurements("cpu").put(key, record)
+        with pytest.warns(CacheWarning, match="measured anew"):
+            assert measured_steps(8, (4,), tokens=5).seconds[0] > 0
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

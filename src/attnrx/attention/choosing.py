@@ -67,7 +67,7 @@ class Chosen(Auto):
         if not occasion.free or candidates is None:
             return super().at(spec, occasion)
         known, key = self._measurements(occasion.device), key_of(spec, occasion)
-        record = known.get(key)
+        record = known.get(key, _is_whole)
         if self._is_wanting(record, candidates):
             record = chosen(trials(spec, occasion, candidates))
             known.put(key, record)
@@ -95,6 +95,10 @@ def key_of(spec: AttentionSpec, occasion: Occasion) -> str:
         f"threads={occasion.threads}",
     )
     return "attention | " + " | ".join(parts)
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
 def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The steps of the hardware: which ranks, and which numbers of tokens, cost no more than smaller ones."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +82,7 @@ def measured_steps(
     known = Measurements(device, table)
     threads, precision = torch.get_num_threads(), str(dtype).removeprefix("torch.")
     key = f"steps | width={width} | {tokens} {device} {precision} | threads={threads}"
-    found = {int(size): float(seconds) for size, seconds in (known.get(key) or {}).items()}
+    found = {int(size): float(seconds) for size, seconds in (known.get(key, _are_seconds) or {}).items()}
     missing = [size for size in wanted if size not in found]
     if missing:
         if not may_measure():
@@ -89,6 +90,14 @@ def measured_steps(
         found |= _seconds(width, missing, tokens, device, dtype)
         known.put(key, {str(size): seconds for size, seconds in sorted(found.items())})
     return Steps(wanted, tuple(found[size] for size in wanted))
+
+
+def _are_seconds(record: Mapping[str, object]) -> bool:
+    """Whether the record has a positive time for every size."""
+    return all(
+        size.isascii() and size.isdigit() and isinstance(seconds, float) and 0 < seconds < math.inf
+        for size, seconds in record.items()
+    )
 
 
 @torch.inference_mode()
