@@ -104,6 +104,20 @@ def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: py
         assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
 
 
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
+    model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")
+    reduction, images = reduction_of(model), inputs(model, 4)
+    assert reduction is not None
+    with torch.no_grad():
+        model(images)
+        together = reduction.run.trail
+        for place in (3, 0):
+            model(images[place : place + 1])
+            trails = zip(reduction.run.trail, together, strict=True)
+            assert all(torch.equal(alone[0], stage[place]) for alone, stage in trails)
+
+
 def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "CACHED", 2 * 3 * 5 * 7 * 4)
     images = torch.zeros(5, 1, dtype=torch.float32)
@@ -133,7 +147,7 @@ def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     assert torch.equal(logits(kept), logits(model))
 
 
-# Random goes by the place of a token alone, and merging by whether it is even or odd.
+# Random scores are hashes of indices, and merging goes by whether it is even or odd.
 @pytest.mark.parametrize("kind", [kind for kind in REDUCTIONS if kind not in ("random", "tome", "ward", "ward-means")])
 def test_the_order_of_the_patches_does_not_matter(kind: str) -> None:
     """Shuffled patches with their positions give the same answer: a reducer goes by what a token is."""

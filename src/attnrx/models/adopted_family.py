@@ -231,6 +231,10 @@ class AdoptedFamily(Family):
             )
         return TokenLayout(self.prefix_tokens(source), self._positions(adopted), self.has_class_token(source), pooled)
 
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        """The convolution."""
+        return self.patches(self._adopted(model).source)
+
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         """The norm after the last layer."""
         return self.last_norm(self._adopted(model).source)

@@ -63,6 +63,10 @@ class Family(ABC):
         return ()
 
     @abstractmethod
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        """The module whose first argument is the images."""
+
+    @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """The tokens before the first layer, and how the answer is read off those after the last."""
 

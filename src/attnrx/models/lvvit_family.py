@@ -43,6 +43,10 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         model.load_state_dict(read_published(Path(weights), model, f"lvvit:{size}"), strict=True, assign=True)
         return model.requires_grad_(True).eval()
 
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        """The stem."""
+        return self._own(model).get_submodule("stem")
+
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """A class token before the patches; the answer goes by the largest over the patches too, where they answer."""
         config = self._own(model).config

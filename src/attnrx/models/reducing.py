@@ -15,9 +15,21 @@ from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
 from attnrx.models.token_run import TokenRun
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens import MapMoments, Part, Reduction, Seen, Shape, TokenPolicy, policy_from_dict, sampled_keep
+from attnrx.tokens import (
+    MapMoments,
+    Part,
+    Reduction,
+    Seen,
+    Shape,
+    TokenPolicy,
+    image_keys,
+    policy_from_dict,
+    sampled_keep,
+)
 
 BY = ("mask", "compress")
+SHOWN = {"attention", "class_attention", "keys"}
+"""What a reducer may need of the layer before a stage."""
 
 
 class TokenReduction(nn.Module):
@@ -54,6 +66,12 @@ class TokenReduction(nn.Module):
     def predictor(self, stage: int) -> nn.Module:
         """The predictor of a stage, or that of all."""
         return self.stages[0 if self.policy.reducer.one_predictor else stage]
+
+    def begin(self, images: Float[Tensor, "batch channels height width"]) -> None:
+        """Starts a batch, or a part of one."""
+        self.run.begin()
+        if "image_keys" in self.policy.reducer.needs:
+            self.run.image_keys = image_keys(images)
 
     def accumulate(self, tokens: Float[Tensor, "batch tokens width"]) -> None:
         """Adds what the reducer scores the patches that a layer gave."""
@@ -103,7 +121,7 @@ class TokenReduction(nn.Module):
             run.trail.append(run.places)
             return tokens
         tap = Tap.joined(run.taps)
-        showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated)
+        showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated, run.image_keys)
         whole = self.by == "compress" and not self.draws
         seen = Seen(tokens, prefix, sizes, run.places, *showed, whole=whole)
         if self.draws:
@@ -190,7 +208,7 @@ def attach_tokens_(
         _first_(blocks[layer - 1], _Stage(reduction, stage))
     for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
         _first_(block, _Accumulate(reduction))  # what enters one, left the one before
-    _first_(blocks[0], _Begin(reduction))
+    _first_(family.patch_embedding(model), _Begin(reduction))
     for index, layer in enumerate(layers, 1):
         _tap_(layer, index, reduction)
     if layout.pooled in _POOLED:
@@ -264,7 +282,7 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
 def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
     """Names what the reducer must see of a layer."""
     needs = policy.reducer.needs
-    wanted = set(needs) - {"moments", "accumulated"} if layer + 1 in policy.layers else set()
+    wanted = set(needs) & SHOWN if layer + 1 in policy.layers else set()
     if "moments" in needs and layer < policy.layers[-1]:
         wanted.add("attention")
     return tuple(sorted(wanted))
@@ -288,7 +306,7 @@ class _Hook:
 
 class _Begin(_Hook):
     def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
-        self.reduction.run.begin()
+        self.reduction.begin(given[0])
 
 
 class _Accumulate(_Hook):

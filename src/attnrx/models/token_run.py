@@ -13,7 +13,8 @@ class TokenRun:
     """What is known of the tokens while one batch passes through the model; begun anew with every batch.
 
     `sizes` is None until the first token has left. `places` says which patch of the image every patch token is, -1 for
-    those that a stage added, and `trail` what was left after each stage. In training, `drawn` is what a learned reducer
+    those that a stage added, and `trail` what was left after each stage. `image_keys` are hashes of the images, for a
+    reducer that needs them. In training, `drawn` is what a learned reducer
     drew at each stage: 1 for a patch that stays, 0 for one that leaves, with a gradient.
     """
 
@@ -22,6 +23,7 @@ class TokenRun:
         self.places: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
+        self.image_keys: Int[Tensor, batch] | None = None
         self.taps: list[Tap] = []
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.drawn: list[Float[Tensor, "batch patches"]] = []

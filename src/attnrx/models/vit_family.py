@@ -39,6 +39,10 @@ class ViTFamily(OwnFamily[ViTConfig]):
     model_type = VisionTransformer
     config_type = ViTConfig
 
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        """The convolution."""
+        return self._own(model).get_submodule("patches")
+
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """Patches alone, whose mean is classified."""
         return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")

@@ -13,7 +13,7 @@ from attnrx.tokens.evit import EViT
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
 from attnrx.tokens.policy import TokenPolicy
-from attnrx.tokens.random import Random
+from attnrx.tokens.random import Random, image_keys
 from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
@@ -74,6 +74,7 @@ __all__ = [
     "Ward",
     "ZeroTPrune",
     "attention_features",
+    "image_keys",
     "images_of",
     "parse_policy",
     "parse_reducer",

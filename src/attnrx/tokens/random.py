@@ -1,38 +1,71 @@
-"""The control: patches chosen by chance."""
+"""The control: random patches, drawn for every image from a hash of its pixels."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.reducer import Selecting
 from attnrx.tokens.seen import Seen
 
-BITS = (1 << 32) - 1
+SEEDS = 2**31
+STEP = 2**20
+"""Pixels are hashed as multiples of 1 / STEP."""
+LARGEST = 2**31 - 128
+"""The largest multiple, as float32 holds it."""
 
 
 @dataclass(frozen=True)
 class Random(Selecting):
-    """Keeps random patches, others in every image of a batch; the same at every stage, so that none comes back.
+    """Keeps random patches.
 
-    The number of a patch follows from the seed, the place of its image in the batch and its own place in the image, by
-    arithmetic on integers: nothing is drawn, so it is the same on every device and in an exported model.
+    The score of a patch is a hash of the seed, of the pixels of its image and of its index. It depends neither on the
+    batch nor on threads or device, and an exported model computes it too. It is the same at every stage: the best m of
+    the best n by one random order are m of those n, drawn at random. Identical images keep the same patches. Pixels
+    that differ, also by rounding to another precision or by augmentation, give other patches.
     """
 
     seed: int = 0
 
+    def __post_init__(self):
+        if not 0 <= self.seed < SEEDS:
+            raise InvalidInput(f"random(seed={self.seed}): give a seed from 0 to {SEEDS - 1}.")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The hash of every image."""
+        return ("image_keys",)
+
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives every patch of the image its number in [0, 1), by its place."""
-        places = seen.places.clamp(min=0)
-        image = torch.arange(places.shape[0], device=places.device)[:, None]
-        mixed = scrambled(scrambled(scrambled(torch.full_like(image, self.seed & BITS)) ^ image) ^ places)
-        return (mixed >> 8).to(torch.float32) / (1 << 24)  # as many bits as float32 holds exactly
+        """Returns a score in [0, 1) for every patch; a token that an earlier stage added has one of its own."""
+        keys = seen.image_keys
+        assert keys is not None
+        image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
+        mixed = scrambled(image[:, None] ^ (seen.places + 1))
+        return ((mixed >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # as many bits as float32 holds exactly
+
+
+def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
+    """Returns a hash of every image, of 32 bits: sums over columns, rows and channels with hashed weights.
+
+    Sums of integers do not depend on their order, so neither does the hash. Pixels are taken in float32.
+    """
+    numbers = (images.float() * STEP).round().clamp(-LARGEST, LARGEST).to(torch.int64)
+    for axis in range(images.ndim - 1):
+        indices = torch.arange(numbers.shape[-1], device=images.device)
+        weights = scrambled(indices + (axis + 1) * 0x10001) | 1
+        # 31 bits each: ONNX Runtime does not let sums wrap around.
+        numbers = scrambled((((numbers * weights) >> 1) & 0x7FFFFFFF).sum(-1))
+    return numbers
 
 
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Gives 32 bits that depend on all of the number's lower 32: the finalizer of MurmurHash3 (Appleby, 2011)."""
-    number = number & BITS
-    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & BITS
-    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & BITS
-    return number ^ (number >> 16)
+    """Returns a number whose lower 32 bits depend on all of the lower 32 given: the finalizer of MurmurHash3.
+
+    Higher bits mean nothing: products wrap around. So 32 bits are enough for a runtime that has no integers of 64.
+    """
+    number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
+    number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
+    return number ^ ((number >> 16) & 0xFFFF)

@@ -58,9 +58,9 @@ class Reducer(ABC):
 
     `needs` names what of the layers before it must see: "class_attention" and "attention" of the last layer,
     "moments" of all layers, "keys" of the last layer, and "accumulated", the sum over all layers of what `layer_score`
-    gave their tokens. A reducer with `proportional` tokens changes their sizes, and later attention counts a token as
-    often as its size says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at
-    every stage, or `one_predictor` for all of them.
+    gave their tokens; and "image_keys", a hash of the pixels of every image. A reducer with `proportional` tokens
+    changes their sizes, and later attention counts a token as often as its size says (the logarithm of the size is
+    added to its scores). A `learned` reducer has a predictor at every stage, or `one_predictor` for all of them.
     """
 
     name: ClassVar[str] = ""

@@ -101,7 +101,7 @@ class Seen:
     token pays to every token in the layer before, by head; `attention` the whole map of that layer, `moments` those
     of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
     says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is what
-    the reducer's `layer_score` gave every patch, summed over the layers so far.
+    the reducer's `layer_score` gave every patch, summed over the layers so far. `image_keys` are hashes of the images.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -113,6 +113,7 @@ class Seen:
     moments: MapMoments | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
     accumulated: Float[Tensor, "batch patches"] | None = None
+    image_keys: Int[Tensor, "batch"] | None = None
     whole: bool = False
     """Whether every token is known to be there still, so that nothing has to be left out of a sum."""
 
