@@ -19,7 +19,8 @@ from attnrx.evidence import Evidence
 from attnrx.examination import diagnose, told_or_read
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.hub import upload
-from attnrx.models import described_tokens, family_of, load_model, model_fingerprint, save_model
+from attnrx.models import FAMILIES, described_tokens, family_of, load_model, model_fingerprint, save_model
+from attnrx.models.checkpoint import load_weights
 from attnrx.planning import plan
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
@@ -211,7 +212,7 @@ def push_to_hub(
     `base_model` (the original's OWNER/NAME) go into the head of its card. `load("hub:OWNER/NAME")` gives it back.
     """
     folder = Path(folder)
-    load_model(folder)
+    load_weights(folder, FAMILIES)
     card = folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")

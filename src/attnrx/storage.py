@@ -148,7 +148,7 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
     """Refuses a record that is not of this kind or was written by a newer schema."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
-        raise CheckpointError(f"{path} is not a {kind} (it says kind={found[0]!r}).")
+        raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
     if found[1] != schema:
         raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
 

@@ -122,7 +122,7 @@ def test_a_config_whose_shapes_are_not_its_weights_is_refused(tmp_path: Path) ->
 
 def test_other_kinds_and_schemas_are_refused(tmp_path: Path) -> None:
     path = prescription(model(CONFIGS["svda"]), PATTERNS["half"]).save(tmp_path / "p.json")
-    with pytest.raises(CheckpointError, match="is not a attnrx evidence"):
+    with pytest.raises(CheckpointError, match="is not an attnrx evidence"):
         Evidence.load(path)
     record = json.loads(path.read_text()) | {"schema": 99}
     path.write_text(json.dumps(record))

@@ -17,10 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.flow import load, push_to_hub
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.low_rank_linear import LowRankLinear
 from pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
+from test_cli import record
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -397,3 +399,13 @@ def test_a_real_vit_tiny_keeps_its_logits() -> None:
     batch = images(TIMM, adopted, 2)
     torch.testing.assert_close(logits(adopted, batch), logits(plain, batch), rtol=0, atol=1e-11)
     assert TIMM.costs(adopted).params == 5_717_416
+
+
+def test_a_folder_saved_by_transformers_needs_no_prefix(tmp_path: Path) -> None:
+    model = of_hf("ViTForImageClassification").float()
+    model.save_pretrained(tmp_path)
+    batch = images(HF, HF.adopt(model)).float()
+    assert torch.equal(logits(load(tmp_path), batch), logits(load(f"hf:{tmp_path}"), batch))
+    assert record("costs", tmp_path)["params"] == HF.costs(HF.adopt(model)).params
+    with pytest.raises(CheckpointError, match="not an attnrx model"):  # it lacks the weights' names of a saved model
+        push_to_hub(tmp_path, "me/slim")

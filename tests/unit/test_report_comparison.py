@@ -134,7 +134,7 @@ def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"kind": "attnrx evidence"}, "is not a attnrx comparison"),
+        ({"kind": "attnrx evidence"}, "is not an attnrx comparison"),
         ({"trials": []}, "holds no trial yet"),
         ({"trials": [{"share": 0.5}]}, "not a whole comparison"),
         ({"trials": [{"contender": "a", "macs_share": "much"}]}, "not a whole comparison"),

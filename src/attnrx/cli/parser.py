@@ -44,7 +44,8 @@ POLICY = (
 
 def add_model(parser: Parser, purpose: str = "") -> None:
     """Adds the model, and the file of its weights where its name alone does not say them."""
-    kinds = "a saved folder, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
+    folders = "a folder saved by attnrx or transformers"
+    kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
     parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME or lvvit:SIZE, in a local file")
 

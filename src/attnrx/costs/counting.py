@@ -5,10 +5,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.shapes import Float, Tensor
+
+# torch 2.11 counts fused attention on CUDA only; later versions register the same formula for the CPU.
+_aten = torch.ops.aten
+flop_registry.setdefault(
+    _aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[_aten._scaled_dot_product_flash_attention]
+)
 
 
 def count_params(model: nn.Module) -> int:

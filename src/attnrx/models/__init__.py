@@ -15,7 +15,7 @@ from attnrx.models.blocks import block_names, parameter_places, recording_blocks
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.executing import use_backend
 from attnrx.models.family import Family, model_fingerprint
-from attnrx.models.huggingface_family import HuggingFaceFamily
+from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import LVViT, LVViTConfig
 from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
@@ -138,8 +138,9 @@ def load_model(
     """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
 
     `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
-    ones; `hf:ID` takes a folder or downloads, `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh
-    weights; `lvvit:SIZE` takes a published file.
+    ones; `hf:ID` takes a folder or downloads, and the path of a folder saved by transformers needs no `hf:`;
+    `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh weights; `lvvit:SIZE` takes a published
+    file.
     """
     if isinstance(source, nn.Module):
         return _known(source)
@@ -158,7 +159,11 @@ def load_model(
         return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
-    return load_weights(source, FAMILIES)
+    return _read_folder(source)
+
+
+def _read_folder(source: str | Path) -> nn.Module:
+    return HuggingFaceFamily().load(source) if is_transformers_folder(source) else load_weights(source, FAMILIES)
 
 
 def _known(model: nn.Module) -> nn.Module:

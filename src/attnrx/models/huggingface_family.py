@@ -16,6 +16,7 @@ from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_sha
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.plain_attention import Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
+from attnrx.storage import read_json
 
 PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 
@@ -42,6 +43,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 PREFIX = ("cls_token", "distillation_token", "register_tokens")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
+
+
+def is_transformers_folder(folder: Path | str) -> bool:
+    """Returns whether the folder has a config.json that transformers wrote."""
+    path = Path(folder) / "config.json"
+    record = read_json(path) if path.is_file() else None
+    return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
 class HuggingFaceModel(Adopted):
