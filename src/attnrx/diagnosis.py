@@ -187,6 +187,7 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
         "heads": list(spectrum.heads),
         "scale": spectrum.scale,
         "norms": spectrum.norms,
+        "shared": spectrum.shared,
         "readings": per_head,
         "mlp": [
             None if found is None else {"inputs": found.inputs, "metrics": sorted(found.metrics)} for found in layer.mlp
@@ -205,6 +206,7 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         facts["scale"],
         facts["norms"],
         tuple(facts["heads"]),
+        shared=facts["shared"],
     )
     start = f"layers.{index}.readings."
     readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

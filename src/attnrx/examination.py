@@ -171,7 +171,7 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     strength_METRIC [heads, directions] are the singular values of the scores in that metric, and
     effective_rank_METRIC [heads] how many directions their energy is spread over.
     """
-    if layer.spectrum.norms != "none" or not layer.spectrum.heads or layer.spectrum.query.shape[0] == 1:
+    if layer.spectrum.norms != "none" or not layer.spectrum.heads or layer.spectrum.shared:
         return layer
     told = dict(layer.readings)
     for metric in SHOWN_METRICS:

@@ -39,7 +39,7 @@ from attnrx.validation import (
     validated,
 )
 
-KIND, SCHEMA = "attnrx prescription", 1
+KIND, SCHEMA = "attnrx prescription", 2
 
 
 def _lay_out(part: Any, *fields: str) -> None:
@@ -60,8 +60,15 @@ class Basis:
 
     left: Float[Tensor, "owners directions rows"]
     right: Float[Tensor, "owners directions rows"]
+    shared: bool
 
     def __post_init__(self):
+        if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
+            owners = "one owner, as the directions are shared" if self.shared else "one owner per head"
+            raise InvalidInput(
+                f"the basis has left {tuple(self.left.shape)} and right {tuple(self.right.shape)}: give both the same "
+                f"shape [owners, directions, rows], with {owners}."
+            )
         _lay_out(self, "left", "right")
 
 
@@ -117,6 +124,12 @@ class LayerPrescription:
             )
         if len(self.reasons) != self.keep.shape[0]:
             raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
+        owners = 1 if self.is_shared else self.keep.shape[0]
+        if self.basis is not None and self.basis.left.shape[:2] != (owners, self.keep.shape[1]):
+            raise InvalidInput(
+                f"a basis of shape {tuple(self.basis.left.shape)} does not fit keep {tuple(self.keep.shape)}, "
+                f"whose directions have {owners} owners."
+            )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -126,7 +139,7 @@ class LayerPrescription:
     @property
     def is_shared(self) -> bool:
         """Whether all heads use the same directions."""
-        return self.basis is not None and self.basis.left.shape[0] == 1
+        return self.basis is not None and self.basis.shared
 
     @property
     def directions(self) -> int:
@@ -134,7 +147,7 @@ class LayerPrescription:
 
         Directions that all heads share replace those of all heads, whose rows they combine.
         """
-        if self.basis is not None and self.basis.left.shape[0] == 1:
+        if self.basis is not None and self.basis.shared:
             return self.basis.left.shape[2]
         return self.keep.numel()
 
@@ -315,7 +328,9 @@ def _to_record(layer: LayerPrescription) -> dict[str, Any]:
         ],
     }
     outputs = {name: _output_record(output) for name, output in _outputs(layer).items()}
-    return record | ({"basis": True} if layer.basis else {}) | ({"outputs": outputs} if outputs else {})
+    if layer.basis is not None:
+        record["basis"] = {"shared": layer.basis.shared}
+    return record | ({"outputs": outputs} if outputs else {})
 
 
 def _output_record(output: OutputPrescription) -> dict[str, Any]:
@@ -356,10 +371,17 @@ def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> La
         strength.reshape(keep.shape),
         stays,
         tuple(head["why"] for head in heads),
-        Basis(tensors["basis.left"], tensors["basis.right"]) if record.get("basis") else None,
+        _basis(record["basis"], tensors) if "basis" in record else None,
         outputs.get("values"),
         (outputs.get("mlp.0"), outputs.get("mlp.1")),
     )
+
+
+def _basis(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Basis:
+    shared = record["shared"]
+    if not isinstance(shared, bool):
+        raise ValueError(f"basis.shared is {shared!r}, not true or false")
+    return Basis(tensors["basis.left"], tensors["basis.right"], shared)
 
 
 def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputPrescription:

@@ -12,10 +12,11 @@ from attnrx.shapes import Bool, Float, Tensor
 class Spectrum:
     """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, x carrying a trailing 1.
 
-    `owners` is the number of heads, or 1 where all heads share their directions. Rows are padded to the largest rank;
-    `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query and
-    key: over the kept directions ("kept") or over all original ones ("original"). `heads` names the original head of
-    every row. Rules see the other maps of a layer as the same tables; `of` says which: "scores", "values" or "mlp".
+    `owners` is the number of heads, or 1 where all heads share their directions (`shared`). Rows are padded to the
+    largest rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of
+    query and key: over the kept directions ("kept") or over all original ones ("original"). `heads` names the original
+    head of every row. Rules see the other maps of a layer as the same tables; `of` says which: "scores", "values" or
+    "mlp".
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -26,6 +27,7 @@ class Spectrum:
     norms: str
     heads: tuple[int, ...]
     of: str = "scores"
+    shared: bool = False
 
     def __post_init__(self):
         if self.strength.ndim != 2 or self.query.ndim != 3 or self.key.ndim != 3:
@@ -36,9 +38,10 @@ class Spectrum:
                 f"strength {tuple(self.strength.shape)}, used {tuple(self.used.shape)}, heads {self.heads} disagree."
             )
         for table in (self.query, self.key):
-            if table.shape[0] not in (1, heads) or table.shape[1] != directions:
+            if table.shape[:2] != (1 if self.shared else heads, directions):
+                whose = "shared directions" if self.shared else "directions of their own"
                 raise InvalidInput(
-                    f"a table of shape {tuple(table.shape)} does not fit {heads} heads of {directions} directions."
+                    f"a table of shape {tuple(table.shape)} does not fit {heads} heads with {directions} {whose}."
                 )
 
     @property

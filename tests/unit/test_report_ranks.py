@@ -62,7 +62,7 @@ def test_shared_directions_are_one_rank_for_all_heads() -> None:
 
 def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
     keep = torch.tensor([[True, True, False], [False, False, True]])
-    basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
+    basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), shared=True)
     layer = LayerPrescription(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
     assert (layer.kept, layer.directions) == (2, 8)
     assert Prescription((layer,), {}, "", {}).removed_share == 1 - 2 / 8

@@ -103,7 +103,8 @@ class Attention(nn.Module):
         strength[used] = own.detach().cpu().double().flatten()
         owners = ranks[: len(spec.rows)]
         tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
-        return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads)
+        shared = spec.form == "shared"
+        return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads, shared=shared)
 
     def value_factors(self) -> dict[str, Tensor]:
         """Reads what the plain SVD of every head's values is made of, in float64.

@@ -13,14 +13,14 @@ from attnrx.spec import AttentionSpec
 def mask_rewritten_(attention: Attention, layer: LayerPrescription, basis: Basis) -> None:
     """Writes the kept directions over the rows of their head, and zeros over the rest; every shape stays."""
     spec = attention.spec
-    if basis.left.shape[0] == 1:
+    if basis.shared:
         raise NotSupported(
             "directions that all heads share (CP SlimAtt) have no mask: the original layer has no place for them. "
             "Realize the prescription by='compress'."
         )
     root = torch.where(layer.keep, layer.strength, 0.0).sqrt()[..., None]
     for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
-        rows = root * _combined(side, spec, table)
+        rows = root * _combined(side, spec, table, shared=False)
         _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
 
 
@@ -31,21 +31,23 @@ def copy_rewritten_(
     shared = target.spec.form == "shared"
     kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
     for name, table in (("query", basis.left), ("key", basis.right)):
-        rows = _combined(getattr(source.scores, name), source.spec, table)
+        rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
         _write_(getattr(target.scores, name), rows[0, kept] if shared else _kept_rows(rows, layer, order))
     if shared:
         fusion = torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]
         target.scores.get_parameter("strength").copy_(fusion)
 
 
-def _combined(side: HeadLinear, spec: AttentionSpec, table: Tensor) -> Float[Tensor, "owners directions augmented"]:
+def _combined(
+    side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
+) -> Float[Tensor, "owners directions augmented"]:
     """Gives the new rows with their bias, in float64 on the CPU."""
     stored = side.augmented()
-    most = table.shape[-1] if table.shape[0] == len(spec.rows) else table.shape[-1] // len(spec.rows)
+    most = table.shape[-1] // len(spec.rows) if shared else table.shape[-1]
     padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])
     for own, rows in zip(padded, stored.split(spec.rows), strict=True):
         own[: rows.shape[0]] = rows
-    return table @ (padded if table.shape[0] == len(spec.rows) else padded.flatten(0, 1))
+    return table @ (padded.flatten(0, 1) if shared else padded)
 
 
 def _kept_rows(rows: Tensor, layer: LayerPrescription, order: list[int]) -> Float[Tensor, "rows augmented"]:

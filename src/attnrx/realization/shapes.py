@@ -29,7 +29,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
 
 def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[int], norms: str) -> AttentionSpec:
     heads = tuple(spec.heads[head] for head in order)
-    if layer.basis is not None and layer.basis.left.shape[0] == 1:
+    if layer.is_shared:
         rank = int(layer.keep[order].any(0).sum()) if order else 0
         shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
         return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")

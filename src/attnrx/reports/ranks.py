@@ -107,7 +107,7 @@ def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[in
 
 
 def _scores(layer: LayerPrescription, used: Sequence[int] | None) -> list[Kept]:
-    if layer.is_shared and len(layer.heads) > 1:
+    if layer.is_shared:
         return [Kept(layer.kept, layer.directions)]
     full = [layer.keep.shape[1]] * len(layer.heads) if used is None else used
     return [

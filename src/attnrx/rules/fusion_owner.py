@@ -29,10 +29,12 @@ class FusionOwner(Rule):
         """Reads the owners off the fusion matrix."""
         spectrum = read_spectrum(self, diagnosis, layer)
         heads = len(spectrum.heads)
-        if spectrum.query.shape[0] != 1 or heads < 2:
+        if not spectrum.shared or heads < 2:
+            found = "the heads" if heads > 1 else "the one head"
+            whose = "its shared directions to itself" if spectrum.shared else "directions of its own"
             raise NotSupported(
-                f"{self} gives shared directions to the heads that use them most, and the heads of layer {layer} have "
-                "directions of their own; use fusion_rank, total_rank or uniform_rank."
+                f"{self} gives each shared direction to one of several heads, and {found} of layer {layer} has "
+                f"{whose}; use fusion_rank, total_rank or uniform_rank."
             )
         left, right = (table[0].double().mT for table in (spectrum.query, spectrum.key))
         fusion = fusion_ranks(Canonical(left, right, spectrum.strength.double()))

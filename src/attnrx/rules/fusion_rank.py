@@ -17,6 +17,8 @@ from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest
 
+METRIC = "augmented"
+
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
@@ -28,7 +30,7 @@ class FusionRank(Rule):
     (see `shared_rank`). The metric is "augmented" unless stated.
     """
 
-    default_metric: ClassVar[str] = "augmented"
+    default_metric: ClassVar[str | None] = METRIC
     scores_only: ClassVar[bool] = True
 
     rank: int | float
@@ -47,7 +49,7 @@ class FusionRank(Rule):
         """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
-        joint = JointForm(diagnosis.layers[layer], self.metric or self.default_metric)
+        joint = JointForm(diagnosis.layers[layer], self.metric or METRIC)
         schedule = Schedule(sweeps=self.sweeps)
         fusion = fusion_ranks(cpd_epc(joint.tensor, total, start=self.start, schedule=schedule, seed=self.seed))
         outside = float(fusion.off_block.mean())

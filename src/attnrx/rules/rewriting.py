@@ -37,7 +37,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
         strength=torch.where(used, found.strength, 0.0),
         used=used,
     )
-    basis = Basis(found.left, found.right)
+    basis = Basis(found.left, found.right, shared=spectrum.shared)
     return LayerDiagnosis(changed, _readings(layer.readings, changed, basis)), basis
 
 

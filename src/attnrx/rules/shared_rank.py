@@ -59,7 +59,7 @@ class SharedRank(Rule):
         why = f"shares {rank} directions with all heads of the layer; relative error of the form {error:.3g}"
         keep = torch.ones(heads, rank, dtype=torch.bool)
         return LayerPrescription(
-            keep, terms.mix, torch.ones(heads, dtype=torch.bool), (why,) * heads, Basis(left, right)
+            keep, terms.mix, torch.ones(heads, dtype=torch.bool), (why,) * heads, Basis(left, right, shared=True)
         )
 
     def _decompose(self, form: JointForm, rank: int) -> Canonical:

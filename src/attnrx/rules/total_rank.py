@@ -32,7 +32,7 @@ class TotalRank(Rule):
     without norms, "own" for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
     """
 
-    default_metric: ClassVar[str] = "mix"
+    default_metric: ClassVar[str | None] = "mix"
 
     rank: int | float
     scope: str = "layer"

@@ -21,7 +21,7 @@ class UniformRank(Rule):
     next one. The metric is that of TotalRank, but "weights" for scores without norms where none is stated.
     """
 
-    default_metric: ClassVar[str] = "weights"
+    default_metric: ClassVar[str | None] = "weights"
 
     rank: int | float
     metric: str | None = None

@@ -1,0 +1,138 @@
+"""One-head layers: every rule has the same form, mask, file and costs as with several heads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import attnrx as rx
+import cases
+from attnrx.attention import Eager, using
+from attnrx.costs import count_product_macs
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.models import VisionTransformer, ViTConfig, family_of
+from attnrx.prescription import Basis, Prescription
+from attnrx.storage import read_json, write_json
+from comparisons import pixels
+
+CONFIGS = {
+    form: ViTConfig.uniform(form, width=8, depth=2, heads=1, **{**cases.TINY, "mlp_ratio": 3.0})
+    for form in ("dense", "svda")
+}
+# name -> what to prescribe; those of dense models are decided in a metric.
+RULES: dict[str, dict[str, str]] = {
+    "total_rank": {"rule": "total_rank:0.5"},
+    "uniform_rank": {"rule": "uniform_rank:3"},
+    "contribution_energy": {"rule": "contribution_energy:0.7"},
+    "uniform_heads": {"rule": "uniform_heads:1.0"},
+    "random_matched": {"rule": "random_matched(total_rank:0.5)"},
+    "largest_matched": {"rule": "largest_matched(total_rank:0.5)"},
+    "uniform_matched": {"rule": "uniform_matched(total_rank:0.5)"},
+    "by_layer": {"rule": "by_layer(total_rank:0.5; uniform_rank:2,metric=mix)"},
+    "values": {"values": "total_rank:0.5"},
+    "values-weights": {"values": "uniform_rank:3,metric=weights"},
+    "mlp": {"mlp": "uniform_rank:3"},
+    "all": {"rule": "total_rank:0.5", "values": "total_rank:0.5", "mlp": "uniform_rank:3"},
+}
+KNOBS = {"energy_retention": ":0.8", "threshold": ":2.0", "top_rank": ":3", "shrinkage": ":0.5", "norm_clip": ":0.5"}
+RULES |= {name: {"rule": name + knob, "metric": "mix"} for name, knob in (KNOBS | {"effective_rank": ""}).items()}
+DENSE_ONLY = {"fusion_rank": {"rule": "fusion_rank:5"}}
+CASES = [("dense", name) for name in (*RULES, *DENSE_ONLY)] + [("svda", name) for name in RULES]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, VisionTransformer]:
+    return {form: cases.model(config) for form, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageSet:
+    return pixels(CONFIGS["dense"], 8)
+
+
+@pytest.fixture(scope="module")
+def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[str, Diagnosis]:
+    readings = (*rx.diagnostics.standard(), rx.diagnostics.Moments())
+    return {form: rx.diagnose(model, images, diagnostics=readings) for form, model in models.items()}
+
+
+def prescribed(diagnosis: Diagnosis, form: str, name: str) -> Prescription:
+    asked = (RULES | DENSE_ONLY)[name]
+    if form == "svda":
+        asked = {key: text.replace(",metric=mix", "") for key, text in asked.items() if key != "metric"}
+    return rx.prescribe(diagnosis, **asked)  # type: ignore[arg-type]
+
+
+def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+
+
+@pytest.mark.parametrize(("form", "name"), CASES, ids=lambda value: value)
+def test_a_one_head_layer_is_realized_as_any_other(
+    form: str,
+    name: str,
+    tmp_path,
+    models: dict[str, VisionTransformer],
+    images: ImageSet,
+    diagnoses: dict[str, Diagnosis],
+) -> None:
+    model = models[form]
+    written = prescribed(diagnoses[form], form, name)
+    prescription = Prescription.load(written.save(tmp_path / "prescription.json"))
+    masked = logits(rx.realize(model, prescription, by="mask"), images)
+    small = rx.realize(model, prescription, norms="exact")
+    torch.testing.assert_close(logits(small, images), masked, rtol=1e-9, atol=1e-9)
+    assert torch.equal(logits(rx.realize(model, written, norms="exact"), images), logits(small, images))
+    again = rx.load(rx.save(small, tmp_path / "small", prescription=prescription))
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in small.state_dict().items())
+    torch.testing.assert_close(logits(again, images), logits(small, images), rtol=0, atol=1e-6)
+    layers = family_of(small).attention(small)
+    assert all(layer.spec.form == form for layer in layers)
+    assert all(not layer.is_shared for layer in prescription.layers)
+    with using(layers, [Eager()] * len(layers)):
+        counted = count_product_macs(small, next(iter(images.batches(8))).images.double())
+    assert counted == family_of(small).costs(small).product_macs
+
+
+@pytest.mark.parametrize("form", ["cp", "tied"])
+def test_shared_directions_of_one_head_stay_shared(
+    form: str, tmp_path, models: dict[str, VisionTransformer], images: ImageSet, diagnoses: dict[str, Diagnosis]
+) -> None:
+    prescription = rx.prescribe(diagnoses["dense"], f"shared_rank:5,form={form}")
+    prescription = Prescription.load(prescription.save(tmp_path / "prescription.json"))
+    assert all(layer.is_shared and layer.directions == 8 and layer.kept == 5 for layer in prescription.layers)
+    small = rx.realize(models["dense"], prescription)
+    assert all(layer.spec.form == "shared" for layer in family_of(small).attention(small))
+    with pytest.raises(NotSupported, match="by='compress'"):
+        rx.realize(models["dense"], prescription, by="mask")
+    found = rx.diagnose(small, images)
+    assert all(layer.spectrum.shared for layer in found.layers)
+    with pytest.raises(NotSupported, match="one head"):
+        rx.prescribe(found, "fusion_owner")
+
+
+def test_one_head_has_the_readings_of_metrics(diagnoses: dict[str, Diagnosis]) -> None:
+    for layer in diagnoses["dense"].layers:
+        assert {"effective_rank_weights", "effective_rank_mix"} <= layer.readings.keys()
+
+
+def test_a_form_that_contradicts_the_shapes_is_refused(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
+    with pytest.raises(InvalidInput, match="shared"):
+        Basis(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), shared=True)
+    layer = rx.prescribe(diagnoses["dense"], "total_rank:0.5").layers[0]
+    with pytest.raises(InvalidInput, match="basis"):
+        replace(layer, basis=Basis(torch.zeros(2, 8, 8), torch.zeros(2, 8, 8), shared=False))
+
+
+def test_the_form_is_read_from_the_file(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
+    path = rx.prescribe(diagnoses["dense"], "total_rank:0.5").save(tmp_path / "prescription.json")
+    record = read_json(path)
+    assert record["layers"][0]["basis"] == {"shared": False}
+    record["layers"][0]["basis"] = {}
+    write_json(path, record)
+    with pytest.raises(CheckpointError, match="shared"):
+        Prescription.load(path)
