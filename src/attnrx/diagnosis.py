@@ -25,6 +25,7 @@ from attnrx.validation import (
     MOST_HEADS,
     MOST_LAYERS,
     Choice,
+    Flag,
     Integer,
     Items,
     Number,
@@ -42,6 +43,7 @@ LAYER = Record(
         "heads": Items(Integer(0, MOST_HEADS), 0, MOST_HEADS, unique=True),
         "scale": Number(0.0),
         "norms": Choice(NORMS),
+        "shared": Flag(),
         "readings": JSON_OBJECT,  # for people: the tensors are what is read
         "mlp": Items(Optional(Record({"inputs": Integer(1), "metrics": Items(Text(), unique=True)})), 0, 2),
     }

@@ -371,17 +371,10 @@ def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> La
         strength.reshape(keep.shape),
         stays,
         tuple(head["why"] for head in heads),
-        _basis(record["basis"], tensors) if "basis" in record else None,
+        Basis(tensors["basis.left"], tensors["basis.right"], **record["basis"]) if "basis" in record else None,
         outputs.get("values"),
         (outputs.get("mlp.0"), outputs.get("mlp.1")),
     )
-
-
-def _basis(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Basis:
-    shared = record["shared"]
-    if not isinstance(shared, bool):
-        raise ValueError(f"basis.shared is {shared!r}, not true or false")
-    return Basis(tensors["basis.left"], tensors["basis.right"], shared)
 
 
 def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputPrescription:
@@ -427,7 +420,7 @@ UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
 OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
 LAYER = Record(
     {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
-    {"basis": Flag(), "outputs": Record(more=dict.fromkeys(("values", "mlp.0", "mlp.1"), OUTPUT))},
+    {"basis": Record({"shared": Flag()}), "outputs": Record(more=dict.fromkeys(("values", "mlp.0", "mlp.1"), OUTPUT))},
     then=_require_ranks,
 )
 TOKENS = Record(
