@@ -22,14 +22,14 @@ def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Gives one layer's spectrum, or refuses dense attention, whose strengths are one by definition and rank nothing.
 
-    Equal strengths in a form that learns them are no reason to refuse: there they are a finding.
+    Other equal strengths are a finding: learned ones, and those of a dead layer, which are all zero or (in a metric)
+    all at the noise floor.
     """
     spectrum = read_spectrum(rule, diagnosis, layer)
     strength = spectrum.strength[spectrum.used]
-    if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == strength[0]).all()):
+    if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
-            f"{rule} goes by strength, but layer {layer} is dense attention, where every direction has the strength "
-            f"{strength[0].item():g}. "
+            f"{rule} goes by strength, but layer {layer} is dense attention, where every direction has the strength 1. "
             "Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
         )
     return spectrum
