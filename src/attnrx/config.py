@@ -4,10 +4,13 @@ The law: `from_dict(to_dict(part), registry) == part`, tuples and nested parts i
 """
 
 import dataclasses
+import math
+import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx.validation import below, shown
 
 SCHEMA = 1
 
@@ -20,18 +23,35 @@ def to_dict(part: Any) -> dict[str, Any]:
     return {"type": type(part).__name__, **fields}
 
 
-def from_dict(record: Mapping[str, Any], registry: Iterable[type]) -> Any:
-    """Builds the dataclass that `to_dict` described; `registry` lists the types it may name."""
-    types = {kind.__name__: kind for kind in registry}
-    name = record.get("type", "")
-    if name not in types:
-        raise UnknownName("type", str(name), types)
-    known = {field.name for field in dataclasses.fields(types[name]) if field.init}
+def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = "") -> Any:
+    """Builds the dataclass that `to_dict` described; `registry` lists the types it may name.
+
+    Raises:
+        InvalidInput: A field is unknown, missing or of another type than its annotation; the message names it, below
+            `where`.
+        UnknownName: The registry has no such type.
+    """
+    known = {kind.__name__: kind for kind in registry}
+    name = record.get("type", "") if isinstance(record, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidInput(f"{where or 'the configuration'} is {shown(record)}; it must be an object with a type.")
+    if name not in known:
+        raise UnknownName("type", name, known)
+    fields = {field.name: field for field in dataclasses.fields(known[name]) if field.init}
     given = {key: value for key, value in record.items() if key != "type"}
-    unknown = sorted(given.keys() - known)
+    unknown = sorted(given.keys() - fields.keys())
     if unknown:
-        raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}.")
-    return types[name](**{key: _rich(value, types.values()) for key, value in given.items()})
+        raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(fields))}.")
+    missing = [key for key, field in fields.items() if key not in given and not _has_default(field)]
+    if missing:
+        raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
+    values = {key: _rich(value, known.values(), below(where, key)) for key, value in given.items()}
+    for key, value in values.items():
+        if not _fits(value, fields[key].type):
+            kind = fields[key].type
+            wanted = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+            raise InvalidInput(f"{below(where, key)} is {shown(given[key])}; it must be {wanted}.")
+    return known[name](**values)
 
 
 def _plain(value: Any) -> Any:
@@ -46,11 +66,39 @@ def _plain(value: Any) -> Any:
     raise InvalidInput(f"a configuration may not hold {type(value).__name__}: {value!r}.")
 
 
-def _rich(value: Any, types: Iterable[type]) -> Any:
+def _rich(value: Any, registry: Iterable[type], where: str) -> Any:
     if isinstance(value, Mapping):
         if "type" in value:
-            return from_dict(value, types)
-        if value.keys() == {"tuple"}:
-            return tuple(_rich(item, types) for item in value["tuple"])
-        return {key: _rich(item, types) for key, item in value.items()}
+            return from_dict(value, registry, where)
+        if value.keys() == {"tuple"} and isinstance(value["tuple"], list):
+            return tuple(_rich(item, registry, f"{where}[{index}]") for index, item in enumerate(value["tuple"]))
+        return {key: _rich(item, registry, below(where, key)) for key, item in value.items()}
     return value
+
+
+def _has_default(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the annotated type; annotations that JSON values cannot have are not checked."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is Literal:
+        return any(value is each or (type(value) is type(each) and value == each) for each in arguments)
+    if origin is tuple and isinstance(value, tuple):
+        if arguments[-1:] == (Ellipsis,):
+            return all(_fits(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    return _is_instance(value, origin or kind)
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind is None:
+        return value is None
+    return not isinstance(kind, type) or isinstance(value, kind)

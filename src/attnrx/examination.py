@@ -34,6 +34,7 @@ from attnrx.models import (
     observing_mlp,
     reduction_of,
     require_all_tokens,
+    require_ordinary_weights,
 )
 from attnrx.rules.metrics import directions_in
 from attnrx.shapes import Bool, Float, Int, Tensor
@@ -67,6 +68,7 @@ def diagnose(
             f"diagnose(data={type(data).__name__}): give one split of a dataset, e.g. load_data('cifar10').validation."
         )
     require_all_tokens(model, "diagnose")
+    require_ordinary_weights(model)
     require_finite(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
@@ -119,6 +121,7 @@ def read_spectra(model: nn.Module) -> Diagnosis:
     That is all that a prescription of tokens alone asks for.
     """
     require_all_tokens(model, "prescribe for")
+    require_ordinary_weights(model)
     require_finite(model.state_dict(), "the model")
     family = family_of(model)
     layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(model))

@@ -19,7 +19,15 @@ from attnrx.evidence import Evidence
 from attnrx.examination import diagnose, told_or_read
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.hub import upload
-from attnrx.models import FAMILIES, described_tokens, family_of, load_model, model_fingerprint, save_model
+from attnrx.models import (
+    FAMILIES,
+    described_tokens,
+    family_of,
+    load_model,
+    model_fingerprint,
+    require_ordinary_weights,
+    save_model,
+)
 from attnrx.models.checkpoint import load_weights
 from attnrx.planning import plan
 from attnrx.prescription import Prescription, TokenPrescription
@@ -63,6 +71,8 @@ def load(
     `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance, adopted
     if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file.
     """
+    if not isinstance(source, str | Path | nn.Module) or source == "":
+        raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
     if isinstance(source, str | Path) and is_exported(source):
         return load_exported(source)
     return load_model(source, seed, weights, pretrained)
@@ -151,6 +161,8 @@ def verify(
     `context` holds what some checks need or may be told, the fields of `Comparison`: `masked` (the reference with the
     prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
+    for model in (candidate, reference):
+        require_ordinary_weights(model)
     context.setdefault("device", next(reference.parameters()).device)
     unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
     if unknown:

@@ -1,5 +1,6 @@
 """The static shape of one attention layer: plain data from which the module is built, priced and reloaded."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,8 @@ class AttentionSpec:
             raise InvalidInput(
                 f"form={self.form!r} with norms={self.norms!r}: SVDA always has norms, dense and shared attention none."
             )
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise InvalidInput(f"scale {self.scale} must be positive and finite.")
         if self.width < 1 or self.head_dim < 1 or self.original_rank < 1:
             raise InvalidInput(
                 f"width {self.width}, head_dim {self.head_dim}, rank {self.original_rank} must be positive."
@@ -56,6 +59,8 @@ class AttentionSpec:
                 f"{len(self.ranks)} ranks and {len(self.reads)} value ranks for the heads {self.heads}: give one of "
                 "each for each distinct head."
             )
+        if any(head < 0 for head in self.heads):
+            raise InvalidInput(f"heads {self.heads} are numbers of heads of the original model, from 0.")
         if any(not 0 <= rank <= self.original_rank for rank in self.ranks):
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
         if any(not 0 <= rank <= self.head_dim for rank in self.reads):

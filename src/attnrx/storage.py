@@ -71,11 +71,12 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
-def read_json(path: Path | str) -> Any:
+def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """Reads JSON; refuses a file that is missing, no regular file, too large, too deeply nested or no JSON."""
     path = require_regular(path)
-    if path.stat().st_size > MOST_JSON_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; JSON files have at most {MOST_JSON_BYTES:,}.")
+    size = path.stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits

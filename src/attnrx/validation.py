@@ -148,6 +148,34 @@ class Anything(Field):
 
 
 @dataclass(frozen=True)
+class Bounded(Field):
+    """An object whose integers, nested ones too, are small enough to build something from."""
+
+    most: int
+
+    @property
+    def described(self) -> str:
+        """The range of integers."""
+        return f"an integer in -{self.most}..{self.most}"
+
+    def check(self, value: Any, where: str) -> None:
+        """Refuses other types than objects, and larger integers."""
+        if not isinstance(value, Mapping):
+            raise Invalid(where, f"is {shown(value)}; it must be an object")
+        self._check_within(value, where)
+
+    def _check_within(self, value: Any, where: str) -> None:
+        if isinstance(value, Mapping):
+            for name, part in value.items():
+                self._check_within(part, below(where, name))
+        elif isinstance(value, list):
+            for index, part in enumerate(value):
+                self._check_within(part, f"{where}[{index}]")
+        elif isinstance(value, int) and abs(value) > self.most:
+            raise self.refuse(value, where)
+
+
+@dataclass(frozen=True)
 class Optional(Field):
     """Null, or a value of another field."""
 

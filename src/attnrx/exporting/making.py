@@ -21,7 +21,7 @@ from attnrx.evidence import Evidence
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
 from attnrx.exporting.format import PRECISIONS, Format, require_suffix
 from attnrx.exporting.parity import compare
-from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint
+from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.shapes import Tensor
 from attnrx.storage import file_sha256, write_json
 
@@ -54,6 +54,7 @@ class Subject:
     ) -> "Subject":
         """Copies a model of a known family, at a precision, and reads its facts."""
         family = family_of(model)
+        require_ordinary_weights(model)
         if precision is not None and precision not in PRECISIONS:
             raise InvalidInput(f"precision={precision!r}: choose from {', '.join(PRECISIONS)}, or None for its own.")
         placed = _placed(model, form, precision)

@@ -14,7 +14,7 @@ from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.blocks import block_names, parameter_places, recording_blocks
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.executing import use_backend
-from attnrx.models.family import Family, model_fingerprint
+from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import LVViT, LVViTConfig
@@ -91,6 +91,7 @@ __all__ = [
     "recording_blocks",
     "reduction_of",
     "require_all_tokens",
+    "require_ordinary_weights",
     "save_model",
     "shape_of",
     "use_backend",

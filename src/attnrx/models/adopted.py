@@ -33,6 +33,8 @@ class Origin:
     std: tuple[float, ...]
 
     def __post_init__(self):
+        if len(self.input_shape) != 3 or min(self.input_shape) < 1:
+            raise InvalidInput(f"input_shape {self.input_shape}: give channels, height and width, each 1 or more.")
         channels = self.input_shape[0]
         if len(self.mean) != channels or len(self.std) != channels or not all(value > 0 for value in self.std):
             raise InvalidInput(

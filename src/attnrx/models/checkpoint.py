@@ -1,15 +1,18 @@
 """A model as a folder: config.json says what it is, model.safetensors holds its weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.models.family import Family
-from attnrx.models.reducing import attach_described_, described_tokens
+from attnrx.errors import CheckpointError, UnknownName
+from attnrx.models.family import Family, require_ordinary_weights
+from attnrx.models.reducing import BY, attach_described_, described_tokens
+from attnrx.shapes import Tensor
 from attnrx.storage import (
+    SEAL,
     check_schema,
     check_seal,
     file_sha256,
@@ -20,13 +23,42 @@ from attnrx.storage import (
     write_json,
     write_tensors,
 )
+from attnrx.validation import (
+    JSON_OBJECT,
+    MOST_HEADS,
+    Bounded,
+    Choice,
+    Integer,
+    Optional,
+    Record,
+    Text,
+    shown,
+    validated,
+)
 
 KIND, SCHEMA = "attnrx model", 1
+MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
+DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
+MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
+TOKENS = Record({"policy": JSON_OBJECT, "by": Choice(BY), "heads": Integer(1, MOST_HEADS)})
+RECORD = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "family": Text(),
+        "model": Bounded(MOST_NUMBER),
+        "tokens": Optional(TOKENS),
+        "weights_sha256": Text(),
+        "notes": JSON_OBJECT,
+        SEAL: Text(),
+    }
+)
 
 
 def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: dict[str, Any] | None = None) -> Path:
     """Writes the two files; the config goes last, so a folder with a config is a whole model."""
     folder = Path(folder)
+    require_ordinary_weights(model)
     tensors = dict(model.state_dict())
     require_finite(tensors, "the model to save")
     weights = write_tensors(folder / "model.safetensors", tensors)
@@ -49,23 +81,44 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
     path = folder / "config.json"
-    record = read_json(path)
+    record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
+    validated(record, RECORD, path)
     known = {family.name: family for family in families}
-    if record.get("family") not in known:
-        raise UnknownName("model family", str(record.get("family")), known)
-    tensors = read_tensors(folder / "model.safetensors", record.get("weights_sha256"))
+    if record["family"] not in known:
+        raise UnknownName("model family", record["family"], known)
+    tensors = read_tensors(folder / "model.safetensors", record["weights_sha256"])
     require_finite(tensors, str(folder / "model.safetensors"))
+    _require_depth(record["model"], tensors, path)
     try:
         with torch.device("meta"):
             family = known[record["family"]]
             model = family.build(record["model"])
-            if record.get("tokens") is not None:
+            if record["tokens"] is not None:
                 attach_described_(model, family, record["tokens"])
         model.load_state_dict(tensors, strict=True, assign=True)
-    except (InvalidInput, UnknownName, RuntimeError, KeyError, TypeError) as error:
+        require_ordinary_weights(model)
+    except Exception as error:  # other libraries build from the record too, and raise errors of their own
         raise CheckpointError(
             f"{folder}: the weights do not fit config.json ({error}). One of the files is not its own."
         ) from error
     return model.eval()
+
+
+def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses a config of more or fewer layers than the tensors are of, before anything is built."""
+    layers = model.get("attention")
+    layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
+    described = len(layers) if isinstance(layers, list) else shown(layers)
+    stored = sum(name.endswith("attention.output.weight") for name in tensors)
+    arguments = model.get("arguments")
+    found = {"attention": described}
+    if isinstance(arguments, Mapping):
+        found |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}
+    for name, depth in found.items():
+        if depth != stored:
+            raise CheckpointError(
+                f"{path}: model.{name} describes {depth} layers, and model.safetensors holds {stored}. One of the "
+                "files is not its own."
+            )

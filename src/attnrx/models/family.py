@@ -4,10 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.storage import fingerprint
 from attnrx.tokens import TokenLayout, TokenPolicy
@@ -95,4 +98,35 @@ class Family(ABC):
 
 def model_fingerprint(model: nn.Module) -> str:
     """Identifies a model by its weights."""
+    require_ordinary_weights(model)
     return fingerprint(model.state_dict())
+
+
+def require_ordinary_weights(model: nn.Module) -> None:
+    """Refuses models whose weights cannot be read, compared and stored one by one.
+
+    Raises:
+        NotSupported: Quantized modules, whose weights are packed, or two names that share one tensor.
+        InvalidInput: Weights on the meta device, or of several floating-point types.
+    """
+    name, first = type(model).__name__, {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise NotSupported(
+                f"{name} holds {key}, which is no tensor but {type(value).__name__}: it was quantized by torch. Take "
+                "the model before that; `attnrx export --to int8` quantizes a model for ONNX Runtime."
+            )
+        if value.is_meta:
+            raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
+        if value.is_floating_point():
+            first.setdefault(value.dtype, key)
+        shared = first.setdefault(id(value), key)
+        if shared != key:
+            raise NotSupported(
+                f"{name} shares one tensor between {shared} and {key}, so one cannot be changed without the other. "
+                f"Give each its own: model.get_parameter({key!r}) must be a copy."
+            )
+    dtypes = {kind: key for kind, key in first.items() if isinstance(kind, torch.dtype)}
+    if len(dtypes) > 1:
+        found = " and ".join(f"{kind} ({key})" for kind, key in dtypes.items())
+        raise InvalidInput(f"{name} mixes floating-point types: {found}. Convert it, e.g. model.float().")

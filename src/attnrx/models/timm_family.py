@@ -32,6 +32,9 @@ CLASSES: dict[str, str] = {
 }
 
 
+FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
+
+
 class TimmModel(Adopted):
     """A Vision Transformer of timm with our attention; tells timm's loops what its own models tell them."""
 
@@ -167,7 +170,13 @@ class TimmFamily(AdoptedFamily):
         )
 
     def create(self, origin: Origin) -> nn.Module:
-        """Calls timm's entrypoint."""
+        """Calls timm's entrypoint, with arguments of the model alone: others read files or reach the hub."""
+        strange = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
+        if ":" in origin.architecture or strange:
+            raise InvalidInput(
+                f"timm:{origin.architecture} with {', '.join(strange) or 'the address of a hub'}: a saved model is "
+                "made by a name of timm and arguments of the model."
+            )
         return _create(origin.architecture, origin.arguments)
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:

@@ -49,6 +49,7 @@ def realize(
     require_all_tokens(model, "realize a prescription on")
     if by not in BY or norms not in NORMS:
         raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
+    _require_shapes(model, prescription)
     layers = list(prescription.layers)
     if by == "compress" and norms == "refit":
         layers = _refitted(model, prescription, calibration)
@@ -64,6 +65,19 @@ def realize(
         if prescription.tokens is not None:
             realize_tokens_(changed, family, prescription.tokens, by, shape_of(model, family).heads)
     return changed
+
+
+def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
+    """Refuses a prescription with layers, heads or directions that the model does not have."""
+    specs = [attention.spec for attention in family_of(model).attention(model)]
+    if len(specs) != len(prescription.layers):
+        raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
+    for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):
+        found, wanted = tuple(layer.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
+        if layer.basis is None and found != wanted:
+            raise InvalidInput(
+                f"layers[{index}] of the prescription has (heads, directions) {found}, and that of the model {wanted}."
+            )
 
 
 def _refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet | None) -> list[LayerPrescription]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.data import Normalization, Splits
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import family_of
+from attnrx.models import family_of, require_ordinary_weights
 from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
@@ -28,6 +28,7 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
 
     Without `labels` nothing learns from them, and the data may show fewer classes than the model knows.
     """
+    require_ordinary_weights(model)
     family = family_of(model)
     shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
     if shape != found:
