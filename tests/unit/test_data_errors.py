@@ -1,5 +1,9 @@
 """What can be wrong with a dataset, and that the message says what was asked, what was found and what to do."""
 
+import io
+import os
+import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from attnrx.data import load_data
 from attnrx.errors import DataError, InvalidInput
+from attnrx.storage import write_json
 from pictures import assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
 
 
@@ -101,6 +106,68 @@ def test_labels_that_cannot_be(tmp_path: Path) -> None:
     paths = [{**row, "image": "a.png"} for row in rows(30)]
     with pytest.raises(DataError, match="holds string, not encoded images"):
         load_data(write_parquet(tmp_path / "paths.parquet", paths))
+
+
+@pytest.mark.parametrize("label", [10**7, 2**40])
+def test_a_large_label_without_class_names_is_refused_before_names_are_made(tmp_path: Path, label: int) -> None:
+    content = [{k: r[k] for k in ("image", "label")} for r in rows(30)]
+    content[5]["label"] = label
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"the label {label} and no class names"):
+        load_data(write_parquet(tmp_path / "large.parquet", content, names=None))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    shard = write_shard(tmp_path / "shards" / "train.tar", label)
+    with pytest.raises(DataError, match=f"the label {label} and no class names"):
+        load_data(shard.parent)
+
+
+def test_a_pipe_among_the_images_is_refused_and_not_opened(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
+    os.mkfifo(root / "train" / "dog" / "pipe.png")
+    with pytest.raises(DataError, match=r"train/dog/pipe.png is a named pipe"):
+        load_data(root)
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(DataError, match=r"pipe.parquet is a named pipe"):
+        load_data(tmp_path / "pipe.parquet")
+
+
+def test_a_class_folder_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
+    (root / "train" / "dog").rename(root / "train" / "d\udcffg")
+    with pytest.raises(DataError, match=r"is not UTF-8; rename it"):
+        load_data(root)
+
+
+@pytest.mark.parametrize("pattern", ["t-{0..99999999}.tar", "t-{0..9999}{0..9999}.tar", "~nobody-of-this-name/t.tar"])
+def test_a_pattern_that_names_too_many_files_or_no_user_is_refused(pattern: str) -> None:
+    with pytest.raises(DataError):
+        load_data(pattern)
+
+
+def test_an_index_of_shards_is_validated(tmp_path: Path) -> None:
+    for field, value in (("nsamples", -1), ("nsamples", "many"), ("nsamples", 1e300), ("url", 3)):
+        entry = {"url": "train.tar", "nsamples": 3, field: value}
+        write_json(tmp_path / "index.json", {"shardlist": [entry], "class_names": ["cat", "dog"]})
+        with pytest.raises(DataError, match=rf"shardlist\[0\].{field} is"):
+            load_data(tmp_path / "index.json")
+
+
+def test_a_data_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNRX_DATA", "/nowhere")
+    with pytest.raises(DataError, match="ATTNRX_DATA='/nowhere' is not a folder"):
+        load_data("cifar10")
+
+
+def write_shard(path: Path, label: int) -> Path:
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in (("a.png", encoded(0)), ("a.cls", str(label).encode())):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
 
 
 def test_nothing_in_it(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from attnrx.data.readers.hub import HubReader
 from attnrx.data.readers.parquet import ParquetReader, group_by_split
 from attnrx.data.readers.reader import Reader
 from attnrx.data.readers.shards import IndexReader, ShardReader, TarReader
-from attnrx.errors import DataError, nearest
+from attnrx.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
+MOST_SHARDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Place:
 
 def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
     """Finds the dataset, without opening it."""
+    if not isinstance(name_or_path, str | Path) or name_or_path == "":
+        raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
     asked = str(name_or_path)
     if asked.startswith(HUB):
         return Place(asked.removeprefix(HUB), asked, HubReader(asked.removeprefix(HUB), columns or Columns()))
@@ -66,19 +69,23 @@ def expand_braces(pattern: str) -> list[str]:
     found = re.search(r"\{([^{}]*)\}", pattern)
     if found is None:
         return [pattern]
-    counted = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    counted = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", found[1])
+    first, last = (int(counted[1]), int(counted[2])) if counted else (0, found[1].count(","))
+    rest = expand_braces(pattern[found.end() :])
+    if (last - first + 1) * len(rest) > MOST_SHARDS:
+        raise DataError(f"{pattern} names more than {MOST_SHARDS:,} files; correct the range.")
+    words: Iterable[str] = found[1].split(",")
     if counted:
-        first, last = int(counted[1]), int(counted[2])
-        words: Iterable[str] = (str(number).zfill(len(counted[1])) for number in range(first, last + 1))
-    else:
-        words = found[1].split(",")
-    return [name for word in words for name in expand_braces(pattern[: found.start()] + word + pattern[found.end() :])]
+        words = (str(number).zfill(len(counted[1])) for number in range(first, last + 1))
+    return [pattern[: found.start()] + word + end for word in words for end in rest]
 
 
 def _locate_known(name: str, columns: Columns | None) -> Place:
     if name == "digits":
         return Place(name, name, DigitsReader(), name)
     folder = os.environ.get("ATTNRX_DATA")
+    if folder and not Path(folder).expanduser().is_dir():
+        raise DataError(f"ATTNRX_DATA={folder!r} is not a folder; correct the environment variable, or unset it.")
     copy = local_copy(name, Path(folder).expanduser()) if folder else None
     if copy is not None:
         reader = (
@@ -92,7 +99,10 @@ def _locate_known(name: str, columns: Columns | None) -> Place:
 
 def _matching(asked: str) -> list[Path]:
     """Gives the existing files of a path or pattern; every name of a brace pattern must exist."""
-    paths = [Path(name).expanduser() for name in expand_braces(asked)]
+    try:
+        paths = [Path(name).expanduser() for name in expand_braces(asked)]
+    except RuntimeError as error:  # ~name of an unknown user
+        raise DataError(f"{asked}: {error}") from error
     missing = [path for path in paths if not path.exists()]
     if len(paths) > 1 and missing and len(missing) < len(paths):
         raise DataError(f"{asked} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")

@@ -4,15 +4,15 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from attnrx.data.readers.reader import Records
+from attnrx.data.readers.reader import Records, numbered_classes
 from attnrx.errors import DataError, nearest
 from attnrx.shapes import Int, Tensor
+from attnrx.validation import require_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +45,7 @@ class ArrowRecords(Records):
         """Gives the stored bytes of one image, following its path when only that is stored."""
         content, path = self._cell(int(self.sources[position]))
         if content is None and path:
-            return Path(path).read_bytes()
+            return require_regular(path, DataError).read_bytes()
         return content or b""
 
     def where(self, position: int) -> str:
@@ -162,7 +162,7 @@ def _names_beside(
             )
     if names or not found or min(found) < 0:
         return names
-    return tuple(found.get(label, str(label)) for label in range(max(found) + 1))
+    return tuple(found.get(label, name) for label, name in enumerate(numbered_classes(max(found), place)))
 
 
 def unify_labels(columns: Mapping[str, LabelColumn], place: str) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
@@ -180,7 +180,7 @@ def unify_labels(columns: Mapping[str, LabelColumn], place: str) -> tuple[dict[s
     else:
         numbered = {name: column.values for name, column in columns.items()}
         highest = max(int(values.max(initial=-1)) for values in numbered.values())
-        names = first.names or tuple(str(label) for label in range(highest + 1))
+        names = first.names or numbered_classes(highest, place)
     return {name: torch.as_tensor(values, dtype=torch.int64) for name, values in numbered.items()}, names
 
 

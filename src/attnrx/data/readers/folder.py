@@ -12,6 +12,7 @@ from attnrx.data.holdout import held_out
 from attnrx.data.readers.parquet import stamp
 from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
 from attnrx.errors import DataError
+from attnrx.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
@@ -29,7 +30,7 @@ class FileRecords(Records):
 
     def content(self, position: int) -> bytes:
         """Reads one file."""
-        return self._files[position].read_bytes()
+        return require_regular(self._files[position], DataError).read_bytes()
 
     def where(self, position: int) -> str:
         """Gives the path of one file."""
@@ -120,12 +121,21 @@ class FolderReader(Reader):
 
 
 def _folders(above: Path) -> list[Path]:
-    return sorted(entry for entry in above.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(_readable(entry) for entry in above.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _readable(path: Path) -> Path:
+    """Refuses a name that is not UTF-8: it becomes the name of a class, or part of a fingerprint."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the name {str(path)!r} is not UTF-8; rename it.") from error
+    return path
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for above, _, names in os.walk(folder):
-        yield from (Path(above, name) for name in names if not name.startswith("."))
+        yield from (_readable(Path(above, name)) for name in names if not name.startswith("."))
 
 
 def _records(classes: Mapping[str, list[Path]], class_names: tuple[str, ...]) -> FileRecords:

@@ -26,6 +26,7 @@ from attnrx.data.readers.arrow import (
 )
 from attnrx.data.readers.reader import SPLITS, Opened, Reader, Records
 from attnrx.errors import DataError
+from attnrx.validation import require_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -115,7 +116,7 @@ def stamp(files: Iterable[Path]) -> str:
     """Hashes the paths, sizes and modification times of files: cheap, and different when one of them changes."""
     seen = hashlib.sha256()
     for file in files:
-        status = file.stat()
+        status = require_regular(file, DataError).stat()
         seen.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return seen.hexdigest()
 
@@ -145,6 +146,7 @@ def _schema(file: Path) -> "pa.Schema":
     import pyarrow.parquet as parquet
     from pyarrow import ArrowException
 
+    require_regular(file, DataError)
     try:
         return parquet.read_schema(file)
     except (ArrowException, OSError) as error:

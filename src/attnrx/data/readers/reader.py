@@ -20,6 +20,23 @@ SPLITS = {
 }
 
 
+MOST_CLASSES = 100_000  # ImageNet-21k has 21,841
+
+
+def numbered_classes(highest: int, place: str) -> tuple[str, ...]:
+    """Names the classes 0 to `highest` by their numbers, where the data gives them no names.
+
+    Raises:
+        DataError: The highest label is no class number.
+    """
+    if highest >= MOST_CLASSES:
+        raise DataError(
+            f"{place} has the label {highest} and no class names, so labels count classes from 0; at most "
+            f"{MOST_CLASSES:,} classes are supported. Number the classes anew, or give them names."
+        )
+    return tuple(str(label) for label in range(highest + 1))
+
+
 class Records(ABC):
     """The images of one split as they are stored, in storage order."""
 

@@ -14,10 +14,17 @@ from attnrx.data.cache import cache_folder
 from attnrx.data.decoding import decode
 from attnrx.data.readers.folder import IMAGES
 from attnrx.data.readers.parquet import split_in_path, stamp
+from attnrx.data.readers.reader import MOST_CLASSES, numbered_classes
 from attnrx.errors import CheckpointError, DataError
 from attnrx.shapes import Tensor, UInt8
 from attnrx.storage import read_json, write_json
+from attnrx.validation import Integer, Items, Record, Text, require_regular, validated
 
+INDEX = Record(
+    {"shardlist": Items(Record({"url": Text(), "nsamples": Integer(1, 2**40)}, {"split": Text()}, open=True), 1)},
+    {"class_names": Items(Text(), 1, MOST_CLASSES, unique=True)},
+    open=True,
+)
 BROKEN = (OSError, EOFError, tarfile.TarError)
 CLASS_NAMES = "classnames.txt"  # beside the shards: one class a line, in the order of the numbers
 
@@ -82,7 +89,7 @@ class TarReader(ShardReader):
         names = read_class_names(self.root if self.root.is_dir() else self.root.parent)
         if names is None:
             labels = {label for shards in splits.values() for shard in shards for label in shard.labels}
-            names = tuple(str(label) for label in range(max(labels, default=0) + 1))
+            names = numbered_classes(max(labels, default=0), str(self.root))
         return OpenedShards(splits, names)
 
 
@@ -96,13 +103,13 @@ class IndexReader(ShardReader):
         """Reads the index; the split of a shard is its `split`, or the one that its file or folder names."""
         groups: dict[str, list[Shard]] = defaultdict(list)
         try:
-            index = read_json(self.index)
+            index = validated(read_json(self.index), INDEX, self.index)
             for entry in index["shardlist"]:
-                url = str(entry["url"])
+                url = entry["url"]
                 split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
-                groups[split].append(Shard(url, int(entry["nsamples"])))
+                groups[split].append(Shard(url, entry["nsamples"]))
             names = index.get("class_names") or read_class_names(self.index.parent)
-        except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except CheckpointError as error:
             raise DataError(
                 f'{self.index} is not an index of shards ({error}); it must be JSON of the form {{"shardlist": '
                 '[{"url": "train-000.tar", "nsamples": 1000}], "class_names": ["cat", "dog"]}.'
@@ -111,13 +118,18 @@ class IndexReader(ShardReader):
             raise DataError(
                 f"{self.index} does not name the classes; add class_names to it, or put {CLASS_NAMES} beside it."
             )
-        return OpenedShards({name: _numbered(shards) for name, shards in groups.items()}, tuple(map(str, names)))
+        return OpenedShards({name: _numbered(shards) for name, shards in groups.items()}, tuple(names))
 
 
 def read_class_names(folder: Path) -> tuple[str, ...] | None:
     """Reads the names of the classes, when there is a file of them."""
     path = folder / CLASS_NAMES
-    return tuple(path.read_text(encoding="utf-8").split("\n")[:-1]) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return tuple(require_regular(path, DataError).read_text(encoding="utf-8").split("\n")[:-1])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); write one class name a line.") from error
 
 
 def scan(file: Path) -> Shard:
