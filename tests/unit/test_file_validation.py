@@ -59,7 +59,7 @@ TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": Fals
         ("layers[1].directions", 10**12, "it must be an integer in 0..65536"),
         ("layers[1].heads", {}, "is an object; it must be a list"),
         ("layers", 3, "is 3; it must be a list"),
-        ("layers[0].basis", True, "needs the tensor"),
+        ("layers[0].basis", {"shared": False}, "needs the tensor"),
         ("removed_share", 0.0, "its layers give 0.625"),
         ("rule", None, "is null; it must be an object"),
         ("about", ABSENT, "is missing"),
