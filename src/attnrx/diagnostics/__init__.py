@@ -47,10 +47,11 @@ def standard() -> tuple[Diagnostic, ...]:
     return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
 
 
-def suited(spectra: tuple[Spectrum, ...]) -> tuple[Diagnostic, ...]:
-    """Gives the diagnostics that layers with these spectra are best served with.
+def suited(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
+    """Returns the diagnostics that fit layers with these spectra.
 
-    Where a form has no norms, its directions may be rewritten in any metric, and the moments say in which.
+    Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
+    with norms (SVDA), too, whose values and MLP have no other metric of the data.
     """
-    free = any(spectrum.norms == "none" for spectrum in spectra)
+    free = moments or any(spectrum.norms == "none" for spectrum in spectra)
     return (*standard(), Moments()) if free else standard()

@@ -26,6 +26,10 @@ NEEDS = {
     CENTERED: ("output_covariance", "output_mean", "readout_gram"),
     WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
 }
+REMEDY = (
+    "diagnose again with Moments() among the diagnostics (attnrx diagnose --moments), or use metric=weights, which "
+    "needs no data."
+)
 
 
 def output_metric(rule: Rule, of: str) -> str:
@@ -63,8 +67,7 @@ def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription |
     missing = sorted({name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings})
     if missing:
         raise InvalidRule(
-            f"{rule} for the values needs {', '.join(missing)}, which the diagnosis does not have; diagnose again with "
-            f"the diagnostic `moments`, or use metric={WEIGHTS}, which needs no data."
+            f"{rule} for the values needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}"
         )
     found = [_value_directions(layer, metric) for layer in diagnosis.layers]
     spectra = [
@@ -103,8 +106,7 @@ def decide_mlp(diagnosis: Diagnosis, rule: Rule) -> list[tuple[OutputPrescriptio
         )
     if any(found is not None and metric not in found.metrics for layer in diagnosis.layers for found in layer.mlp):
         raise InvalidRule(
-            f"{rule} for the MLP needs the moments of its maps, which the diagnosis does not have; diagnose again with "
-            f"the diagnostic `moments`, or use metric={WEIGHTS}, which needs no data."
+            f"{rule} for the MLP needs the moments of its maps, which the diagnosis does not have: {REMEDY}"
         )
     sides = [_decide_maps(diagnosis, rule, which, metric) for which in range(2)]
     return list(zip(*sides, strict=True))

@@ -33,6 +33,12 @@ def add(parser: Parser) -> None:
         "--perturbation", choices=("gaussian", "fgsm"), default="gaussian", help="for perturbation_response (gaussian)"
     )
     parser.add_argument(
+        "--moments",
+        action="store_true",
+        help="measure the moments of values and MLP for models with norms (SVDA), too: rules for values and MLP need "
+        "them, unless their metric is weights; models without norms always have them",
+    )
+    parser.add_argument(
         "--divergence",
         metavar="METRIC",
         help="measure in one more pass what every rank costs in this metric, for total_rank:...,by=divergence",
@@ -47,7 +53,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
     diagnostics = tuple(
         replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
-        for each in rx.diagnostics.suited(spectra)
+        for each in rx.diagnostics.suited(spectra, moments=arguments.moments)
     )
     diagnosis = rx.diagnose(
         model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed

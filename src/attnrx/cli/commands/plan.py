@@ -85,7 +85,10 @@ def _device(arguments: Namespace) -> str:
 
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":
     if arguments.diagnosis is None:
-        return rx.diagnose(model, images, images=min(96, len(images)), batch_size=arguments.batch_size)
+        spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
+        diagnostics = rx.diagnostics.suited(spectra, moments=True)
+        few = min(96, len(images))
+        return rx.diagnose(model, images, diagnostics=diagnostics, images=few, batch_size=arguments.batch_size)
     found = rx.Diagnosis.load(arguments.diagnosis)
     if found.fingerprint != rx.models.model_fingerprint(model):
         raise InvalidInput(

@@ -1,0 +1,84 @@
+"""SVDA models on the command line: values and MLP with --moments, and plans over all axes of ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import attnrx as rx
+import cases
+from attnrx.models import ViTConfig
+from pictures import write_folder
+from test_cli import call, record
+
+CONFIG = ViTConfig.uniform(
+    "svda", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    root = tmp_path_factory.mktemp("svda")
+    data = write_folder(root / "images", {"train": 8, "validation": 4, "test": 4})
+    model = rx.save(cases.model(CONFIG).float(), root / "model")
+    record("diagnose", model, "--data", data, "--out", root / "plain.json")
+    record("diagnose", model, "--data", data, "--out", root / "moments.json", "--moments")
+    return SimpleNamespace(root=root, data=data, model=model, plain=root / "plain.json", moments=root / "moments.json")
+
+
+def test_values_and_mlp_of_an_svda_model_are_prescribed_realized_and_verified(
+    files: SimpleNamespace, tmp_path: Path
+) -> None:
+    rules = ("--values", "total_rank:0.5", "--mlp", "uniform_rank:4")
+    record("prescribe", files.moments, *rules, "--out", tmp_path / "prescription.json")
+    prescription = rx.Prescription.load(tmp_path / "prescription.json")
+    assert all(layer.values is not None and layer.mlp[0] is not None for layer in prescription.layers)
+    small = tmp_path / "small"
+    record("realize", files.model, "--prescription", tmp_path / "prescription.json", "--out", small)
+    checks = ("--checks", "accuracy,costs", "--most-drop", 100)
+    found = record("verify", small, "--reference", files.model, "--data", files.data, *checks)
+    assert {finding["check"] for finding in found["findings"]} == {"accuracy", "costs"}
+
+
+@pytest.mark.parametrize("rule", [("--values", "total_rank:0.5"), ("--mlp", "uniform_rank:4")])
+def test_a_diagnosis_without_moments_is_refused_with_the_option_that_measures_them(
+    rule: tuple[str, str], files: SimpleNamespace, tmp_path: Path
+) -> None:
+    refused = call("prescribe", files.plain, *rule, "--out", tmp_path / "prescription.json")
+    assert refused.code == 2
+    assert "--moments" in refused.err and "metric=weights" in refused.err
+    plain = (rule[0], rule[1] + ",metric=weights")
+    record("prescribe", files.plain, *plain, "--out", tmp_path / "prescription.json")
+
+
+@pytest.mark.parametrize("rule", ["total_rank:0.5", "uniform_rank:0.5"])
+def test_rules_without_a_metric_use_the_strengths_of_an_svda_model(
+    rule: str, files: SimpleNamespace, tmp_path: Path
+) -> None:
+    record("prescribe", files.plain, "--rule", rule, "--out", tmp_path / "prescription.json")
+    prescription = rx.Prescription.load(tmp_path / "prescription.json")
+    assert prescription.about["metric"] == "own"
+    assert all(layer.basis is None for layer in prescription.layers)
+
+
+@pytest.mark.parametrize("diagnosis", ["made", "given"])
+def test_an_svda_model_is_planned_over_all_axes(diagnosis: str, files: SimpleNamespace, tmp_path: Path) -> None:
+    numbers = ("--images", 12, "--other-images", 4, "--trials", 2)
+    given = () if diagnosis == "made" else ("--diagnosis", files.moments)
+    found = record(
+        "plan", files.model, "--data", files.data, "--target", "macs=0.7x", "--out", tmp_path / "plan", *numbers, *given
+    )
+    assert found["price"] <= 0.7
+    prescription = rx.Prescription.load(tmp_path / "plan" / "prescription.json")
+    model = rx.load(files.model)
+    small = rx.realize(model, prescription)
+    costs = [rx.models.family_of(each).costs(each).macs for each in (small, model)]
+    assert costs[0] / costs[1] == pytest.approx(found["price"], rel=1e-6)
+
+
+def test_a_plan_without_moments_is_refused_with_the_option_that_measures_them(
+    files: SimpleNamespace, tmp_path: Path
+) -> None:
+    words = ("--data", files.data, "--target", "macs=0.7x", "--out", tmp_path / "plan", "--images", 12)
+    refused = call("plan", files.model, *words, "--other-images", 4, "--diagnosis", files.plain)
+    assert refused.code == 2 and "--moments" in refused.err
