@@ -16,6 +16,8 @@ from attnrx.models.family import Family
 from attnrx.models.token_run import TokenRun
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import (
+    LAST_LAYER,
+    MOMENTS,
     MapMoments,
     Part,
     Reduction,
@@ -28,8 +30,6 @@ from attnrx.tokens import (
 )
 
 BY = ("mask", "compress")
-SHOWN = {"attention", "class_attention", "keys"}
-"""What a reducer may need of the layer before a stage."""
 
 
 class TokenReduction(nn.Module):
@@ -73,11 +73,15 @@ class TokenReduction(nn.Module):
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
 
-    def accumulate(self, tokens: Float[Tensor, "batch tokens width"]) -> None:
-        """Adds what the reducer scores the patches that a layer gave."""
-        scores = self.policy.reducer.layer_score(tokens)[:, self.shape.layout.prefix :]
-        before = self.run.accumulated
-        self.run.accumulated = scores if before is None else before + scores
+    def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
+        """Adds the scores that one layer gives the patches, of all images or of some."""
+        run, scores = self.run, scores[:, self.shape.layout.prefix :]
+        if part is None:
+            run.accumulated = scores if run.accumulated is None else run.accumulated + scores
+            return
+        if run.accumulated is None:
+            run.accumulated = scores.new_zeros(part.batch, scores.shape[1])
+        run.accumulated[part.images] += scores
 
     def show(self, heads: tuple[int, ...], tap: Tap, decides: bool = True) -> None:
         """Takes in what a layer with these heads of the original model showed, of all images or of some.
@@ -96,17 +100,21 @@ class TokenReduction(nn.Module):
             )
         if decides:
             self.run.taps = [tap] if tap.part is None or tap.part.start == 0 else [*self.run.taps, tap]
-        if "moments" in self.policy.reducer.needs and tap.attention is not None:
-            self._take_in(tap.attention, tap.part)
+        needs = self.policy.reducer.needs
+        if not MOMENTS.isdisjoint(needs) and tap.attention is not None:
+            self._take_in(tap.attention, tap.part, "attention_variance" in needs)
+        if "class_attention_sum" in needs and tap.class_attention is not None:
+            self.accumulate(tap.class_attention.mean(1), tap.part)
 
-    def _take_in(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
+    def _take_in(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None, variance: bool) -> None:
         """Adds a layer's maps to the moments."""
         run = self.run
         if part is None:
-            run.moments = MapMoments.of(attention) if run.moments is None else run.moments.then(attention)
+            before = run.moments
+            run.moments = MapMoments.of(attention, variance) if before is None else before.then(attention)
             return
         if run.moments is None:
-            run.moments = MapMoments.room(attention, part.batch)
+            run.moments = MapMoments.room(attention, part.batch, variance)
         run.moments.write_(attention, part)
 
     def decide(self, stage: int, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
@@ -281,10 +289,12 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
 
 def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
     """Names what the reducer must see of a layer."""
-    needs = policy.reducer.needs
-    wanted = set(needs) & SHOWN if layer + 1 in policy.layers else set()
-    if "moments" in needs and layer < policy.layers[-1]:
+    needs = set(policy.reducer.needs)
+    wanted = needs & LAST_LAYER if layer + 1 in policy.layers else set()
+    if needs & MOMENTS and layer < policy.layers[-1]:
         wanted.add("attention")
+    if "class_attention_sum" in needs and layer < policy.layers[-1]:
+        wanted.add("class_attention")
     return tuple(sorted(wanted))
 
 
@@ -311,7 +321,8 @@ class _Begin(_Hook):
 
 class _Accumulate(_Hook):
     def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
-        self.reduction.accumulate(given[0] if given else named["hidden_states"])
+        tokens = given[0] if given else named["hidden_states"]
+        self.reduction.accumulate(self.reduction.policy.reducer.layer_score(tokens))
 
 
 class _Stage(_Hook):

@@ -18,7 +18,7 @@ from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputPrescription
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens import TokenPolicy
+from attnrx.tokens import ALL_LAYERS, TokenPolicy
 
 Say = Callable[[str], None]
 Weights = Mapping[str, np.ndarray]
@@ -141,7 +141,7 @@ class _Passing:
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # What a reducer must see, it must be shown: by the layer before, or by all of them.
-            start = 0 if needs & {"moments", "accumulated"} else layer - 1 if needs else layer
+            start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
             found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
         return found
 

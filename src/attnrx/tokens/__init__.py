@@ -14,7 +14,17 @@ from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random, image_keys
-from attnrx.tokens.reducer import Drawn, Predicting, Reducer, Reduction, Selecting, Shape
+from attnrx.tokens.reducer import (
+    ALL_LAYERS,
+    LAST_LAYER,
+    MOMENTS,
+    Drawn,
+    Predicting,
+    Reducer,
+    Reduction,
+    Selecting,
+    Shape,
+)
 from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
@@ -45,8 +55,11 @@ for _name, _kind in REDUCERS.items():
     _kind.name = _name
 
 __all__ = [
+    "ALL_LAYERS",
     "CACHED",
     "DTPS",
+    "LAST_LAYER",
+    "MOMENTS",
     "REDUCERS",
     "AViT",
     "AttentionAverage",

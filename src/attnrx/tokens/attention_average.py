@@ -11,17 +11,20 @@ from attnrx.tokens.seen import Seen
 
 @dataclass(frozen=True)
 class AttentionAverage(Selecting):
-    """Keeps the patches of the highest class attention, averaged over heads and all layers before (SPOT, Table 7)."""
+    """Keeps the patches of the highest class attention, averaged over heads and all layers before (SPOT, Table 7).
+
+    One row of every map is computed and one number a patch held: their sum, which orders patches as the mean does.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
-        return ("class_attention", "moments")
+        """The class attention, summed over the layers."""
+        return ("class_attention", "class_attention_sum")
 
     def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the mean over layers and heads."""
-        assert seen.moments is not None
-        return seen.moments.mean[:, :, 0, seen.prefix :].mean(1)
+        """Returns the sum over the layers of the mean over the heads."""
+        assert seen.accumulated is not None
+        return seen.accumulated
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.seen import Seen
 
+LAST_LAYER = {"class_attention", "attention", "keys"}
+MOMENTS = {"attention_mean", "attention_variance"}
+ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -56,11 +60,14 @@ class Shape:
 class Reducer(ABC):
     """Decides at every stage of a policy which tokens go on: a frozen dataclass of its knobs.
 
-    `needs` names what of the layers before it must see: "class_attention" and "attention" of the last layer,
-    "moments" of all layers, "keys" of the last layer, and "accumulated", the sum over all layers of what `layer_score`
-    gave their tokens; and "image_keys", a hash of the pixels of every image. A reducer with `proportional` tokens
-    changes their sizes, and later attention counts a token as often as its size says (the logarithm of the size is
-    added to its scores). A `learned` reducer has a predictor at every stage, or `one_predictor` for all of them.
+    `needs` names what it must see. Of the layer before a stage: "class_attention", "attention", "keys" (`LAST_LAYER`).
+    Of all layers before (`ALL_LAYERS`): "attention_mean" and "attention_variance", in `moments`; and, as the sum of a
+    score for every patch, in `accumulated`: "class_attention_sum", the class attention averaged over the heads, or
+    "accumulated", what `layer_score` gave the tokens. And "image_keys", a hash of the pixels of every image.
+
+    A reducer with `proportional` tokens changes their sizes, and later attention counts a token as often as its size
+    says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at every stage, or
+    `one_predictor` for all of them.
     """
 
     name: ClassVar[str] = ""

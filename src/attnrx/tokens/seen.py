@@ -1,5 +1,6 @@
 """What a reducer sees where it decides: the tokens, and what the attention before them said."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,65 +12,73 @@ from attnrx.tokens.parts import Part
 
 @dataclass
 class MapMoments:
-    """The mean and the variance over layers of the attention maps so far, element by element.
+    """The mean over layers of the attention maps so far, element by element, and their variance where it is collected.
 
-    Two sums are held, however many layers there were: of the maps and of their squares. Attention lies in [0, 1], so
-    the squares lose nothing that a predictor could see: in float32 a deviation of a hundredth of a map's values
-    comes out to three digits.
+    Sums are held, however many layers there were: of the maps and, for the variance, of their squares. Attention lies
+    in [0, 1], so the squares lose nothing that a predictor could see: in float32 a deviation of a hundredth of a map's
+    values comes out to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
-    squares: Float[Tensor, "batch heads queries keys"]
+    squares: Float[Tensor, "batch heads queries keys"] | None = None
     count: int = 1
 
     @classmethod
-    def of(cls, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+    def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
         """Begins with the first layer."""
-        return cls(attention, attention * attention)
+        return cls(attention, attention * attention if variance else None)
 
     def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
         """Gives the moments with one more layer; where no gradient is wanted the sums are written over."""
+        squares = self.squares
         if torch.is_grad_enabled() or self.count == 1:  # the first sum is the map of the first layer itself
-            total, squares = self.total + attention, torch.addcmul(self.squares, attention, attention)
+            total = self.total + attention
+            squares = None if squares is None else torch.addcmul(squares, attention, attention)
         else:
-            total, squares = self.total.add_(attention), self.squares.addcmul_(attention, attention)
+            total = self.total.add_(attention)
+            squares = None if squares is None else squares.addcmul_(attention, attention)
         return MapMoments(total, squares, self.count + 1)
 
     @classmethod
-    def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int) -> "MapMoments":
+    def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
         """Makes room for the sums of a batch of so many images, of which these are some; `write_` fills it."""
         shape = (batch, *attention.shape[1:])
-        return cls(attention.new_empty(shape), attention.new_empty(shape), 0)
+        return cls(attention.new_empty(shape), attention.new_empty(shape) if variance else None, 0)
 
     def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
         """Takes in one more layer for some images; with the last ones it counts."""
-        total, squares = self.total[part.images], self.squares[part.images]
+        of_part = self.of_images(part.images)
         if self.count:
-            total.add_(attention)
-            squares.addcmul_(attention, attention)
+            of_part.total.add_(attention)
         else:
-            total.copy_(attention)
-            torch.mul(attention, attention, out=squares)
+            of_part.total.copy_(attention)
+        if of_part.squares is not None and self.count:
+            of_part.squares.addcmul_(attention, attention)
+        elif of_part.squares is not None:
+            torch.mul(attention, attention, out=of_part.squares)
         self.count += part.is_last
 
     def of_images(self, images: slice) -> "MapMoments":
         """Gives the moments of some images."""
-        return MapMoments(self.total[images], self.squares[images], self.count)
+        return self._changed(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Gives the moments between the tokens that are left."""
-        return MapMoments(between(self.total, kept), between(self.squares, kept), self.count)
+        return self._changed(lambda sums: between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
         """Gives the moments with so many tokens more, which no layer has seen yet."""
-        wider = (0, count, 0, count)
-        return MapMoments(F.pad(self.total, wider), F.pad(self.squares, wider), self.count)
+        return self._changed(lambda sums: F.pad(sums, (0, count, 0, count)))
 
     def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
         """Gives the moments as if no layer had seen these tokens: others stand in their places now."""
         known = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, forgotten, 0.0)
         both = (known[:, :, None] * known[:, None, :])[:, None]
-        return MapMoments(self.total * both, self.squares * both, self.count)
+        return self._changed(lambda sums: sums * both)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "MapMoments":
+        squares = None if self.squares is None else change(self.squares)
+        return MapMoments(change(self.total), squares, self.count)
 
     @property
     def mean(self) -> Float[Tensor, "batch heads queries keys"]:
@@ -78,7 +87,8 @@ class MapMoments:
 
     @property
     def variance(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The variance over the layers (the mean of the squared deviations)."""
+        """The variance over the layers (the mean of the squared deviations), where it was collected."""
+        assert self.squares is not None
         mean_square = self.squares / self.count
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
@@ -100,8 +110,9 @@ class Seen:
     place (mask), 1 for an ordinary one, more for one that others were merged into. `class_attention` is what the class
     token pays to every token in the layer before, by head; `attention` the whole map of that layer, `moments` those
     of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
-    says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is what
-    the reducer's `layer_score` gave every patch, summed over the layers so far. `image_keys` are hashes of the images.
+    says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is, for
+    every patch, the sum over the layers so far of what the reducer's `layer_score` gave it or of its class attention.
+    `image_keys` are hashes of the images.
     """
 
     tokens: Float[Tensor, "batch tokens width"]

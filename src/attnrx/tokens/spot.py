@@ -37,8 +37,9 @@ class Spot(Predicting):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
-        return ("attention", "class_attention", "moments")
+        """The maps of the layer before, and of their moments over the layers those that are switched on."""
+        mean = ("attention_mean",) if self.mean else ()
+        return ("attention", "class_attention", *mean, *(("attention_variance",) if self.variance else ()))
 
     @property
     def one_predictor(self) -> bool:
@@ -82,11 +83,11 @@ class SpotPredictor(nn.Module):
     def _features(self, seen: Seen, images: slice) -> Float[Tensor, "part patches features"]:
         """Gives what the maps say of the patches of some images."""
         assert seen.attention is not None
-        assert seen.moments is not None
-        moments, maps = seen.moments.of_images(images), [seen.attention[images]]
-        if self.spot.mean:
+        maps = [seen.attention[images]]
+        moments = None if seen.moments is None else seen.moments.of_images(images)
+        if moments is not None and self.spot.mean:
             maps.append(moments.mean)
-        if self.spot.variance:
+        if moments is not None and self.spot.variance:
             maps.append(moments.variance)
         if self.spot.head_averaged:
             maps = [each.mean(1, keepdim=True) for each in maps]

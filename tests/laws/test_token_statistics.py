@@ -1,0 +1,102 @@
+"""A token reducer collects the statistics of attention that its variant reads, and no others."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_tokens import inputs, reduced
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnrx.models import family_of, observing, reduction_of
+from attnrx.tokens import AttentionAverage, ClassAttention, Reducer, Seen, Spot, TokenPolicy
+
+TOKENS = 17  # 16 patches and the class token
+STAGES = (2, 4)
+
+
+class MapOperations(TorchDispatchMode):
+    """Counts the operations whose output is an attention map of all heads, and the elements that all write."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps: Counter[str] = Counter()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for each in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(each, torch.Tensor):
+                self.elements += each.numel()
+                self.maps[str(func.overloadpacket)] += each.ndim == 4 and each.shape[-1] == each.shape[-2] > 4
+        return output
+
+
+def operations(reducer: Reducer) -> MapOperations:
+    """Counts one forward pass of a model of four layers."""
+    model = reduced("deep", TokenPolicy.staged(reducer, 0.6, STAGES), "compress")
+    counted, images = MapOperations(), inputs(model, 2)
+    with torch.no_grad():
+        model(images)
+        with counted:
+            model(images)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("reducer", "computed", "summed", "squared", "moved"),
+    [
+        (Spot(), 3, 2, 2, 4),
+        (Spot(mean=False), 3, 2, 2, 4),
+        (Spot(variance=False), 3, 2, 0, 2),
+        (Spot(mean=False, variance=False), 2, 0, 0, 0),
+        (AttentionAverage(), 0, 0, 0, 0),
+    ],
+)
+def test_only_the_statistics_in_use_are_collected(
+    reducer: Reducer, computed: int, summed: int, squared: int, moved: int
+) -> None:
+    """The maps of `computed` layers exist; `summed` of them are added to a sum and `squared` to one of squares.
+
+    The sums that exist are moved at both stages.
+    """
+    found = operations(reducer).maps
+    assert found["aten._softmax"] == computed
+    assert found["aten.add"] + found["aten.add_"] == summed
+    variances = 2 if isinstance(reducer, Spot) and reducer.variance else 0
+    assert found["aten.addcmul"] + found["aten.addcmul_"] == squared + variances
+    assert found["aten.gather"] == moved
+
+
+def test_every_statistic_less_writes_fewer_numbers() -> None:
+    written = [
+        operations(each).elements
+        for each in (Spot(), Spot(variance=False), Spot(mean=False, variance=False), ClassAttention())
+    ]
+    assert written == sorted(written, reverse=True)
+    assert written[0] - written[1] > 8 * 3 * TOKENS**2
+    # A quarter of a map a layer is the query, key and value of one token, and one row.
+    assert abs(operations(AttentionAverage()).elements - written[-1]) < 3 * 2 * 3 * TOKENS * 6
+
+
+def test_the_attention_average_orders_patches_by_the_sum_over_stored_maps() -> None:
+    """Over all layers before a stage and over the heads, for the patches that are left."""
+    model = reduced("deep", TokenPolicy.staged(AttentionAverage(), 0.6, STAGES), "compress")
+    seen, relevance = [], AttentionAverage.relevance
+
+    def spy(self: AttentionAverage, given: Seen, predictor: nn.Module) -> torch.Tensor:
+        seen.append(relevance(self, given, predictor))
+        return seen[-1]
+
+    maps: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AttentionAverage, "relevance", spy)
+        with torch.no_grad(), observing(model, family_of(model), lambda _, each: maps.append(each.attention)):
+            model(inputs(model))
+    reduction = reduction_of(model)
+    assert reduction is not None
+    rows = [each[:, :, 0, 1:].mean(1) for each in maps]
+    torch.testing.assert_close(seen[0], rows[0])
+    left = reduction.run.trail[0]
+    torch.testing.assert_close(seen[1], rows[0].gather(1, left) + rows[1] + rows[2])
