@@ -63,6 +63,22 @@ def test_unknown_recipe_names_the_nearest():
         load_recipe("svda/tabel1")
 
 
+def test_untrained_halting_scores_stand_beside_no_number_of_the_paper():
+    """A-ViT trains them by a ponder loss, which is not here: its printed numbers have a row of their own."""
+    file = load_recipe("spot/table1")
+    methods = {each.method.name: each.method for each in file.recipe.protocol}
+    untrained = [
+        row.label
+        for row in file.recipe.rows
+        if row.rule is not None
+        and (policy := methods[row.rule].policy(12)) is not None
+        and "accumulated" in policy.reducer.needs
+    ]
+    assert untrained
+    assert not set(untrained) & set(file.expected)
+    assert all("untrained" in label for label in untrained)
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_expected_numbers_belong_to_rows_and_columns(name: str):
     file = load_recipe(name)

@@ -12,7 +12,7 @@ import cases
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
-from attnrx.tokens import DTPS, REDUCERS, AViT, MapMoments, Reducer, Spot, TokenPolicy, parts, policy_from_dict
+from attnrx.tokens import DTPS, REDUCERS, HaltingScores, MapMoments, Reducer, Spot, TokenPolicy, parts, policy_from_dict
 from cases import REDUCTIONS
 from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
 
@@ -218,16 +218,16 @@ def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
 
 def test_halting_scores_add_up_over_the_layers_passed() -> None:
     """At a stage the sum is over every layer before it, and of the patches that are left."""
-    reducer = AViT(gamma=0.5, beta=-1.0)
+    reducer = HaltingScores(gamma=0.5, beta=-1.0)
     model = reduced("deep", TokenPolicy(reducer, (3, 4), (0.6, 0.4)), "compress")
-    seen, decide = [], AViT.relevance
+    seen, decide = [], HaltingScores.relevance
 
     def spy(self, given, predictor):
         seen.append(given)
         return decide(self, given, predictor)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(AViT, "relevance", spy)
+        patched.setattr(HaltingScores, "relevance", spy)
         logits(model)
     plain, gave = original("deep"), []
     for block in plain.source.blocks:  # type: ignore[union-attr]

@@ -10,10 +10,10 @@ from torch import nn
 from attnrx.errors import InvalidInput
 from attnrx.tokens import (
     DTPS,
-    AViT,
     ClassAttention,
     DynamicViT,
     EViT,
+    HaltingScores,
     Random,
     Reducer,
     Reduction,
@@ -90,12 +90,12 @@ def test_dtps_takes_nothing_of_what_had_left_before() -> None:
     torch.testing.assert_close(found.tokens, torch.tensor([[[1.0], [2.0]]]))
 
 
-def test_avit_lets_the_highest_sum_leave() -> None:
-    scores = AViT(gamma=2.0, beta=-1.0).layer_score(torch.tensor([[[0.5, 9.0], [1.0, -9.0]]]))
+def test_the_highest_sum_of_halting_scores_is_pruned() -> None:
+    scores = HaltingScores(gamma=2.0, beta=-1.0).layer_score(torch.tensor([[[0.5, 9.0], [1.0, -9.0]]]))
     torch.testing.assert_close(scores, torch.tensor([[0.5, 1 / (1 + math.exp(-1.0))]]))
     given = seen([[1.0], [2.0], [3.0]], accumulated=torch.tensor([[0.2, 0.9, 0.4]]))
-    assert decided(AViT(), given, 2).kept.tolist() == [[0, 2]]
-    package = decided(SPViT(AViT()), given, 1).extra
+    assert decided(HaltingScores(), given, 2).kept.tolist() == [[0, 2]]
+    package = decided(SPViT(HaltingScores()), given, 1).extra
     assert package is not None
     torch.testing.assert_close(package, torch.tensor([[[(0.1 * 2 + 0.6 * 3) / 0.7]]]))
 
@@ -168,7 +168,7 @@ def test_a_second_round_goes_by_merged_keys() -> None:
 
 
 def test_soft_reducers_are_what_their_scores_are() -> None:
-    for scores in (ClassAttention(), Random(), AViT(), DynamicViT(), Spot(shared=True)):
+    for scores in (ClassAttention(), Random(), HaltingScores(), DynamicViT(), Spot(shared=True)):
         for kind in (EViT(scores), SPViT(scores), DTPS(scores)):
             assert (kind.needs, kind.learned) == (scores.needs, scores.learned)
             assert kind.one_predictor == scores.one_predictor
@@ -185,8 +185,8 @@ def test_soft_reducers_are_what_their_scores_are() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: AViT(gamma=0.0), "gamma not 0"),
-        (lambda: AViT(beta=float("nan")), "finite"),
+        (lambda: HaltingScores(gamma=0.0), "gamma not 0"),
+        (lambda: HaltingScores(beta=float("nan")), "finite"),
         (lambda: ZeroTPrune(iterations=0), "at least one iteration"),
         (lambda: ZeroTPrune(similar=1.5), "a share"),
         (lambda: ZeroTPrune(least=0.7, most=0.7), "least < most"),

@@ -23,7 +23,7 @@ AVERAGE = TokenMethod("attention-average", "attention_average")
 RANDOM = TokenMethod("random", "random")
 CLASS_ATTENTION = TokenMethod("class-attention", "class_attention")
 EVIT = TokenMethod("evit", "evit")
-AVIT = TokenMethod("avit", "avit")
+HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # the rule of A-ViT, untrained
 DYNAMICVIT = TokenMethod("dynamicvit", "dynamicvit")
 
 # Table 3: soft methods by their own scores, and by SPOT's without what lies across the layers.

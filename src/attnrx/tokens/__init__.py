@@ -5,11 +5,11 @@ from typing import Any
 
 from attnrx.config import from_dict
 from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
-from attnrx.tokens.avit import AViT
 from attnrx.tokens.class_attention import ClassAttention
 from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
+from attnrx.tokens.halting_scores import HaltingScores
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
 from attnrx.tokens.policy import TokenPolicy
@@ -47,7 +47,7 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "dynamicvit": DynamicViT,
     "spot": Spot,
     "zero_tprune": ZeroTPrune,
-    "avit": AViT,
+    "halting_scores": HaltingScores,
     "spvit": SPViT,
     "dtps": DTPS,
 }
@@ -61,13 +61,13 @@ __all__ = [
     "LAST_LAYER",
     "MOMENTS",
     "REDUCERS",
-    "AViT",
     "AttentionAverage",
     "AttentionReceived",
     "ClassAttention",
     "Drawn",
     "DynamicViT",
     "EViT",
+    "HaltingScores",
     "MapMoments",
     "Packaging",
     "Part",

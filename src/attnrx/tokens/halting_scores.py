@@ -1,4 +1,4 @@
-"""A-ViT: patches halt whose halting scores, one a layer, add up first."""
+"""The halting rule of A-ViT without its training."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,13 @@ from attnrx.tokens.seen import Seen
 
 
 @dataclass(frozen=True)
-class AViT(Selecting):
-    """Lets the patches leave whose halting scores have added up to most (Yin et al., 2022).
+class HaltingScores(Selecting):
+    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., 2022), untrained.
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x, the only one that the
-    paper's training gives this meaning. As published a token leaves where its sum reaches 1 - epsilon, at any layer,
-    so every image keeps another number. Here the numbers are the policy's: at a stage the patches with the highest sums
-    leave, whether they have reached 1 or not. Order is the paper's, the moment is not. On a model that was not trained
-    so, the first feature says nothing.
+    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. A-ViT is this rule and
+    a training by a ponder loss, which makes x a halting score and is not here: on a model that was not trained so, x
+    has no such meaning, and what is measured is not A-ViT. Its tokens halt where their sum reaches 1 - epsilon, at any
+    layer, so every image keeps another number; here the numbers are the policy's, and only the order is A-ViT's.
     """
 
     gamma: float = 5.0
