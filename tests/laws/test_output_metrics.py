@@ -8,7 +8,7 @@ import attnrx as rx
 import cases
 from attnrx.attention import Attention
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidRule, UnknownName
+from attnrx.errors import InvalidRule, NothingChanged, UnknownName
 from attnrx.models import VisionTransformer, family_of
 from comparisons import pixels
 
@@ -132,3 +132,15 @@ def test_weight_readings_survive_the_disk(tmp_path, unwatched: Diagnosis) -> Non
 def test_rules_that_need_score_directions_are_refused_for_other_maps(name: str, rule: str, found: Diagnosis) -> None:
     with pytest.raises(InvalidRule, match=f"{rule}.*scores"):
         rx.prescribe(found, **{name: rule})
+
+
+def test_rules_that_change_no_value_and_no_mlp_are_refused_in_terms_of_those_maps(found: Diagnosis) -> None:
+    with pytest.raises(NothingChanged) as refusal:
+        rx.prescribe(found, values="uniform_rank:1.0")
+    assert "values='uniform_rank:1.0' would change nothing: every head keeps everything it reads out" in str(
+        refusal.value
+    )
+    with pytest.raises(NothingChanged) as refusal:
+        rx.prescribe(found, mlp="uniform_rank:1.0")
+    assert "mlp='uniform_rank:1.0' would change nothing: every map keeps its rank" in str(refusal.value)
+    assert "head" not in str(refusal.value) and "direction" not in str(refusal.value)

@@ -13,6 +13,8 @@ from attnrx.rules.bounds import score_bound
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.spectrum import Spectrum
 
+NO_STRENGTH = "all strengths are zero"
+
 
 def keep_only(
     spectrum: Spectrum,
@@ -65,7 +67,9 @@ def _kept(spectrum: Spectrum, decision: LayerPrescription, head: int) -> str:
 
 
 def _lost(spectrum: Spectrum, keep: Tensor, head: int) -> str:
-    removed = spectrum.used[head] & ~keep[head]
+    used, removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
+    if bool(used.any()) and not bool(spectrum.strength[head][used].any()):
+        return f"; {NO_STRENGTH}"
     if not bool(removed.any()):
         return ""
     share = (energy(spectrum.strength.double(), spectrum.used)[head] * keep[head]).sum().item()

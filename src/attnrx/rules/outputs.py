@@ -1,6 +1,6 @@
 """Deciding about the other maps of a layer by the same rules: what its heads read out, and its MLP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import LayerPrescription, OutputPrescription
+from attnrx.rules.deciding import NO_STRENGTH
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.rule import Rule, metric_of, parts_of
 from attnrx.shapes import Float, Tensor
@@ -90,7 +91,7 @@ def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription |
                 reduced.weight,
                 circuit.mean,
                 directions.strength,
-                with_metric(chosen, metric),
+                with_metric(chosen, metric, directions.rank),
             )
         )
     return decisions
@@ -112,9 +113,13 @@ def decide_mlp(diagnosis: Diagnosis, rule: Rule) -> list[tuple[OutputPrescriptio
     return list(zip(*sides, strict=True))
 
 
-def with_metric(chosen: LayerPrescription, metric: str) -> tuple[str, ...]:
-    """Gives the reasons of a decision with the metric it was made in."""
-    return tuple(f"{reason}; metric {metric}" for reason in chosen.reasons)
+def with_metric(chosen: LayerPrescription, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Returns the reasons of a decision with its metric, in which the form of every head or map has these ranks."""
+    dead = f"; {NO_STRENGTH}"
+    return tuple(
+        f"{reason}{'' if rank or dead in reason else dead}; metric {metric}"
+        for reason, rank in zip(chosen.reasons, ranks, strict=True)
+    )
 
 
 def _decide_maps(diagnosis: Diagnosis, rule: Rule, which: int, metric: str) -> list[OutputPrescription | None]:
@@ -133,7 +138,9 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, me
     if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
     kept = own.directions[chosen.keep[0]].double()
-    return OutputPrescription((rank,), kept, kept.mT, own.center, own.strength[None], with_metric(chosen, metric))
+    return OutputPrescription(
+        (rank,), kept, kept.mT, own.center, own.strength[None], with_metric(chosen, metric, (rank,))
+    )
 
 
 def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:

@@ -1,6 +1,7 @@
 """From a diagnosis and a rule to a prescription."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,7 @@ def prescribe(
     if mlp is not None:
         layers = [replace(layer, mlp=own) for layer, own in zip(layers, decide_mlp(diagnosis, mlp), strict=True)]
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NothingChanged(_nothing(spectra, layers, rule or values or mlp, tokens))
+        raise NothingChanged(_nothing(spectra, layers, {"rule": rule, "values": values, "mlp": mlp}, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, layers, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     rules = {"rule": rule, "values_rule": values, "mlp_rule": mlp}
@@ -89,8 +90,10 @@ def _decide_scores(
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={chosen!r} out.")
         changed = _changes(spectrum, layer)
-        rewritten_layer = replace(layer, basis=basis, reasons=with_metric(layer, chosen))
-        layers.append(rewritten_layer if changed else whole[index])
+        reasons = with_metric(layer, chosen, told.layers[index].readings["metric_rank"].tolist())
+        layers.append(
+            replace(layer, basis=basis, reasons=reasons) if changed else replace(whole[index], reasons=reasons)
+        )
         spectra.append(spectrum if changed else own[index])
     return layers, spectra
 
@@ -127,12 +130,30 @@ def _require_askable(diagnosis: Diagnosis, rules: tuple[Rule | None, ...], token
         tokens.policy.require_depth(len(diagnosis.layers))
 
 
+# What a rule that changes no value and no MLP map found; scores have their own message, with the span of strengths.
+UNCHANGED = {
+    "values": "every head keeps everything it reads out",
+    "mlp": "every map keeps its rank, or has no rank below outputs * inputs / (outputs + inputs), where factors pay",
+}
+
+
 def _nothing(
-    spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None, tokens: TokenPrescription | None
+    spectra: list[Spectrum],
+    layers: list[LayerPrescription],
+    rules: Mapping[str, Rule | None],
+    tokens: TokenPrescription | None,
 ) -> str:
-    if rule is None:
+    if not any(rules.values()):
         told = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} lets no token leave"
         return f"{told}, so nothing would change: give a rule, or tokens='evit:0.7@4,7,10'."
+    found = [
+        f"{name}={str(rules[name])!r} would change nothing: {why}" for name, why in UNCHANGED.items() if rules[name]
+    ]
+    found = [_no_score(spectra, layers, rules["rule"]), *found] if rules["rule"] else found
+    return f"{'; '.join(found)}. Ask for a smaller rank or share, or use another rule."
+
+
+def _no_score(spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None) -> str:
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     span = (
         f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"
@@ -143,5 +164,5 @@ def _nothing(
     heads = sum(len(layer.reasons) for layer in layers)
     return (
         f"{rule} would change nothing: all {heads} heads of {len(layers)} layers keep everything ({span}; "
-        f"the first head {first}). Turn its knob further or use another rule."
+        f"the first head {first})"
     )

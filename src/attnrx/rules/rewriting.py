@@ -38,7 +38,11 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
         used=used,
     )
     basis = Basis(found.left, found.right, shared=spectrum.shared)
-    return LayerDiagnosis(changed, _readings(layer.readings, changed, basis)), basis
+    readings = _readings(layer.readings, changed, basis)
+    readings["metric_rank"] = torch.tensor(
+        found.rank
+    )  # the directions that the metric does not give a strength of zero
+    return LayerDiagnosis(changed, readings), basis
 
 
 def _readings(old: Mapping[str, Tensor], spectrum: Spectrum, basis: Basis) -> dict[str, Tensor]:

@@ -19,12 +19,18 @@ def treatment(content: ReportContent) -> Section | None:
     names = original_heads(content)
     data = {
         "rule": rule_text(prescription) if prescription.rule else "",
-        "others": [(words, str(prescription.about[name])) for name, words in OTHERS if name in prescription.about],
+        "others": [(words, _stated(prescription, name)) for name, words in OTHERS if name in prescription.about],
         "removed": percent(prescription.removed_share),
         "fingerprint": prescription.fingerprint,
         "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
     }
     return Section("prescription", "Prescription", data)
+
+
+def _stated(prescription: Prescription, name: str) -> str:
+    """Returns a rule as text with the metric it decided in."""
+    metric = prescription.about.get(name.replace("rule", "metric"))
+    return f"{prescription.about[name]}" + (f" in the metric {metric}" if metric and name != "tokens" else "")
 
 
 def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
