@@ -16,7 +16,7 @@ from attnrx.attention import Attention, Tapped
 from attnrx.models import family_of
 from attnrx.planning.clock import _Timer, timed_prices
 from attnrx.planning.fitting import never_slower, never_slower_mlp
-from attnrx.planning.pinning import STAGES, _everywhere, _saving, _some_at, pinned
+from attnrx.planning.pinning import MOST, STAGES, _everywhere, _saving, _seen_at_stages, _some_at, pinned
 from attnrx.planning.prices import Prices, counted_prices
 from attnrx.planning.space import RANKS, Choices, Space
 from planned import CLOCK, made
@@ -125,6 +125,59 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     assert free.total(some) == pytest.approx(1.25 * prices.total(some))
     ranks = pinned(prices, replace(even, axes=RANKS, reducer=None, _pieces={}), clock)
     assert asked[-1] == ("own", *RANKS) and (ranks.stages == prices.stages).all()
+
+
+def test_savings_are_scaled_and_the_joint_saving_of_scores_and_values_by_the_lesser_factor() -> None:
+    attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
+    given = Prices("time", "s", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
+    for scores, values, expected in (
+        (0.5, 0.75, 10 - 1.5 - 0.75 - 1),
+        (0.75, 0.5, 10 - 2.25 - 0.5 - 1),
+        (1.0, 1.0, 4.0),
+    ):
+        found = _saving(given, {"scores": scores, "values": values, "mlp": 1.25})
+        assert found.attention[0, 1, 1, 0] == pytest.approx(expected)
+        assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * scores)
+        assert found.attention[0, 0, 1, 0] == pytest.approx(10 - values)
+        assert found.mlp[0, :, 0] == pytest.approx([5, 5 - 1.25 * 3])
+    assert (_saving(given, {}).attention == attention).all()
+
+
+@pytest.mark.parametrize(("measured", "factor"), [(3.0, MOST), (-0.5, 0.0)])
+def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, measured: float, factor: float) -> None:
+    ranks = replace(space, axes=RANKS, reducer=None, _pieces={})
+    prices = counted_prices(ranks, "macs")
+    saved = {axis: 1 - prices.total(_everywhere(ranks, axis)) for axis in RANKS}
+
+    def clock(models: Mapping[str, nn.Module]) -> dict[str, float]:
+        return {name: 1 - (measured if name == "mlp" else 1.0) * saved.get(name, 0.0) for name in models}
+
+    found = pinned(prices, ranks, clock)
+    for axis in RANKS:
+        expected = (factor if axis == "mlp" else 1.0) * saved[axis]
+        assert 1 - found.total(_everywhere(ranks, axis)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("depth", "patches", "stages", "leaving"),
+    [
+        (12, 196, 1, {6: 98}),
+        (12, 196, 3, {3: 32, 6: 32, 9: 32}),
+        (12, 196, None, dict.fromkeys(range(1, 12), 8)),
+        (2, 196, 3, {1: 98}),
+        (3, 1, 3, {1: 1, 2: 1}),
+    ],
+)
+def test_token_stages_are_spread_over_the_layers_and_prune_half_of_the_patches(
+    space: Space, depth: int, patches: int, stages: int | None, leaving: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Space, "depth", depth)
+    monkeypatch.setattr(Space, "patches", patches)
+    choices = _some_at(space, stages)
+    assert {layer: count for layer, count in enumerate(choices.leaving) if count} == leaving
+    if patches > 1:
+        left = [patches + 1 - sum(leaving[before] for before in leaving if before < layer) for layer in leaving]
+        assert _seen_at_stages(choices, patches + 1) == sum(left)
 
 
 def test_an_axis_that_saves_nothing_on_the_clock_has_no_price(space: Space) -> None:
