@@ -44,13 +44,19 @@ class Backend(ABC):
     ) -> Float[Tensor, "batch queries features"]:
         """Gives what all heads read out, side by side, from the values of every bucket.
 
-        A head without directions reads out the mean of its values.
+        A head without directions returns the mean of its values, zero where there are no keys.
         """
         left, outputs = iter(factors), []
         for bucket, own in zip(buckets, values, strict=True):
             if bucket.rank:
                 outputs.append(self.attend(next(left), own))
             else:
-                outputs.append(own.mean(-2, keepdim=True).expand_as(own))
+                queries = factors[0].query.shape[1] if factors else own.shape[2]
+                outputs.append(mean_of(own).expand(-1, -1, queries, -1))
         flat = [output.transpose(1, 2).flatten(2) for output in outputs]
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
+
+
+def mean_of(value: Float[Tensor, "batch heads keys reads"]) -> Float[Tensor, "batch heads 1 reads"]:
+    """Returns the mean over the keys; zero where there are none, as softmax over no key times no value is."""
+    return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])

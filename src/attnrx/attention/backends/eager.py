@@ -14,7 +14,11 @@ class Eager(Backend):
 
     def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape."""
-        return exact_buckets(spec.ranks, spec.reads)
+        return exact_buckets(spec.ranks, self.reads(spec, occasion))
+
+    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+        """Pads values only where heads share their directions: these are one bucket."""
+        return (max(spec.reads, default=0),) * len(spec.heads) if spec.form == "shared" else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""

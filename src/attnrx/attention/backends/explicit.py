@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.backend import Backend, mean_of
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets, padded_buckets
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -121,7 +121,7 @@ def in_parts(
 
 def _mean(value: Float[Tensor, "batch heads keys reads"], sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
     if sizes is None:
-        return value.mean(-2, keepdim=True)
+        return mean_of(value)
     shares = (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)
     return shares[:, None, None] @ value
 

@@ -7,6 +7,7 @@ import torch
 
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.explicit import written_out
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
 from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
@@ -40,7 +41,9 @@ class Flex(Backend):
         return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Calls the generated kernel."""
+        """Calls the generated kernel, which takes no empty set of keys."""
+        if not value.shape[2]:
+            return written_out(*factors.folded(), value, factors.scale)
         query, key = (side.contiguous() for side in factors.folded())
         run = flex_attention()
         assert run is not None

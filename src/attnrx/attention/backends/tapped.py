@@ -135,7 +135,7 @@ def sized_softmax(
     The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
     finite everywhere: a key that does not count is weighed as if its score were the largest at most.
     """
-    if sizes is None:
+    if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
     each = sizes[:, None, None, :]
     largest = logits.detach().masked_fill(each == 0, float("-inf")).amax(-1, keepdim=True)

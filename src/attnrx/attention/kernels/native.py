@@ -45,6 +45,8 @@ def _attention(
     library = required_library()
     _require_fitting(queries, keys, values, sizes)
     output = _empty(queries, keys, values, sizes, scale)
+    if not values[0].shape[2]:  # softmax over no key times no value
+        return output.zero_()
     batch, tokens, _ = output.shape
     # What the kernel reads has to live until it has: a contiguous copy may have no other owner.
     kept: list[Tensor] = []

@@ -1,0 +1,132 @@
+"""Every backend computes softmax(scale * query @ key^T + log(sizes)) @ value, at any scale, rank and value width."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from attnrx.attention import Backend, Eager, Explicit, Flex, Fused, Native, Observed, Tapped
+from attnrx.attention.backends import flex
+from attnrx.attention.kernels.building import native_library
+from layers import LAYERS, Case, by_definition
+
+Sizes = torch.Tensor | None
+
+
+def ignore(*shown: object) -> None: ...
+
+
+def tapped(*wanted: str) -> Callable[[Case, Sizes], Backend]:
+    return lambda case, sizes: Tapped(lambda: sizes, ignore, wanted)
+
+
+def observed(case: Case, sizes: Sizes) -> Backend:
+    readout = torch.zeros(len(case.spec.heads), max(case.spec.reads), case.spec.width)
+    return Observed(ignore, readout, None if sizes is None else Tapped(lambda: sizes, ignore, ()))
+
+
+WITH_GRADIENTS: dict[str, Callable[[Case, Sizes], Backend]] = {
+    "eager": lambda case, sizes: Eager(),
+    "explicit": lambda case, sizes: Explicit(lambda: sizes),
+    "fused": lambda case, sizes: Fused(),
+    "tapped": tapped(),
+    "tapped, attention": tapped("attention"),
+    "tapped, class attention": tapped("class_attention"),
+    "observed": observed,
+}
+IN_FLOAT32: dict[str, Callable[[Case, Sizes], Backend]] = {
+    "flex": lambda case, sizes: Flex(),
+    "native": lambda case, sizes: Native(lambda: sizes),
+    "tapped, native": tapped("keys"),
+}
+WITH_SIZES = (
+    "explicit",
+    "tapped",
+    "tapped, attention",
+    "tapped, class attention",
+    "observed",
+    "native",
+    "tapped, native",
+)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as PyTorch operations: compiling it takes 20 seconds."""
+    monkeypatch.setattr(flex, "_compiled", flex._plain)
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=200 * eps * max(1.0, float(expected.abs().max())))
+
+
+def require_kernel(backend: str) -> None:
+    if "native" in backend and native_library() is None:
+        pytest.skip("the kernel needs a C++ compiler")
+
+
+@pytest.mark.parametrize("backend", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_gradients_are_those_of_the_definition(name: str, backend: str) -> None:
+    case = LAYERS[name]
+    layer, tokens = case.layer(WITH_GRADIENTS[backend](case, None)), case.inputs()
+    expected, found = by_definition(layer, tokens), layer(tokens)
+    agree(found, expected)
+    with torch.no_grad():  # other paths: kept weights, buffers, parts of the batch
+        agree(layer(tokens), expected)
+    if not case.dead:
+        parameters = [each for each in layer.parameters() if each.numel()]
+        gradients = (torch.autograd.grad(each.square().mean(), parameters) for each in (found, expected))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", IN_FLOAT32)
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_in_float32_are_those_of_the_definition(name: str, backend: str) -> None:
+    case = LAYERS[name]
+    require_kernel(backend)
+    if backend == "flex" and case.tokens > 1024:
+        return  # its PyTorch operations take seconds
+    with torch.no_grad():
+        expected = by_definition(case.layer(Eager()), case.inputs())
+        layer, tokens = case.layer(IN_FLOAT32[backend](case, None), torch.float32), case.inputs(torch.float32)
+        used = type(layer.plan(tokens).backend).__name__.lower()
+        assert used == backend.partition(",")[0] or not (any(case.spec.ranks) and any(case.spec.reads))
+        agree(layer(tokens), expected)
+
+
+@pytest.mark.parametrize("backend", WITH_SIZES)
+@pytest.mark.parametrize("name", ["ragged", "narrow scores", "svda, ragged", "shared", "rank zero", "1,025 tokens"])
+def test_tokens_count_as_often_as_their_size(name: str, backend: str) -> None:
+    case = LAYERS[name]
+    require_kernel(backend)
+    dtype = torch.float32 if "native" in backend else torch.float64
+    if backend == "native" and not any(case.spec.ranks):
+        return  # what runs in its place counts every token once
+    with torch.no_grad():
+        expected = by_definition(case.layer(Eager()), case.inputs(), sizes=case.sizes())
+        layer = case.layer(({**WITH_GRADIENTS, **IN_FLOAT32})[backend](case, case.sizes(dtype)), dtype)
+        agree(layer(case.inputs(dtype)), expected)
+
+
+# What observes whole maps needs as many queries as keys.
+FEW_QUERIES = [name for name in (*WITH_GRADIENTS, *IN_FLOAT32) if name not in ("tapped, attention", "observed")]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", FEW_QUERIES)
+@pytest.mark.parametrize("name", ["narrow values", "ragged", "svda", "shared"])
+def test_few_queries_attend_to_any_number_of_keys_and_heads_without_keys_return_zero(name: str, backend: str) -> None:
+    case, make = LAYERS[name], {**WITH_GRADIENTS, **IN_FLOAT32}[backend]
+    require_kernel(backend)
+    dtype = torch.float32 if backend in IN_FLOAT32 else torch.float64
+    exact, layer = case.layer(Eager()), case.layer(make(case, None), dtype)
+    with torch.no_grad():
+        for queries, keys in ((1, 11), (9, 3), (1, 0), (9, 0)):
+            few, among = (case.inputs()[:, :count] for count in (queries, keys))
+            agree(layer(few.to(dtype), among.to(dtype)), by_definition(exact, few, among))
+    assert exact.output.bias is not None
+    torch.testing.assert_close(by_definition(exact, few, among), exact.output.bias.expand(3, 9, -1))
