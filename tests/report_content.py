@@ -10,7 +10,7 @@ from torch import nn
 from attnrx.costs import Conditions, LatencyComparison, Ratio, Timing
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.diagnostics import spectral_shape
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import Evidence, Finding, judged
 from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -193,7 +193,7 @@ def _quality() -> tuple[Finding, ...]:
             -0.5556,
             "points",
             limit=-1.0,
-            holds=False,
+            outcome="fails",
             low=-2.0139,
             high=0.8333,
             n=360,
@@ -212,7 +212,7 @@ def _bounds() -> tuple[Finding, ...]:
         "attention rows move within Proposition 1": 0.27,
     }
     return tuple(
-        Finding("bounds", claim, worst, "of the bound", 1.0, True, n=360, seed=0, details={"slack": 1 - worst})
+        Finding("bounds", claim, worst, "of the bound", 1.0, "holds", n=360, seed=0, details={"slack": 1 - worst})
         for claim, worst in claims.items()
     )
 
@@ -224,8 +224,8 @@ def _controls() -> tuple[Finding, ...]:
         draws = [0.0123 + value + 0.0004 * (step - 4.5) for step in range(10)] if kind == "random" else [0.0123 + value]
         details = {"quantity": "discrepancy", "kind": kind, "candidate": 0.0123, "draws": draws}
         claim = f"the candidate is nearer to the reference than the {kind}-matched control"
-        holds = None if limit is None else low > limit
-        found.append(Finding("controls", claim, value, "", limit, holds, low, high, 360, 0, details))
+        verdict = judged(value, limit, (low, high), 360, at_least=True, strict=True)
+        found.append(Finding("controls", claim, value, "", seed=0, details=details, **verdict))
     better = "the candidate is more accurate than the random-matched control"
     return (*found, Finding("controls", better, 0.31, "points", low=-0.4, high=1.1, n=360, seed=0))
 

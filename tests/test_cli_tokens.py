@@ -77,7 +77,7 @@ def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None
     done = call("verify", made.slim, *words, "--checks", names, "--most-drop", 100, "--json")
     found = json.loads(done.out)["findings"]
     counted = {each["claim"]: each for each in found if each["details"].get("quantity") == "counted costs"}
-    assert len(counted) == 2 and all(each["holds"] for each in counted.values())
+    assert len(counted) == 2 and all(each["outcome"] == "holds" for each in counted.values())
     masked = [each for each in found if each["check"] == "fidelity" and "candidate against masked" in each["claim"]]
     assert masked and all(each["value"] < 1e-4 or each["unit"] == "%" for each in masked)
 

@@ -30,8 +30,8 @@ slim = rx.realize(model, prescription)
 # %% [markdown]
 # ## Checks
 #
-# A check is a measurement with knobs. A knob that is a limit makes its finding a *claim*, which holds or fails; without
-# a limit a quantity is only reported. Say what may be lost before you measure.
+# A check is a measurement with knobs. A knob that is a limit makes its finding a *claim*, which holds, fails, or
+# is undecided on so few images; without a limit a quantity is only reported. Set the limits before you measure.
 
 # %%
 checks = [
@@ -103,7 +103,7 @@ content = rx.reports.ReportContent(
     "What a quarter of the directions costs", evidence=evidence, prescription=prescription, diagnosis=diagnosis
 )
 page = rx.write_report("report.html", content)
-print(page, "and every claim holds" if evidence.holds else "and some claim fails")
+print(page, "of", len(evidence.claims), "claims", len(evidence.failures), "fail,", len(evidence.undecided), "are undecided")
 
 # %% [markdown]
 # ## The same on the command line

@@ -1,4 +1,4 @@
-"""What was measured of a candidate against its reference: claims, values, limits, and whether they hold."""
+"""What was measured of a candidate against its reference: claims, values, limits, and their outcomes."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from attnrx.storage import check_schema, read_json, write_json
 from attnrx.validation import (
     JSON_OBJECT,
     Choice,
-    Flag,
     Integer,
     Invalid,
     Items,
@@ -24,14 +23,16 @@ from attnrx.validation import (
     validated,
 )
 
-KIND, SCHEMA = "attnrx evidence", 1
+KIND, SCHEMA = "attnrx evidence", 2
+HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
 
 def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
-    """A limit and whether it holds go together, and the ends of an interval are in order."""
+    """A limit goes with an outcome, and the ends of an interval are in order."""
     low, high = finding["low"], finding["high"]
-    if (finding["limit"] is None) != (finding["holds"] is None):
-        raise Invalid(below(where, "holds"), f"is {shown(finding['holds'])} with the limit {shown(finding['limit'])}")
+    if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
+        limit, outcome = shown(finding["limit"]), shown(finding["outcome"])
+        raise Invalid(below(where, "outcome"), f"is {outcome} with the limit {limit}")
     if low is not None and high is not None and low > high:
         raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
 
@@ -43,10 +44,11 @@ FINDING = Record(
         "value": Optional(Number()),  # JSON has no NaN: null is a value that could not be measured
         "unit": Text(),
         "limit": Optional(Number()),
-        "holds": Optional(Flag()),
+        "outcome": Choice(OUTCOMES),
         "low": Optional(Number()),
         "high": Optional(Number()),
         "n": Optional(Integer()),
+        "deciding_n": Optional(Integer()),
         "seed": Optional(Integer()),
         "details": JSON_OBJECT,
     },
@@ -56,7 +58,7 @@ RECORD = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
-        "holds": Flag(),
+        "outcome": Choice(OUTCOMES),
         "about": JSON_OBJECT,
         "findings": Items(FINDING),
     }
@@ -67,9 +69,10 @@ RECORD = Record(
 class Finding:
     """One measured claim.
 
-    `limit` and `holds` are None where a quantity is only reported. `low` and `high` bound the value at 95 % where it
-    is noisy, `n` counts what it was measured on. `details` holds what a reader may want beside it (draws, kernels,
-    per-layer slack).
+    A claim has a `limit` and an `outcome`: it holds where the whole interval keeps the limit, fails where none of it
+    does, and is undecided in between, where about `deciding_n` instead of `n` would decide at the same value and
+    spread. A quantity without a limit is reported. `low` and `high` bound a noisy value at 95 %, `n` counts what it was
+    measured on (images, rounds or runs). `details` contains what a reader may want beside it (draws, kernels).
     """
 
     check: str
@@ -77,16 +80,70 @@ class Finding:
     value: float
     unit: str = ""
     limit: float | None = None
-    holds: bool | None = None
+    outcome: str = REPORTED
     low: float | None = None
     high: float | None = None
     n: int | None = None
+    deciding_n: int | None = None
     seed: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if (self.limit is None) != (self.holds is None):
-            raise InvalidInput(f"finding {self.claim!r}: a limit and whether it holds go together.")
+        if self.outcome not in OUTCOMES or (self.limit is None) != (self.outcome == REPORTED):
+            raise InvalidInput(
+                f"finding {self.claim!r} has the limit {self.limit} and the outcome {self.outcome!r}: a claim with a "
+                f"limit {HOLDS}, {FAILS} or is {UNDECIDED}, a quantity without one is {REPORTED}."
+            )
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether it has a limit, and so can fail."""
+        return self.limit is not None
+
+    @property
+    def outcome_text(self) -> str:
+        """The outcome, with the n that would decide where that is open."""
+        if self.deciding_n is None:
+            return self.outcome
+        return f"{self.outcome} (about {self.deciding_n:,} would decide, not {self.n:,})"
+
+
+def judged(
+    value: float,
+    limit: float | None,
+    interval: tuple[float | None, float | None] = (None, None),
+    n: int | None = None,
+    *,
+    at_least: bool,
+    strict: bool = False,
+) -> dict[str, Any]:
+    """Returns limit, outcome, interval, n and deciding n as arguments of `Finding`; without a limit it is reported.
+
+    The value is to be at least the limit, or at most. It holds where the whole interval keeps the limit and fails
+    where none of it does; a value without an interval is exact, and NaN fails. With `strict` a value equal to the limit
+    does not keep it. The n that would decide shrinks the half interval towards the limit, as 1 / sqrt(n), to the
+    distance of the value from it.
+    """
+    low, high = interval
+    fields: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
+    if limit is None:
+        return fields
+    sign = 1 if at_least else -1
+    middle, bound = sign * value, sign * limit
+    worst, best = sorted(sign * (value if end is None else end) for end in interval)
+    if worst > bound or (worst == bound and not strict):
+        return {**fields, "outcome": HOLDS}
+    if math.isnan(value) or best < bound or (best == bound and strict):
+        return {**fields, "outcome": FAILS}
+    distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
+    decides = None if n is None or distance == 0 else _rounded_up(n * (half / distance) ** 2)
+    return {**fields, "outcome": UNDECIDED, "deciding_n": decides}
+
+
+def _rounded_up(count: float) -> int:
+    """Two digits are all that such an estimate has."""
+    unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
+    return unit * math.ceil(count / unit)
 
 
 @dataclass(frozen=True)
@@ -97,14 +154,33 @@ class Evidence:
     about: Mapping[str, Any]
 
     @property
-    def holds(self) -> bool:
-        """Whether every claim that has a limit holds."""
-        return all(finding.holds is not False for finding in self.findings)
+    def outcome(self) -> str:
+        """That of all claims: one that fails makes all fail, one that is undecided leaves all undecided."""
+        found = {finding.outcome for finding in self.findings}
+        return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in found), REPORTED)
+
+    @property
+    def claims(self) -> tuple[Finding, ...]:
+        """The findings that have a limit."""
+        return tuple(finding for finding in self.findings if finding.is_claim)
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The claims that do not hold."""
-        return tuple(finding for finding in self.findings if finding.holds is False)
+        """The claims that fail."""
+        return tuple(finding for finding in self.findings if finding.outcome == FAILS)
+
+    @property
+    def undecided(self) -> tuple[Finding, ...]:
+        """The claims that more data could decide."""
+        return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
+
+    @property
+    def summary(self) -> str:
+        """How many claims have which outcome, as a short text."""
+        counts = {outcome: sum(one.outcome == outcome for one in self.claims) for outcome in OUTCOMES}
+        words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
+        parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
+        return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
 
     def of(self, check: str) -> tuple[Finding, ...]:
         """The findings of one check."""
@@ -118,7 +194,7 @@ class Evidence:
             {
                 "kind": KIND,
                 "schema": SCHEMA,
-                "holds": self.holds,
+                "outcome": self.outcome,
                 "about": dict(self.about),
                 "findings": findings,
             },
@@ -131,9 +207,9 @@ class Evidence:
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
         found = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
-        if found.holds != record["holds"]:
+        if found.outcome != record["outcome"]:
             raise CheckpointError(
-                f"{path}: holds is {record['holds']}, and the findings give {found.holds}; verify again."
+                f"{path}: outcome is {record['outcome']!r}, and the findings give {found.outcome!r}; verify again."
             )
         return found
 

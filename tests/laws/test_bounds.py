@@ -109,7 +109,7 @@ def test_equation_25_is_reached_at_both_ends():
 def test_every_bound_holds_on_the_activations_of_every_model(config: str, pattern: str):
     setting = Setting.of(config, pattern)
     findings = Bounds(images=6)(setting.comparison(setting.reference, images=6))
-    assert all(finding.holds for finding in findings)
+    assert all(finding.outcome == "holds" for finding in findings)
     svda = cases.CONFIGS[config].attention[0].form == "svda"
     loses = any(not layer.keep[layer.heads].all() for layer in setting.prescription.layers)
     found = {finding.details["quantity"] for finding in findings}

@@ -90,7 +90,7 @@ def test_the_facts_lie_beside_the_file(tmp_path: Path) -> None:
     assert told["images"] == {"shape": [3, 32, 32], "precision": "float32", "batch": 4, "device": "cpu"}
     assert told["model"]["fingerprint"] == rx.models.model_fingerprint(small)
     assert told["normalization"]["mean"] == list(family_of(small).normalization(small)[0])
-    assert told["parity"][0]["holds"] and told["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert told["parity"][0]["outcome"] == "holds" and told["versions"]["torch"] == torch.__version__.partition("+")[0]
     require_same(answers(exported, 7), answers(small, 7))  # in parts of four, the last one filled up
 
 

@@ -41,7 +41,7 @@ def test_train_and_verify_in_two_processes(tmp_path: Path) -> None:
 
     knobs = ("--reference", model, "--checks", "accuracy,fidelity", "--batch-size", "32")
     told = launched(TORCHRUN, "--master_port", "verify", model, *data, *knobs)
-    assert told["holds"]
+    assert told["outcome"] in ("holds", "reported")
     assert told["findings"] == read_json(tmp_path / "model" / "evidence.json")["findings"]
     images = rx.matching(rx.load_data("digits"), rx.load(model)).test
     alone = rx.verify(rx.load(model), rx.load(model), images, (rx.checks.Accuracy(),), batch_size=32)

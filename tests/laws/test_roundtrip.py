@@ -68,10 +68,10 @@ def test_diagnoses_survive_saving(tmp_path: Path, pattern: str) -> None:
 def test_evidence_survives_saving(tmp_path: Path) -> None:
     findings = (
         Finding("accuracy", "the change", -0.1, "points", low=-0.3, high=0.1, n=100, seed=3),
-        Finding("bounds", "Theorem 1", 0.5, limit=1.0, holds=True, details={"layers": [1, 2]}),
+        Finding("bounds", "Theorem 1", 0.5, limit=1.0, outcome="holds", details={"layers": [1, 2]}),
     )
     again = Evidence.load(Evidence(findings, {"data": "noise"}).save(tmp_path / "e.json"))
-    assert again.findings == findings and again.holds and not again.failures
+    assert again.findings == findings and again.outcome == "holds" and not again.failures
     assert again.of("bounds") == findings[1:]
 
 

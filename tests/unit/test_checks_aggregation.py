@@ -12,8 +12,8 @@ from attnrx.evidence import Evidence, Finding
 
 
 def run(value: float, seed: int, limit: float | None = None) -> Evidence:
-    holds = None if limit is None else value >= limit
-    finding = Finding("accuracy", "change", value, "points", limit, holds, value - 1, value + 1, n=100, seed=seed)
+    outcome = "reported" if limit is None else "holds" if value >= limit else "fails"
+    finding = Finding("accuracy", "change", value, "points", limit, outcome, value - 1, value + 1, n=100, seed=seed)
     return Evidence((finding,), {"seed": seed, "data": "digits"})
 
 
@@ -29,10 +29,10 @@ def test_the_mean_over_runs_with_its_t_interval():
 
 
 def test_a_claim_holds_when_it_held_in_every_run():
-    assert aggregate([run(1.0, 1, limit=0.0), run(2.0, 2, limit=0.0)]).holds
-    assert not aggregate([run(1.0, 1, limit=0.0), run(-2.0, 2, limit=0.0)]).holds
+    assert aggregate([run(1.0, 1, limit=0.0), run(2.0, 2, limit=0.0)]).outcome == "holds"
+    assert aggregate([run(1.0, 1, limit=0.0), run(-2.0, 2, limit=0.0)]).outcome == "fails"
     (finding,) = aggregate([run(1.0, 1, limit=0.0), run(2.0, 2, limit=0.5)]).findings
-    assert (finding.limit, finding.holds) == (None, None)  # two different claims make no common one
+    assert (finding.limit, finding.outcome) == (None, "reported")  # two different claims make no common one
 
 
 def test_one_run_keeps_its_own_interval():

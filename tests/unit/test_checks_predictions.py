@@ -98,9 +98,11 @@ def test_accuracy_is_counted_in_pairs(setting: Setting):
 def test_little_loss_is_only_claimed_when_the_interval_shows_it(setting: Setting):
     few, many = (only(Accuracy()(setting.comparison(setting.reference, n, 500)), "accuracy change") for n in (10, 1000))
     assert (few.value, many.value) == (0, 0)
-    assert few.holds is False
-    assert many.holds is True
-    assert only(Accuracy(most_drop=None)(setting.comparison(setting.reference)), "accuracy change").holds is None
+    assert few.outcome == "undecided"
+    assert many.outcome == "holds"
+    assert (
+        only(Accuracy(most_drop=None)(setting.comparison(setting.reference)), "accuracy change").outcome == "reported"
+    )
 
 
 def test_discrepancy_and_agreement_are_equations_46_and_47(setting: Setting):
@@ -135,8 +137,8 @@ def test_limits_make_claims_that_can_fail(setting: Setting):
     comparison = setting.comparison(setting.compressed)
     strict = Fidelity(setting.masked, most_discrepancy=1e-9, least_agreement=100.0, most_from_masked=1e-9)(comparison)
     loose = Fidelity(setting.masked, most_discrepancy=1e9, least_agreement=0.0, most_from_masked=1e9)(comparison)
-    assert [f.holds for f in strict if f.limit is not None] == [False, False, False]
-    assert [f.holds for f in loose if f.limit is not None] == [True, True, True]
+    assert [f.outcome for f in strict if f.is_claim] == ["fails"] * 3
+    assert [f.outcome for f in loose if f.is_claim] == ["holds"] * 3
     with pytest.raises(InvalidInput, match="needs a masked model"):
         Fidelity(most_from_masked=1e-5)(comparison)
 
@@ -150,7 +152,7 @@ def test_calibration_of_a_sharpened_model_is_worse(setting: Setting):
     own = [only(findings, f"expected calibration error of the {role}").value for role in ("reference", "candidate")]
     assert change.value == pytest.approx(own[1] - own[0])
     assert change.low is not None and change.low > 0
-    assert change.holds is False
+    assert change.outcome == "fails"
 
 
 def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):

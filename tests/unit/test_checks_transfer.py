@@ -53,7 +53,7 @@ def test_features_that_tell_nothing_are_at_chance_and_the_change_says_so():
         blind.norm.weight.zero_()
     before, after, change = Transfer(bright(64), 2, epochs=30, most_drop=10.0)(comparison(blind))
     assert (before.value, after.value, change.value) == (100.0, 50.0, -50.0)
-    assert change.holds is False and change.low is not None and change.high is not None
+    assert change.outcome == "fails" and change.low is not None and change.high is not None
     assert change.low < -50 < change.high < -10
 
 

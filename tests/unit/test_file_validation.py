@@ -26,7 +26,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = diagnosis(heads=4, directions=16, layers=3)
     made.save(folder / "diagnosis.json")
     prescribe(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
-    findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, holds=True, low=-0.9, high=0.1, n=100),)
+    findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
     Evidence(findings, {"rule": {"type": "TopRank"}}).save(folder / "evidence.json")
     return folder
 
@@ -107,13 +107,13 @@ def test_an_edited_diagnosis_is_refused_by_field(
         ("findings[0].value", INFINITY, r"findings[0].value is inf"),
         ("findings[0].n", -3, r"findings[0].n is -3; it must be an integer"),
         ("findings[0].n", 2.5, r"findings[0].n is 2.5"),
-        ("findings[0].holds", "yes", r"findings[0].holds is 'yes'; it must be true or false"),
-        ("findings[0].limit", None, r"findings[0].holds is true with the limit null"),
+        ("findings[0].outcome", "yes", r"findings[0].outcome is 'yes'; it must be one of"),
+        ("findings[0].limit", None, r"findings[0].outcome is 'holds' with the limit null"),
         ("findings[0].low", 0.5, r"findings[0].low is 0.5, above high"),
         ("findings[0].extra", 1, r"findings[0].extra is unknown"),
         ("findings[0].claim", ABSENT, r"findings[0].claim is missing"),
         ("findings", {}, "findings is an object; it must be a list"),
-        ("holds", False, "holds is False, and the findings give True"),
+        ("outcome", "fails", "outcome is 'fails', and the findings give 'holds'"),
         ("about", [], "about is a list of 0; it must be an object"),
     ],
 )  # fmt: skip
@@ -125,7 +125,7 @@ def test_edited_evidence_is_refused_by_field(files: Path, tmp_path: Path, field:
 def test_a_written_file_is_read_back(files: Path) -> None:
     assert Prescription.load(files / "prescription.json").removed_share == pytest.approx(0.625)
     assert len(Diagnosis.load(files / "diagnosis.json").layers) == 3
-    assert Evidence.load(files / "evidence.json").holds
+    assert Evidence.load(files / "evidence.json").outcome == "holds"
 
 
 DEEP = ("[" * 100_000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300)

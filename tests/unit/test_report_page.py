@@ -122,7 +122,7 @@ def test_the_verdict_says_what_fails():
 
 
 def test_the_verdict_of_a_good_candidate():
-    good = Evidence((Finding("bounds", "it holds", 0.5, limit=1.0, holds=True),), {})
+    good = Evidence((Finding("bounds", "it holds", 0.5, limit=1.0, outcome="holds"),), {})
     assert "The one claim holds." in shown(ReportContent("good", evidence=good)).words
     none = Evidence((Finding("accuracy", "accuracy", 90.0, "%"),), {})
     assert "No claim has a limit to hold. 1 more quantity is reported" in shown(ReportContent("", evidence=none)).words

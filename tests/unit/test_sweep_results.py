@@ -48,7 +48,7 @@ SPEEDS = {
     ],
 }
 FINDING = {"check": "fidelity", "claim": "agreement", "value": 99.0, "low": 98.0, "high": 100.0, "unit": "%", "n": 9}
-EVIDENCE = {"kind": "attnrx evidence", "holds": True, "findings": [FINDING]}
+EVIDENCE = {"kind": "attnrx evidence", "outcome": "holds", "findings": [FINDING]}
 TABLE = {
     "kind": "attnrx reproduced table",
     "cells": [{"row": "mask", "column": "top1", "value": 3.0, "low": None, "high": None, "seeds": [3.0]}],

@@ -7,15 +7,16 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.statistics import Estimate, mcnemar, paired_change, proportion
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 
 
 @dataclass(frozen=True)
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    The claim is that the candidate loses at most `most_drop` points. It holds when the whole interval of the change
-    says so, not just its middle: a small set of images cannot show that little is lost. None only reports.
+    The claim is that the candidate loses at most `most_drop` points. It holds where the whole interval of the change
+    keeps that limit, fails where none of it does, and is undecided in between: a small set of images cannot show that
+    little is lost. None only reports.
     """
 
     name: ClassVar[str] = "accuracy"
@@ -56,26 +57,20 @@ class Accuracy(Check):
             "interval": "paired bootstrap over images",
         }
         change = paired_change(before, after, seed)
-        finding = change_of_accuracy(self.name, "", change, self.most_drop)
-        return replace(finding, n=len(predictions), seed=seed, details=details)
+        finding = change_of_accuracy(self.name, "", change, self.most_drop, len(predictions))
+        return replace(finding, seed=seed, details=details)
 
 
-def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: float | None) -> Finding:
+def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: float | None, n: int) -> Finding:
     """Reports a paired change of accuracy, in points, as a claim where `most_drop` limits it.
 
-    The claim holds when the whole interval says so. `where` follows it, e.g. " over all corruptions".
+    `n` counts the images. `where` follows the claim, e.g. " over all corruptions".
     """
     change = change.scaled(100.0)
     claim = f"change of accuracy{where}, candidate minus reference"
     if most_drop is not None:
         claim = f"the candidate loses at most {most_drop:g} points of accuracy{where}"
+    limit = None if most_drop is None else -most_drop
     return Finding(
-        check,
-        claim,
-        change.value,
-        "points",
-        limit=None if most_drop is None else -most_drop,
-        holds=None if most_drop is None else change.low >= -most_drop,
-        low=change.low,
-        high=change.high,
+        check, claim, change.value, "points", **judged(change.value, limit, (change.low, change.high), n, at_least=True)
     )

@@ -6,14 +6,14 @@ from typing import Any
 
 from attnrx.checks.statistics import t_interval
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import REPORTED, Evidence, Finding
 
 
 def aggregate(runs: Sequence[Evidence]) -> Evidence:
     """Gives one finding per claim: the mean over the runs with its t interval, their deviation and every value.
 
-    A claim holds when it held in every run. The runs are to be independent (other seeds of the training) and to have
-    been verified by the same checks; `n` counts the runs.
+    A claim holds where it held in every run, fails where it failed in one, and is undecided otherwise. The runs are to
+    be independent (other seeds of the training) and verified by the same checks; `n` counts the runs.
     """
     if not runs:
         raise InvalidInput("aggregate was given no evidence; give the evidence of at least one run.")
@@ -47,7 +47,7 @@ def _merge(findings: list[Finding]) -> Finding:
         fmean(values),
         first.unit,
         limit=limit,
-        holds=None if limit is None else all(finding.holds for finding in findings),
+        outcome=_outcome_of_all(findings) if limit is not None else REPORTED,
         low=interval.low if interval else first.low,
         high=interval.high if interval else first.high,
         n=len(values),
@@ -56,11 +56,22 @@ def _merge(findings: list[Finding]) -> Finding:
             "interval": "t over runs" if several else "of the one run",
             "deviation": stdev(values) if several else None,
             "runs": [
-                {"value": run.value, "low": run.low, "high": run.high, "holds": run.holds, "n": run.n, "seed": run.seed}
+                {
+                    "value": run.value,
+                    "low": run.low,
+                    "high": run.high,
+                    "outcome": run.outcome,
+                    "n": run.n,
+                    "seed": run.seed,
+                }
                 for run in findings
             ],
         },
     )
+
+
+def _outcome_of_all(findings: Sequence[Finding]) -> str:
+    return Evidence(tuple(findings), {}).outcome
 
 
 def _shared(abouts: list[Mapping[str, Any]]) -> dict[str, Any]:

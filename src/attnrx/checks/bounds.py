@@ -22,7 +22,7 @@ from attnrx.checks.theorems import (
 )
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import FAILS, HOLDS, Finding
 from attnrx.models import evaluating, family_of, observing, require_all_tokens
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -110,7 +110,7 @@ class Bounds(Check):
             worst,
             "of the bound",
             limit=1.0,
-            holds=worst <= 1 + ROUNDING,
+            outcome=HOLDS if worst <= 1 + ROUNDING else FAILS,
             n=len(comparison.data),
             seed=comparison.seed,
             details={"quantity": name, "slack": 1 - worst, "rounding": ROUNDING, **details},

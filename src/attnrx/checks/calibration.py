@@ -9,7 +9,7 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.statistics import Estimate, calibration_error, calibration_gaps, estimate, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.shapes import Float, Tensor
 
 
@@ -58,11 +58,7 @@ class Calibration(Check):
             claim,
             found.value,
             "points",
-            limit=limit,
-            holds=None if limit is None else found.value <= limit,
-            low=found.low,
-            high=found.high,
-            n=len(comparison.predictions),
+            **judged(found.value, limit, (found.low, found.high), len(comparison.predictions), at_least=False),
             seed=comparison.seed,
             details={"quantity": claim.partition(",")[0], "bins": self.bins},
         )

@@ -13,7 +13,7 @@ from attnrx.checks.comparison import Comparison, predict
 from attnrx.checks.fidelity import discrepancy, squared_distances
 from attnrx.checks.statistics import estimate, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.prescription import Prescription
 from attnrx.shapes import Float, Int, Tensor
 
@@ -26,8 +26,8 @@ class Controls(Check):
     `realize` makes a model of each in the very way the candidate was made. Two findings per kind: by how much the
     candidate is nearer to the reference (the control's discrepancy minus its own, Eq. 46), and by how many points
     more accurate. Above 0 the candidate is better. Intervals resample the images, paired, and the draws too where
-    there are several. For the kinds in `must_beat`, being nearer is a claim: it holds when the whole interval lies
-    above 0.
+    there are several. For the kinds in `must_beat`, being nearer is a claim: it holds where the whole interval lies
+    above 0 and fails where none of it does.
     """
 
     name: ClassVar[str] = "controls"
@@ -80,11 +80,7 @@ class Controls(Check):
                 self.name,
                 claim,
                 nearer.value,
-                limit=limit,
-                holds=None if limit is None else nearer.low > limit,
-                low=nearer.low,
-                high=nearer.high,
-                n=len(models),
+                **judged(nearer.value, limit, (nearer.low, nearer.high), len(models), at_least=True, strict=True),
                 seed=seed,
                 details={"kind": kind, **spread("discrepancy", distances, lower_is_better=True)},
             ),

@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.models import evaluating, family_of, written_out
 from attnrx.shapes import Float, Tensor
 
@@ -51,7 +51,9 @@ class Costs(Check):
         }
         off = abs(params - closed.params) + abs(macs - closed.product_macs)
         claim = f"parameters and MACs of the {role} are what its closed form says"
-        return Finding(self.name, claim, float(off), "difference", limit=0.0, holds=off == 0, n=1, details=details)
+        return Finding(
+            self.name, claim, float(off), "difference", **judged(float(off), 0.0, n=1, at_least=False), details=details
+        )
 
 
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:

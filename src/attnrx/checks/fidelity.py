@@ -11,7 +11,7 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.statistics import estimate, mean_estimate, proportion, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.shapes import Float, Tensor
 
 # The stabilizer epsilon of Eq. 46.
@@ -113,11 +113,7 @@ def _discrepancy(pair: Pair, predictions: Predictions, comparison: Comparison) -
         Fidelity.name,
         f"relative logit discrepancy, {pair.title}",
         found.value,
-        limit=pair.most_discrepancy,
-        holds=None if pair.most_discrepancy is None else found.value <= pair.most_discrepancy,
-        low=found.low,
-        high=found.high,
-        n=len(predictions),
+        **judged(found.value, pair.most_discrepancy, (found.low, found.high), len(predictions), at_least=False),
         seed=comparison.seed,
         details={
             **_labels("discrepancy", pair),
@@ -140,11 +136,7 @@ def _agreement(pair: Pair, predictions: Predictions) -> Finding:
         f"prediction agreement, {pair.title}",
         share.value,
         "%",
-        limit=pair.least_agreement,
-        holds=None if pair.least_agreement is None else share.value >= pair.least_agreement,
-        low=share.low,
-        high=share.high,
-        n=len(predictions),
+        **judged(share.value, pair.least_agreement, (share.low, share.high), len(predictions), at_least=True),
         details={**_labels("agreement", pair), "agreeing": agreeing},
     )
 

@@ -10,9 +10,10 @@ from attnrx.apart import called
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.fidelity import divergence
+from attnrx.checks.statistics import mean_estimate
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.models import family_of
 from attnrx.shapes import Float, Tensor
 
@@ -62,7 +63,9 @@ class Promises(Check):
                 "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
             )
         found = _found(comparison)
-        findings = [_finding(name, Expected(**record["expected"][name]), own) for name, own in found.items()]
+        findings = [
+            _finding(name, Expected(**record["expected"][name]), own, comparison.seed) for name, own in found.items()
+        ]
         if record["measured"] is not None:
             findings.append(self._latency(comparison, record["measured"]))
         return tuple(findings)
@@ -76,17 +79,14 @@ class Promises(Check):
         shipped = family.shipped(comparison.reference)
         sides = comparison.candidate, shipped, images, protocol
         measured = called(compare_latency, *sides, apart=promised.get("apart", False))
+        ratio = measured.ratio
         limit = promised["ratio"] * (1 + self.within)
         return Finding(
             self.name,
             "time of a forward pass against the original as its library ships it, at most as promised",
-            measured.ratio.value,
+            ratio.value,
             "x",
-            limit=limit,
-            holds=measured.ratio.value <= limit,
-            low=measured.ratio.low,
-            high=measured.ratio.high,
-            n=measured.rounds,
+            **judged(ratio.value, limit, (ratio.low, ratio.high), measured.rounds, at_least=False),
             seed=protocol.seed,
             details={"quantity": "promised_latency", "promised": dict(promised), "within": self.within},
         )
@@ -110,19 +110,20 @@ CLAIMS = {
 }
 
 
-def _finding(quantity: str, expected: Expected, found: Float[Tensor, "images"]) -> Finding:
+def _finding(quantity: str, expected: Expected, found: Float[Tensor, "images"], seed: int) -> Finding:
     claim, unit, scale, more_is_worse = CLAIMS[quantity]
     n, value = len(found), float(found.mean())
     low, high = expected.interval(n)
-    limit = high if more_is_worse else low
+    # The limit is the end of a prediction interval, which covers the noise of n images; the measured interval is shown,
+    # but does not widen it once more.
+    limit, own = high if more_is_worse else low, mean_estimate(found, seed).scaled(scale)
     return Finding(
         Promises.name,
         claim,
         scale * value,
         unit,
-        limit=scale * limit,
-        holds=value <= limit if more_is_worse else value >= limit,
-        n=n,
+        **{**judged(scale * value, scale * limit, n=n, at_least=not more_is_worse), "low": own.low, "high": own.high},
+        seed=seed,
         details={
             "quantity": f"promised_{quantity}",
             "promised": scale * expected.value,

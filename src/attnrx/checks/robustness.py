@@ -146,8 +146,8 @@ def _finding(corruption: str, severity: int, name: str, chosen: _Chosen, seed: i
         "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
     }
     where = f" under {corruption} of severity {severity}"
-    finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None)
-    return replace(finding, n=len(chosen.labels), seed=seed, details=details)
+    finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None, len(before))
+    return replace(finding, seed=seed, details=details)
 
 
 def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed: int) -> Finding:
@@ -162,8 +162,8 @@ def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed
         "reference_accuracy": 100 * float(first.mean()),
         "candidate_accuracy": 100 * float(then.mean()),
     }
-    finding = change_of_accuracy(Robustness.name, where, mean_change(then - first, seed), most_drop)
-    return replace(finding, n=len(first), seed=seed, details=details)
+    finding = change_of_accuracy(Robustness.name, where, mean_change(then - first, seed), most_drop, len(first))
+    return replace(finding, seed=seed, details=details)
 
 
 def _spoilt(corruption: Corruption, severity: int, comparison: Comparison) -> Iterator[tuple[Batch, Tensor]]:

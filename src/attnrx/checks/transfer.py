@@ -137,8 +137,8 @@ class Transfer(Check):
             "interval": "paired bootstrap over images",
         }
         change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
-        finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop)
-        return (*own, replace(finding, n=before.shape[1], seed=comparison.seed, details=details))
+        finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
+        return (*own, replace(finding, seed=comparison.seed, details=details))
 
     def _accuracy(self, role: str, right: Tensor, seed: int) -> Finding:
         share = mean_estimate(right.mean(0), seed).scaled(100.0)

@@ -3,20 +3,18 @@
 import attnrx as rx
 from attnrx.cli.outcome import Table
 
-HOLDS = {True: "holds", False: "FAILS", None: ""}
-
 
 def findings_table(evidence: "rx.Evidence") -> Table:
     """Gives the findings, those with a limit first; what is only reported of spoilt images has tables of its own."""
-    shown = [finding for finding in evidence.findings if finding.check != "robustness" or finding.holds is not None]
-    ordered = sorted(shown, key=lambda finding: finding.holds is None)
+    shown = [finding for finding in evidence.findings if finding.check != "robustness" or finding.is_claim]
+    ordered = sorted(shown, key=lambda finding: not finding.is_claim)
     rows = tuple(
         (
             finding.claim,
             measured(finding.value, finding.unit),
             _interval(finding),
             _limit(finding),
-            HOLDS[finding.holds],
+            finding.outcome_text if finding.is_claim else "",
         )
         for finding in ordered
     )

@@ -21,8 +21,8 @@ Results go to stdout and to files, progress and errors to stderr. With --json ev
 `attnrx COMMAND --help` shows the options and an example.
 
 exit codes:
-  0    done, and every claim that was checked holds
-  1    done, and a claim does not hold (verify, demo)
+  0    done, and no claim that was checked fails (each holds, or is undecided and reported as such)
+  1    done, and a claim fails (verify, demo)
   2    wrong usage or input: what was asked, what was found and what to do is on stderr
   3    a dataset that cannot be found, read or trusted
   70   a defect of attnrx, with its traceback

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnrx.data import Splits, load_data
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import Evidence
 from attnrx.experiments.experiment import Say, in_silence
 from attnrx.experiments.measures import measures
 from attnrx.experiments.short_training import ShortTraining, short_training, small_model
@@ -18,13 +18,10 @@ from attnrx.flow import load, save, train
 from attnrx.reports import write_report
 from attnrx.training import Reporter
 
-# Mathematics, not measurements: where one of these fails, attnrx is wrong.
-LAWS = ("bounds", "exactness", "costs")
-
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Where everything lies, and what it says. `laws_hold` speaks of mathematics, `evidence.holds` of every claim."""
+    """The folder, the files in it, the evidence and the headline numbers of one run."""
 
     folder: Path
     report: Path
@@ -35,16 +32,6 @@ class DemoResult:
     accuracy: float
     rows: tuple[DemoRow, ...]
     seconds: float
-
-    @property
-    def broken_laws(self) -> tuple[Finding, ...]:
-        """Findings that no noise explains."""
-        return tuple(finding for finding in self.evidence.failures if finding.check in LAWS)
-
-    @property
-    def laws_hold(self) -> bool:
-        """Whether every bound, every closed form and the equality of exact compression and mask hold."""
-        return not self.broken_laws
 
 
 def demo(

@@ -11,7 +11,7 @@ from attnrx.costs import LatencyProtocol
 from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NothingChanged
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import Evidence, Finding, judged
 from attnrx.experiments.bench import realized
 from attnrx.experiments.measures import Measure, measures
 from attnrx.experiments.svda_experiment import KINDS
@@ -122,7 +122,12 @@ class Subject:
         """The master law, mask == compress, on the test images."""
         found = self._distance("exact", self.realizations["mask"])
         claim = "the exact compression answers as the mask does, to the rounding of float32"
-        return replace(found, check="exactness", claim=claim, limit=EXACT, holds=found.value <= EXACT)
+        return replace(
+            found,
+            check="exactness",
+            claim=claim,
+            **judged(found.value, EXACT, (found.low, found.high), found.n, at_least=False),
+        )
 
     def _refit_helps(self) -> Finding:
         refit, renormalized = (self._distance(kind, self.model).value for kind in ("refit", "renormalized"))
@@ -130,7 +135,12 @@ class Subject:
         claim = "refit is no farther from the original than renormalized, at the same cost"
         details = {"quantity": "discrepancy ratio", "refit": refit, "renormalized": renormalized}
         return Finding(
-            "refit", claim, ratio, "x", limit=1.0, holds=ratio <= 1.0, n=len(self.comparison.data), details=details
+            "refit",
+            claim,
+            ratio,
+            "x",
+            **judged(ratio, 1.0, n=len(self.comparison.data), at_least=False),
+            details=details,
         )
 
     def _distance(self, kind: str, reference: nn.Module) -> Finding:

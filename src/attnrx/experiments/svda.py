@@ -103,7 +103,7 @@ def _examined(bench: Bench, name: str, rule: Rule, folder: Path, say: Say) -> di
 
 def _bounds(evidence: Evidence) -> list[dict[str, Any]]:
     return [
-        {"bound": finding.details["quantity"], "worst": finding.value, "holds": finding.holds, "images": finding.n}
+        {"bound": finding.details["quantity"], "worst": finding.value, "outcome": finding.outcome, "images": finding.n}
         for finding in evidence.of("bounds")
     ]
 

@@ -207,7 +207,7 @@ def _compared(subject: Subject, form: Format, path: Path, batches: Sequence[Tens
         reason = str(error).strip().partition("\n")[0]
         raise NotSupported(f"what was written as {form.name} does not run ({reason}). Nothing was left.") from error
     evidence = Evidence(parity.findings(limit), {})
-    if not evidence.holds:
+    if evidence.failures:
         raise NotSupported(
             f"what was written as {form.name} does not answer as the model does: a logit differs by "
             f"{parity.largest:.3g}, {parity.share:.3g} of the largest where {limit:g} is allowed, and "

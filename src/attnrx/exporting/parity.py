@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.evidence import Finding
+from attnrx.evidence import Finding, judged
 from attnrx.shapes import Float, Tensor
 
 # Where tokens leave, two that score alike to rounding may change places, and the image is answered otherwise.
@@ -32,7 +32,9 @@ class Parity:
         told = {"quantity": "parity", "largest_difference": self.largest, "images_left_out": self.differing}
         claim = "largest difference of a logit, exported against eager, as a share of the largest logit"
         return (
-            Finding("parity", claim, self.share, limit=limit, holds=self.share <= limit, n=self.images, details=told),
+            Finding(
+                "parity", claim, self.share, **judged(self.share, limit, n=self.images, at_least=False), details=told
+            ),
             Finding(
                 "parity",
                 "images that exported and eager put into the same class",

@@ -45,7 +45,7 @@ def _speeds(record: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _evidence(record: Mapping[str, Any]) -> Iterator[Result]:
-    yield Result("holds", float(record["holds"]))
+    yield Result("fails", float(record["outcome"] == "fails"))
     for finding in record["findings"]:
         yield _estimate(finding["claim"], finding, finding["unit"], finding["n"], {"check": finding["check"]})
 

@@ -18,7 +18,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
-    """Goes the whole way; only broken mathematics makes it fail, never a number that noise explains."""
+    """Runs every step; exit code 1 if a claim fails. Undecided claims are printed as such."""
     result = rx.experiments.demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, say=say)
     record = {
         "report": str(result.report),
@@ -27,12 +27,12 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         "accuracy": result.accuracy,
         "removed_share": result.removed_share,
         "realizations": [vars(row) for row in result.rows],
-        "holds": result.evidence.holds,
-        "laws_hold": result.laws_hold,
+        "outcome": result.evidence.outcome,
         "failures": [finding.claim for finding in result.evidence.failures],
+        "undecided": [finding.claim for finding in result.evidence.undecided],
         "seconds": result.seconds,
     }
-    return Outcome(record, (_table(result), *_words(result)), code=0 if result.laws_hold else 1)
+    return Outcome(record, (_table(result), *_words(result)), code=1 if result.evidence.failures else 0)
 
 
 def _table(result: "rx.experiments.DemoResult") -> Table:
@@ -52,14 +52,18 @@ def _table(result: "rx.experiments.DemoResult") -> Table:
 
 
 def _words(result: "rx.experiments.DemoResult") -> list[str]:
-    limited = [finding for finding in result.evidence.findings if finding.holds is not None]
-    kept = len(limited) - len(result.evidence.failures)
+    open_claims = (*result.evidence.failures, *result.evidence.undecided)
     return [
         f"original: {result.accuracy:.2f} % of the test images right; "
         f"{100 * result.removed_share:.1f} % of its directions are removed",
-        f"{kept} of {len(limited)} claims hold" + (":" if result.evidence.failures else ""),
-        *(f"  does not hold: {finding.claim} (value {finding.value:.4g})" for finding in result.evidence.failures),
+        result.evidence.summary + (":" if open_claims else ""),
+        *(f"  {finding.outcome_text}: {finding.claim}, {_measured(finding)}" for finding in open_claims),
         f"report:   {result.report}",
         f"evidence: {result.evidence_path}",
         f"model:    {result.model}      ({result.seconds:.0f} s)",
     ]
+
+
+def _measured(finding: "rx.Finding") -> str:
+    interval = "" if finding.low is None or finding.high is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
+    return f"value {finding.value:.4g}{interval}, limit {finding.limit:g}"

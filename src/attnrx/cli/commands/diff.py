@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.findings import HOLDS, measured
+from attnrx.cli.findings import measured
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
@@ -141,20 +141,24 @@ def _evidences(arguments: Namespace) -> Outcome:
     rows = tuple(
         (
             claim["claim"],
-            *(f"{side['text']} {HOLDS[side['holds']]}".strip() for side in (claim["before"], claim["after"])),
+            *(f"{side['text']} {side['outcome'] or ''}".strip() for side in (claim["before"], claim["after"])),
         )
         for claim in claims
         if claim["before"] != claim["after"]
     )
-    record = {"same": not rows, "holds": [each.holds for each in both], "claims": claims}
+    record = {"same": not rows, "outcomes": [each.outcome for each in both], "claims": claims}
     told = f"{len(rows)} of {len(claims)} findings differ"
     return Outcome(record, (Table(("finding", "A", "B"), rows), told) if rows else (told,))
 
 
 def _told(finding: "rx.Finding | None") -> dict[str, Any]:
     if finding is None:
-        return {"value": None, "holds": None, "text": "-"}
-    return {"value": finding.value, "holds": finding.holds, "text": measured(finding.value, finding.unit)}
+        return {"value": None, "outcome": None, "text": "-"}
+    return {
+        "value": finding.value,
+        "outcome": finding.outcome if finding.is_claim else None,
+        "text": measured(finding.value, finding.unit),
+    }
 
 
 def _number(value: float | None) -> str:

@@ -62,8 +62,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         sweep=rx.reports.SweepRecord.load(arguments.store) if arguments.store else None,
     )
     path = rx.write_report(arguments.out, content)
-    holds = None if evidence is None else evidence.holds
-    return Outcome({"report": str(path), "bytes": path.stat().st_size, "holds": holds}, (f"report: {path}",))
+    outcome = None if evidence is None else evidence.outcome
+    return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
 def _subject(arguments: Namespace) -> str:

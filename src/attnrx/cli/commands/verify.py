@@ -1,4 +1,4 @@
-"""attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim does not hold."""
+"""attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim fails."""
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -73,11 +73,9 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         together=processes > 1,
     )
     path = rx.processes.from_first(lambda: _save(evidence, case, arguments))
-    limited = [finding for finding in evidence.findings if finding.holds is not None]
-    verdict = f"{len(limited) - len(evidence.failures)} of {len(limited)} claims hold"
     record = {"evidence": str(path), **rx.storage.read_json(path)}
     tables = (findings_table(evidence), *robustness_tables(evidence))
-    return Outcome(record, (*tables, verdict, f"evidence: {path}"), code=0 if evidence.holds else 1)
+    return Outcome(record, (*tables, evidence.summary, f"evidence: {path}"), code=1 if evidence.failures else 0)
 
 
 @dataclass(frozen=True, eq=False)

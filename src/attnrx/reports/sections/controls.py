@@ -9,7 +9,6 @@ from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import IntervalRow, axis_picture, span
 from attnrx.reports.numbers import interval, known, quantity
-from attnrx.reports.sections.findings import RESULT
 from attnrx.reports.sections.section import Section
 
 CHECK = "controls"
@@ -32,7 +31,7 @@ def _plot(unit: str, group: Sequence[Finding]) -> dict[str, Any]:
     lines = [
         {
             "claim": finding.claim,
-            "result": RESULT[finding.holds],
+            "result": finding.outcome,
             "picture": row.draw(axis),
             "value": quantity(finding.value, finding.unit, finding.low, finding.high),
             "interval": interval(finding.low, finding.high),

@@ -1,4 +1,4 @@
-"""The evidence: every claim with its value, its limit and whether it holds, grouped by the check that made it."""
+"""The evidence: every claim with its value, its limit and its outcome, grouped by the check that made it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,8 +7,6 @@ from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import interval, number, plain, quantity, short
 from attnrx.reports.sections.section import Section
-
-RESULT = {True: "holds", False: "fails", None: "reported"}
 
 
 def findings(content: ReportContent) -> Section | None:
@@ -34,7 +32,8 @@ def grouped(shown: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
 def row(finding: Finding) -> dict[str, Any]:
     """Sets one finding as the cells of a table."""
     return {
-        "result": RESULT[finding.holds],
+        "result": finding.outcome,
+        "deciding": finding.deciding_n,
         "claim": finding.claim,
         "value": quantity(finding.value, finding.unit, finding.low, finding.high),
         "limit": "" if finding.limit is None else short(finding.limit),

@@ -1,9 +1,9 @@
-"""The verdict: what was compressed, by how much, what it cost, and whether every claim holds."""
+"""The verdict: what was compressed, by how much, what it cost, and the outcome of every claim."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import REPORTED, Evidence, Finding
 from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
@@ -29,23 +29,27 @@ def verdict(content: ReportContent) -> Section:
         "sentence": _sentence(content),
         "tiles": tiles(content),
         "notes": _notes(content),
-        "failures": [_failure(finding) for finding in evidence.failures] if evidence else [],
+        "failures": [_claim(finding) for finding in evidence.failures] if evidence else [],
+        "undecided": [_claim(finding) for finding in evidence.undecided] if evidence else [],
     }
     return Section("verdict", "Verdict", data)
 
 
 def sentence(evidence: Evidence | None) -> str:
-    """Says in one sentence whether the claims hold."""
+    """Summarizes the outcomes of all claims in one sentence."""
     if evidence is None:
         return "Nothing was verified: this report holds no evidence."
-    limited = sum(finding.holds is not None for finding in evidence.findings)
-    failing, reported = len(evidence.failures), len(evidence.findings) - limited
+    limited = len(evidence.claims)
+    failing, undecided, reported = len(evidence.failures), len(evidence.undecided), len(evidence.findings) - limited
     more = ""
     if reported:
         more = f" {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
     if failing:
         claims, do = "claim" if limited == 1 else "claims", "does" if failing == 1 else "do"
         return f"{failing} of {limited} {claims} {do} not hold.{more}"
+    if undecided:
+        claims, are = "claim" if limited == 1 else "claims", "is" if undecided == 1 else "are"
+        return f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images.{more}"
     if not limited:
         return f"No claim has a limit to hold.{more}"
     return ("The one claim holds." if limited == 1 else f"All {limited} claims hold.") + more
@@ -138,16 +142,15 @@ def _speed(content: ReportContent) -> Tile | None:
     return Tile(fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note)
 
 
-def _failure(finding: Finding) -> dict[str, str]:
+def _claim(finding: Finding) -> dict[str, str]:
     return {
         "claim": finding.claim,
         "value": quantity(finding.value, finding.unit, finding.low, finding.high),
         "interval": interval(finding.low, finding.high),
         "limit": "" if finding.limit is None else with_unit(short(finding.limit), finding.unit),
+        "deciding": "" if finding.deciding_n is None else number(finding.deciding_n),
     }
 
 
 def _state(evidence: Evidence | None) -> str:
-    if evidence is None or all(finding.holds is None for finding in evidence.findings):
-        return "open"
-    return "holds" if evidence.holds else "fails"
+    return REPORTED if evidence is None else evidence.outcome

@@ -1,0 +1,81 @@
+"""A claim holds, fails or is undecided, by its whole interval; an undecided one states the n that would decide."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnrx.checks.accuracy import change_of_accuracy
+from attnrx.checks.statistics import paired_change
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Evidence, Finding, judged
+from attnrx.reports.card import model_card
+from attnrx.reports.content import ReportContent
+from attnrx.reports.page import render
+
+
+def change(lost: int, gained: int, images: int, most_drop: float = 1.0) -> Finding:
+    before, after = torch.ones(images, dtype=torch.bool), torch.ones(images, dtype=torch.bool)
+    after[:lost] = False
+    before[lost : lost + gained] = False
+    return change_of_accuracy("accuracy", "", paired_change(before, after, 0), most_drop, images)
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "at_least", "strict", "outcome"),
+    [
+        (0.5, (0.1, 0.9), True, False, "holds"),
+        (-0.5, (-0.9, -0.1), True, False, "fails"),
+        (0.5, (-0.1, 1.1), True, False, "undecided"),
+        (-0.5, (-1.1, 0.1), True, False, "undecided"),
+        (0.5, (0.1, 0.9), False, False, "fails"),
+        (-0.5, (-0.9, -0.1), False, False, "holds"),
+        (0.5, (-0.1, 1.1), False, False, "undecided"),
+        (0.0, (None, None), True, False, "holds"),
+        (0.0, (0.0, 0.0), True, True, "fails"),
+        (0.1, (None, None), False, False, "fails"),
+        (math.nan, (math.nan, math.nan), False, False, "fails"),
+    ],
+)
+def test_the_whole_interval_decides(
+    value: float, interval: tuple[float | None, float | None], at_least: bool, strict: bool, outcome: str
+) -> None:
+    assert judged(value, 0.0, interval, 50, at_least=at_least, strict=strict)["outcome"] == outcome
+
+
+def test_a_gain_never_fails_a_limit_on_losses() -> None:
+    gain = change(lost=14, gained=18, images=200)  # +2 points on few images
+    assert gain.value == pytest.approx(2.0) and gain.low is not None and gain.low < -1
+    assert gain.outcome == "undecided"
+    assert change(lost=40, gained=4, images=200).outcome == "fails"
+    assert change(lost=1, gained=1, images=4000).outcome == "holds"
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(16, 16), (16, 11)])
+def test_so_many_images_as_are_named_decide(lost: int, gained: int) -> None:
+    few = change(lost, gained, 200)
+    assert few.outcome == "undecided" and few.deciding_n is not None and few.deciding_n > 200
+    factor = math.ceil(1.1 * few.deciding_n / 200)
+    assert change(factor * lost, factor * gained, factor * 200).outcome in ("holds", "fails")
+    half = few.deciding_n // 2 // 200
+    if half > 1:
+        assert change(half * lost, half * gained, half * 200).outcome == "undecided"
+
+
+def test_limits_and_outcomes_go_together() -> None:
+    for fields in ({"limit": 1.0}, {"outcome": "holds"}, {"limit": 1.0, "outcome": "maybe"}):
+        with pytest.raises(InvalidInput, match="the outcome"):
+            Finding("accuracy", "change", 0.0, **fields)
+
+
+def test_evidence_counts_the_three_outcomes_and_every_page_shows_them(tmp_path: Path) -> None:
+    findings = (change(1, 1, 4000), change(16, 16, 200), Finding("costs", "saved", 12.0, "%"))
+    evidence = Evidence(findings, {})
+    assert evidence.outcome == "undecided" and evidence.summary == "of 2 claims 1 hold, 1 are undecided"
+    assert Evidence((*findings, change(40, 4, 200)), {}).outcome == "fails"
+    assert Evidence(findings[:1], {}).outcome == "holds" and Evidence(findings[2:], {}).outcome == "reported"
+    assert Evidence.load(evidence.save(tmp_path / "evidence.json")) == evidence
+    page = render(ReportContent("undecided", evidence=evidence))
+    assert "None of 2 claims fails; 1 is undecided" in page and "would decide" in page
+    assert "would decide" in model_card({}, evidence)
