@@ -103,7 +103,7 @@ content = rx.reports.ReportContent(
     "What a quarter of the directions costs", evidence=evidence, prescription=prescription, diagnosis=diagnosis
 )
 page = rx.write_report("report.html", content)
-print(page, "of", len(evidence.claims), "claims", len(evidence.failures), "fail,", len(evidence.undecided), "are undecided")
+print(page, evidence.summary)
 
 # %% [markdown]
 # ## The same on the command line

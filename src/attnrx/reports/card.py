@@ -14,7 +14,7 @@ from attnrx.reports.sections.treatment import rule_text
 from attnrx.reports.sections.verdict import sentence
 
 COUNTED = 100_000  # whole numbers from here on are parameters or MACs, and get separators
-MARKS = {HOLDS: "✓ ", FAILS: "✗ ", UNDECIDED: "? ", REPORTED: ""}
+MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
 HUB_NAMES = {"license": re.compile(r"[a-z0-9][a-z0-9.-]*"), "base_model": re.compile(r"[\w.-]+/[\w.-]+")}
 EXAMPLES = {"license": "apache-2.0", "base_model": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"}
@@ -126,7 +126,7 @@ def _evidence(evidence: Evidence | None) -> list[str]:
 
 def _row(finding: Finding) -> tuple[str, ...]:
     return (
-        MARKS[finding.outcome] + finding.outcome_text,
+        MARKS[finding.outcome].format(finding.outcome_text),
         finding.check,
         finding.claim,
         quantity(finding.value, finding.unit, finding.low, finding.high),
