@@ -102,7 +102,8 @@ def prescribe(
     """Decides what every layer can do without; a rule may be its text, e.g. `energy_retention:0.90`.
 
     `rule` is about the scores: the model's own directions, or those that are the best in a `metric` (for models without
-    norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP.
+    norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP; a rule
+    may state its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.OUTPUT_METRICS`).
     `tokens` lets tokens leave between the layers: a policy or its text, e.g. `evit:0.7@4,7,10`, or what was prescribed
     before, with trained predictors (`prescribed_tokens`). They alone need no diagnosis: the model may stand in its
     place.

@@ -14,6 +14,7 @@ from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
+from attnrx.rules.outputs import OUTPUT_METRICS
 from attnrx.rules.parsing import parse_text
 from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
@@ -57,6 +58,7 @@ RULES: Mapping[str, type[Rule]] = {
 
 __all__ = [
     "METRICS",
+    "OUTPUT_METRICS",
     "OWN",
     "RULES",
     "SHARE",
