@@ -74,7 +74,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if max(arguments.few) > arguments.images // 2:
         parser.error(f"--few {max(arguments.few)} of {arguments.images} images: the other half must be others.")
     model = rx.load(arguments.model, weights=arguments.weights).eval()
-    columns = rx.data.Columns(label=arguments.label_column)
+    columns = rx.data.Columns(label_column=arguments.label_column)
     _, size, _ = rx.models.family_of(model).input_shape(model)
     splits = rx.matching(rx.load_data(arguments.data, image_size=size, columns=columns), model)
     images = splits.train.take(arguments.images)

@@ -197,7 +197,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def test_images(model: nn.Module, asked: argparse.Namespace) -> ImageSet:
     """Loads the images on the scale of the model."""
     size = family_of(model).input_shape(model)[1]
-    named = {"label": asked.label_column, "test": asked.test_column}
+    named = {"label_column": asked.label_column, "test_column": asked.test_column}
     columns = Columns(**{part: column for part, column in named.items() if column is not None})
     splits = rx.matching(rx.load_data(asked.data, image_size=size, columns=columns), model)
     return splits.test.take(min(asked.images, len(splits.test)))

@@ -2,6 +2,12 @@
 
 import importlib
 import re
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +16,44 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 PREFIX = "hub:"
 # What makes up a model; a folder may hold the checkpoints of its training, too.
 FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "README.md")
+CONNECT_SECONDS = 3.0
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@contextmanager
+def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
+    """Restricts Hugging Face's libraries to their local copies while the hub cannot be reached, and yields the reason.
+
+    They would otherwise retry every file for half a minute. The reason is empty where nothing is restricted: `source`
+    is a local folder, HF_HUB_OFFLINE or a proxy is set, or one connection to the hub could be opened.
+    """
+    problem = "" if source and Path(source).exists() else _connection_problem()
+    named = (sys.modules.get(name) for name in ("huggingface_hub.constants", "datasets.config"))
+    switched: list[Any] = [module for module in named if problem and module is not None]
+    try:
+        for module in switched:
+            module.HF_HUB_OFFLINE = True
+        yield problem
+    finally:
+        for module in switched:
+            module.HF_HUB_OFFLINE = False
+
+
+def _connection_problem() -> str:
+    """Returns why no connection to the hub can be opened, or an empty text."""
+    try:
+        constants = importlib.import_module("huggingface_hub.constants")
+    except ModuleNotFoundError:
+        return ""
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or {address.scheme, "all"} & urllib.request.getproxies().keys():
+        return ""
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error}), and there is no local copy"
+    return ""
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
@@ -25,13 +68,14 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
     _require_name(repository)
     api = _hub().HfApi()
     try:
-        address = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=str(folder),
-            allow_patterns=list(FILES),
-            commit_message="A model saved by attnrx",
-        )
+        with local_copies_if_unreachable():
+            address = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+            api.upload_folder(
+                repo_id=repository,
+                folder_path=str(folder),
+                allow_patterns=list(FILES),
+                commit_message="A model saved by attnrx",
+            )
     except Exception as error:  # the hub's errors, those of the connection, and those of its transport
         raise CheckpointError(
             f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
@@ -50,13 +94,14 @@ def download(name: str) -> Path:
     repository, _, revision = name.partition("@")
     _require_name(repository)
     fetch = _hub().snapshot_download
-    try:
-        return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
-    except Exception as error:  # as above
-        raise CheckpointError(
-            f"{PREFIX}{name} cannot be fetched ({_first_line(error)}). Check the name, and `hf auth login` for what is "
-            "private."
-        ) from error
+    with local_copies_if_unreachable() as unreachable:
+        try:
+            return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
+        except Exception as error:  # as above
+            raise CheckpointError(
+                f"{PREFIX}{name} cannot be fetched ({unreachable or _first_line(error)}). Check the name, and "
+                "`hf auth login` for what is private."
+            ) from error
 
 
 def _require_name(repository: str) -> None:

@@ -11,6 +11,11 @@ from attnrx.errors import InvalidInput, UnknownName
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
+def share(text: str) -> float:
+    """Returns the number that a text states, where `50%` is 0.5. Raises ValueError for other text."""
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
 @dataclass(frozen=True)
 class Token:
     """A piece of text; its kind is "number", "name", "end" or the sign itself."""
@@ -39,7 +44,7 @@ class Language:
     def tokens(self, text: str) -> Iterator[Token]:
         """Cuts a text into tokens, or says what cannot be read."""
         pattern = re.compile(
-            r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
+            r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
             rf"|(?P<sign>[{re.escape(self.signs)}]))"
         )
         end, position = len(text.rstrip()), 0
@@ -100,7 +105,7 @@ class KnobReader(Reader):
         """Takes one value: a number, true, false, none or a word."""
         here = self.tokens[self.position]
         if self.take("number"):
-            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else float(here.text)
+            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else share(here.text)
         word = self.expect("name", "a value: a number, true, false, none or a name")
         return WORDS.get(word.text, word.text)
 

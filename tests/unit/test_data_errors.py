@@ -4,15 +4,20 @@ import io
 import os
 import tarfile
 import tracemalloc
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnrx.data import load_data
+import attnrx as rx
+from attnrx.data import Columns, ImageSet, load_data
+from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.errors import DataError, InvalidInput
 from attnrx.storage import write_json
-from pictures import assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
+from pictures import CLASSES, assert_labels_belong, encoded, everything, rows, sizes, write_folder, write_parquet
+from test_cli import call, record
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +67,41 @@ def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
         load_data(tmp_path)
 
 
-def test_a_missing_train_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no train split \(it has 'test'\)"):
-        load_data(write_parquet(tmp_path / "pets.parquet", rows(30, "test")))
-    with pytest.raises(DataError, match="no train split"):
-        load_data(write_folder(tmp_path / "pets", {"val": 3, "test": 3}))
+def test_data_without_a_train_split_have_the_other_splits(tmp_path: Path) -> None:
+    only_test = load_data(write_parquet(tmp_path / "pets.parquet", rows(30, "test")))
+    assert len(only_test.test) == 30 and only_test.class_names == CLASSES
+    uses: list[Callable[[ImageSet], object]] = [
+        len,
+        lambda images: images.fingerprint,
+        lambda images: images.take(1),
+        lambda images: next(images.renormalized(only_test.normalization).batches(1)),
+    ]
+    for use, name in product(uses, ("train", "validation")):
+        with pytest.raises(DataError, match=rf"pets.parquet has no {name} images \(it has test\).*--split"):
+            use(getattr(only_test, name))
+    both = load_data(write_folder(tmp_path / "pets", {"val": 3, "test": 4}))
+    assert (len(both.validation), len(both.test)) == (3 * len(CLASSES), 4 * len(CLASSES))
+    one = load_data(write_folder(tmp_path / "val_pets", {"val": 3}))
+    assert len(one.validation) == len(one.test) == 3 * len(CLASSES) and VALIDATION_IS_TEST in one.notes
+    with pytest.raises(DataError, match="has no train, validation or test split"):
+        load_data(write_parquet(tmp_path / "odd.parquet", rows(30, "extra")))
+
+
+def test_commands_need_only_the_split_that_they_use(tmp_path: Path) -> None:
+    vit = rx.models.build_model("svda:digits", channels=3, classes=len(CLASSES), image_size=8, patch_size=4)
+    model = rx.save(vit.float(), tmp_path / "model")
+    data = write_folder(tmp_path / "pets", {"test": 4})
+    written = record("diagnose", model, "--data", data, "--split", "test", "--out", tmp_path / "d.json")
+    assert written["images"] == 4 * len(CLASSES)
+    done = call("diagnose", model, "--data", data, "--out", tmp_path / "e.json")
+    assert done.code == 3 and "no validation images (it has test)" in done.err
+
+
+def test_columns_are_named_as_on_the_command_line(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "pets.parquet", rows(30))
+    message = r"'kind'.*Give --label-column NAME, in Python columns=Columns\(label_column=\"NAME\"\)"
+    with pytest.raises(DataError, match=message):
+        load_data(path, columns=Columns(label_column="kind"))
 
 
 def test_label_mismatches(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_other_column_names(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "other.parquet", content, names=None)
     with pytest.raises(DataError, match=r"no image column 'image' \(it has img, fine_label\).*columns=Columns"):
         load_data(path)
-    splits = load_data(path, columns=Columns(image="img", label="fine_label"))
+    splits = load_data(path, columns=Columns(image_column="img", label_column="fine_label"))
     assert splits.class_names == ("0", "1", "2")
     assert_labels_belong(splits)
     named = path.rename(tmp_path / "cifar100.parquet")  # the catalogue knows these names
@@ -211,6 +211,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         raise ConnectionError("Couldn't reach 'ethz/food101' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr("attnrx.hub._connection_problem", str)
     with pytest.raises(DataError, match=r"ethz/food101.*Couldn't reach.*local copy.*ATTNRX_DATA"):
         load_data("food101")
 
@@ -233,7 +234,7 @@ def test_the_catalogue_is_complete() -> None:
         assert len(card.normalization.mean) == card.geometry.channels, name
         assert (card.geometry.fit == "photo") == (card.augmentation.area is not None), name
         assert name == "digits" or card.hub_id, name
-        assert json.loads(json.dumps(card.columns.__dict__))["label"], name
+        assert json.loads(json.dumps(card.columns.__dict__))["label_column"], name
 
 
 @pytest.mark.data

@@ -1,6 +1,8 @@
 """Models on the hub: what is uploaded is what is fetched, and the card says what the hub wants to read."""
 
 import shutil
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 
 import attnrx as rx
 import cases
-from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.errors import CheckpointError, DataError, InvalidInput
 from attnrx.evidence import Evidence, Finding
+from attnrx.hub import local_copies_if_unreachable
 from attnrx.models import load_model
 from attnrx.reports import completed_card, model_card
 from test_cli import call, record
@@ -41,6 +44,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
+    monkeypatch.setattr("attnrx.hub._connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root
@@ -118,3 +122,36 @@ def test_a_broken_folder_is_not_published(cloud: Path, saved: Path) -> None:
 def test_a_card_without_a_head_is_refused() -> None:
     with pytest.raises(InvalidInput, match="no head"):
         completed_card("# mine", license="mit")
+
+
+@pytest.mark.parametrize("name", ["hf:nobody/none", "hub:nobody/none", "timm:vit_tiny_patch16_224", "data"])
+def test_an_unreachable_hub_is_one_message_within_seconds(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for library in ("transformers", "timm", "datasets"):
+        pytest.importorskip(library)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
+        began = time.perf_counter()
+        with pytest.raises((CheckpointError, DataError), match=f"{endpoint} cannot be reached .*no local copy"):
+            rx.load_data("hf:nobody/none") if name == "data" else rx.load(name)
+    assert time.perf_counter() - began < 20  # with retries 50 to 120
+    assert "Retrying" not in caplog.text and not hub.constants.HF_HUB_OFFLINE
+
+
+def test_a_reachable_hub_a_proxy_and_a_local_folder_restrict_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with local_copies_if_unreachable() as reason:
+            assert not reason and not hub.constants.HF_HUB_OFFLINE
+    with local_copies_if_unreachable() as reason:
+        assert "cannot be reached" in reason and hub.constants.HF_HUB_OFFLINE
+    with local_copies_if_unreachable(tmp_path) as reason:
+        assert not reason and not hub.constants.HF_HUB_OFFLINE
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with local_copies_if_unreachable() as reason:
+        assert not reason and not hub.constants.HF_HUB_OFFLINE

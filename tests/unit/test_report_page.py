@@ -197,6 +197,21 @@ def test_evidence_read_from_a_file_is_enough(tmp_path):
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
 
 
+def test_evidence_prescription_and_diagnosis_make_a_report(tmp_path):
+    path = write_report(tmp_path / "slim.html", evidence=report_content.evidence())
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"] and "slim" in page.words
+    example = report_content.example()
+    parts = {"evidence": example.evidence, "prescription": example.prescription, "diagnosis": example.diagnosis}
+    both = Page(write_report(tmp_path / "both.html", **parts).read_text(encoding="utf-8"))
+    assert set(page.sections) < set(both.sections)
+    with pytest.raises(InvalidInput, match="got nothing to show: give evidence"):
+        write_report(tmp_path / "none.html")
+    with pytest.raises(InvalidInput, match="got content and evidence"):
+        write_report(tmp_path / "two.html", example, evidence=example.evidence)
+    assert not (tmp_path / "none.html").exists() and not (tmp_path / "two.html").exists()
+
+
 def test_what_could_not_be_measured_is_shown_as_such():
     failed = Finding("controls", "not measurable", float("nan"), "units", low=float("nan"), high=float("inf"))
     words = shown(ReportContent("nan", evidence=Evidence((failed,), {}))).words

@@ -107,7 +107,7 @@ def test_writing(rule: Rule, text: str) -> None:
         ("effective_rank:3", "has no knobs, found '3'"),
         ("energy_retention:0.9,rho=0.8", "rho is given twice"),
         ("energy_retention:0.9 top_rank:3", "character 22: expected '&', '|' or the end, found 'top_rank'"),
-        ("energy_retention:90%", "character 20: '%' cannot be read"),
+        ("energy_retention:90%%", "character 21: '%' cannot be read"),
         ("energy_retention:0.9.1", "'0.9.1' cannot be read"),
         ("top_rank:2.5", "rank is a whole number, not 2.5"),
         ("(top_rank:2", r"expected '\)', found 'the end'"),

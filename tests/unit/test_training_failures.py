@@ -12,6 +12,8 @@ from attnrx.models import VisionTransformer, load_model
 from attnrx.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from cases import CONFIGS
+from pictures import write_folder
+from test_cli import call
 from tiny_runs import MODEL, At, config, model, run, splits
 
 
@@ -63,8 +65,22 @@ def test_other_classes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="batch_size=27 is more than the 26"):
+    def compute(*_: object) -> None:
+        raise AssertionError("the batch is checked before anything is computed")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidInput, match="batch_size=27 is more than the 26"):
+        patch.setattr(VisionTransformer, "forward", compute)
         train(model(), splits(), config(batch_size=27), tmp_path)
+
+
+def test_the_command_takes_a_batch_that_the_data_allow(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "pets", {"train": 10, "validation": 2, "test": 2})
+    words = ("train", "svda:digits", "--data", data, "--epochs", 1, "--precision", "fp32", "--out")
+    done = call(*words, tmp_path / "run")
+    assert done.code == 0 and "pets has 30 training images: a batch is 7 of them" in done.err
+    assert read_json(tmp_path / "run" / "training.json")["steps"] == 4
+    refused = call(*words, tmp_path / "other", "--batch-size", 31)
+    assert refused.code == 2 and "batch_size=31 is more than the 30" in refused.err
 
 
 def test_a_dense_model_has_no_strength_to_set(tmp_path: Path) -> None:

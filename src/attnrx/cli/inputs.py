@@ -2,10 +2,11 @@
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attnrx as rx
 from attnrx.errors import InvalidInput
+from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
     """Loads the dataset that was asked for, at the size that a model reads."""
-    given = {"image": arguments.image_column, "label": arguments.label_column, "test": arguments.test_column}
-    named = {part: column for part, column in given.items() if column is not None}
+    given = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
+    named = {name: column for name, column in given.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
 
@@ -75,7 +76,8 @@ Number = TypeVar("Number", int, float)
 def numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     """Reads numbers with commas between them."""
     try:
-        return tuple(kind(part) for part in text.split(","))
+        read: Any = share if kind is float else kind
+        return tuple(read(part) for part in text.split(","))
     except ValueError as error:
         what = "whole numbers" if kind is int else "numbers"
         raise InvalidInput(f"{option} {text!r}: give {what} with commas between them.") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx.reading import share
 
 
 def parse_losses(
@@ -65,7 +66,7 @@ def snake_case(name: str) -> str:
 
 def _number(value: str, kind: Any, text: str) -> int | float:
     try:
-        return int(value) if kind == int | None else float(value)
+        return int(value) if kind == int | None else share(value)
     except ValueError:
         raise InvalidInput(
             f"the loss {text!r}: {value!r} is not a number. Losses read like target_rank:16:0.1."

@@ -53,7 +53,7 @@ DATASETS: Mapping[str, DatasetCard] = {
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         augmentation=Augmentation(padding=4),
         hub_id="uoft-cs/cifar10",
-        columns=Columns(image="img"),
+        columns=Columns(image_column="img"),
     ),
     "cifar100": DatasetCard(
         classes=100,
@@ -61,7 +61,7 @@ DATASETS: Mapping[str, DatasetCard] = {
         normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         augmentation=Augmentation(padding=4),
         hub_id="uoft-cs/cifar100",
-        columns=Columns(image="img", label="fine_label"),
+        columns=Columns(image_column="img", label_column="fine_label"),
     ),
     "food101": DatasetCard(
         classes=101,

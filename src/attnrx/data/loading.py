@@ -19,7 +19,7 @@ from attnrx.data.readers.arrow import Columns
 from attnrx.data.readers.reader import Opened, Records
 from attnrx.data.readers.shards import ShardReader, read
 from attnrx.data.shards import ShardImages, assign_shards
-from attnrx.data.splits import Splits, assign, by_canonical_name, check_labels
+from attnrx.data.splits import MissingImages, Splits, assign, by_canonical_name, check_labels
 from attnrx.data.streaming import Picture, Stream, StreamedImages
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Tensor, UInt8
@@ -102,7 +102,7 @@ def _geometry(place: Place, options: Options, pictures: Iterable[Picture]) -> Ge
 
 
 def _first_pictures(opened: Opened) -> Iterable[Picture]:
-    records = opened.splits["train"]
+    records = opened.splits.get("train") or next(iter(opened.splits.values()))
     return (partial(records.picture, row, None) for row in spread(len(records), 16))
 
 
@@ -154,7 +154,8 @@ def _streamed(opened: Opened, geometry: Geometry, place: Place, options: Options
 def _from_shards(place: Place, reader: ShardReader, options: Options) -> Splits:
     opened = reader.open()
     shards, notes = assign_shards(opened, place.asked)
-    first = (partial(sample.picture, None) for sample in islice(read(shards["train"][0]), 16))
+    some = shards["train"] if "train" in shards else next(iter(shards.values()))
+    first = (partial(sample.picture, None) for sample in islice(read(some[0]), 16))
     geometry = _geometry(place, options, first)
     sets = {
         split: ShardImages(f"{place.name}/{split}", shards[split], _stream(place, geometry, options))
@@ -186,11 +187,10 @@ def _augmentation(place: Place, geometry: Geometry) -> Augmentation:
 def _splits(
     place: Place, sets: Mapping[str, ImageSet], geometry: Geometry, class_names: tuple[str, ...], notes: tuple[str, ...]
 ) -> Splits:
+    missing = {split: MissingImages(place.asked, split, sets) for split in ("train", "validation", "test")}
     return Splits(
         name=place.name,
-        train=sets["train"],
-        validation=sets["validation"],
-        test=sets["test"],
+        **{**missing, **sets},
         class_names=class_names,
         channels=geometry.channels,
         image_size=geometry.size,

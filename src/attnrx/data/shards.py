@@ -113,13 +113,12 @@ def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
 def assign_shards(opened: OpenedShards, place: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
     """Gives every shard to train, validation or test: what is missing is a tenth of train's shards, the last ones."""
     splits, notes = dict(opened.splits), []
-    if "train" not in splits:
-        raise DataError(f"{place} has no train shards (it has {', '.join(splits)}); put train into their names.")
+    trained = "train" in splits
     if "test" not in splits and "validation" in splits:
-        splits["test"] = splits.pop("validation")
+        splits["test"] = splits.pop("validation") if trained else splits["validation"]
         notes.append(VALIDATION_IS_TEST)
     for split in ("test", "validation"):
-        if split in splits:
+        if split in splits or not trained:
             continue
         train = splits["train"]
         held = -(-len(train) // 10)
@@ -143,7 +142,7 @@ def _check_labels(splits: dict[str, tuple[Shard, ...]], class_names: tuple[str, 
                     f"label {outside[0]} in the shard {shard.url} is outside the {len(class_names)} classes of "
                     f"{place}; correct the label, or the list of class names."
                 )
-        train = {label for shard in splits["train"] for label in shard.labels}
+        train = {label for shard in splits.get("train", shards) for label in shard.labels}
         strange = sorted({label for shard in shards for label in shard.labels} - train)
         if strange:
             raise DataError(

@@ -1,14 +1,15 @@
 """From the splits a dataset happens to have to the three that an experiment needs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from attnrx.data.augmentation import Augmentation
 from attnrx.data.holdout import held_out
-from attnrx.data.images import ImageSet
+from attnrx.data.images import Batch, ImageSet
 from attnrx.data.normalization import Normalization
+from attnrx.data.passes import Pass
 from attnrx.data.readers.reader import SPLITS, Opened, Records
 from attnrx.errors import DataError
 from attnrx.shapes import Int, Tensor
@@ -43,6 +44,38 @@ class Splits:
         )
 
 
+class MissingImages(ImageSet):
+    """A split that the dataset lacks: whatever needs its images raises a DataError."""
+
+    def __init__(self, place: str, split: str, found: Iterable[str]):
+        self._reason = (
+            f"{place} has no {split} images (it has {', '.join(found)}): use another split (--split), or add its files."
+        )
+
+    def __len__(self) -> int:
+        raise DataError(self._reason)
+
+    @property
+    def fingerprint(self) -> str:
+        """Raises."""
+        raise DataError(self._reason)
+
+    def take(self, count: int) -> ImageSet:
+        """Raises."""
+        raise DataError(self._reason)
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        """Raises."""
+        raise DataError(self._reason)
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """Returns itself."""
+        return self
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        raise DataError(self._reason)
+
+
 @dataclass(frozen=True)
 class Part:
     """Some rows of one stored split."""
@@ -71,9 +104,10 @@ def by_canonical_name(opened: Opened, place: str) -> Opened:
             raise DataError(f"{place} has two {name} splits, one of them called {stored!r}; rename or remove one.")
         else:
             splits[name] = records
-    if "train" not in splits:
+    if not splits:
         raise DataError(
-            f"{place} has no train split (it has {', '.join(map(repr, opened.splits))}); rename one or add its files."
+            f"{place} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
+            "rename one."
         )
     check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, place)
     return Opened(splits, opened.class_names, tuple(notes))
@@ -84,12 +118,15 @@ def assign(labels: Mapping[str, Int[Tensor, "_"]], place: str, share: float, see
 
     Without a test split the validation images are the test; what is then still missing is held out of train, the same
     share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never moves.
+    Without a train split nothing is held out.
     """
     parts = {name: Part(name, torch.arange(len(numbers))) for name, numbers in labels.items()}
     notes: list[str] = []
     if "test" not in parts and "validation" in parts:
-        parts["test"] = parts.pop("validation")
+        parts["test"] = parts["validation"] if "train" not in parts else parts.pop("validation")
         notes.append(VALIDATION_IS_TEST)
+    if "train" not in parts:
+        return Assignment(parts, tuple(notes))
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
         if split in parts:
             continue
@@ -118,6 +155,8 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
                 f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
                 "Correct the labels, or leave the split out if its labels are hidden."
             )
+    if "train" not in labels:
+        return
     trained = set(labels["train"].unique().tolist())
     for split, numbers in labels.items():
         strange = sorted(set(numbers.unique().tolist()) - trained)

@@ -139,7 +139,7 @@ class IrrattExperiment(Experiment):
         return table_3(self.epochs, self.batch_size, self.seed)
 
     def _columns(self) -> Columns | None:
-        given = {"label": self.label_column, "test": self.test_column}
+        given = {"label_column": self.label_column, "test_column": self.test_column}
         named = {part: column for part, column in given.items() if column is not None}
         return Columns(**named) if named else None
 

@@ -267,7 +267,7 @@ class SpotExperiment(Experiment):
         return self.tuning.config(losses, self.epochs, self.batch_size, self.seed)
 
     def _columns(self) -> Columns | None:
-        given = {"label": self.label_column, "test": self.test_column}
+        given = {"label_column": self.label_column, "test_column": self.test_column}
         named = {part: column for part, column in given.items() if column is not None}
         return Columns(**named) if named else None
 

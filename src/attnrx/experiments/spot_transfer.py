@@ -109,7 +109,7 @@ class SpotTransferExperiment(Experiment):
         if self.tiny:
             return matching(generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"]), model)
         _, size, _ = family_of(model).input_shape(model)
-        given = {"label": self.label_column, "test": self.test_column}
+        given = {"label_column": self.label_column, "test_column": self.test_column}
         named = {part: column for part, column in given.items() if column is not None}
         columns = Columns(**named) if named else None
         return matching(load_data(self.dataset, image_size=size, seed=self.seed, columns=columns), model)

@@ -12,6 +12,7 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.plain_attention import Refusal, changed_linears, features
@@ -141,13 +142,15 @@ class HuggingFaceFamily(AdoptedFamily):
         size in the configuration. `changes` override fields of the configuration.
         """
         automatic = _transformers("AutoModelForImageClassification")
-        try:
-            model, report = automatic.from_pretrained(source, output_loading_info=True, **changes)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(
-                f"hf:{source} cannot be read as an image classifier: {error} Give a folder written by save_pretrained, "
-                "or the id of an image classifier on the hub."
-            ) from error
+        with local_copies_if_unreachable(source) as unreachable:
+            try:
+                model, report = automatic.from_pretrained(source, output_loading_info=True, **changes)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                reason = f"{unreachable}." if unreachable else error
+                raise CheckpointError(
+                    f"hf:{source} cannot be read as an image classifier: {reason} Give a folder written by "
+                    "save_pretrained, or the id of an image classifier on the hub."
+                ) from error
         drawn = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if drawn:
             raise CheckpointError(
@@ -159,10 +162,12 @@ class HuggingFaceFamily(AdoptedFamily):
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
         """Makes the classifier of a configuration, with fresh weights or with none on the meta device."""
         automatic = _transformers("AutoModelForImageClassification")
-        try:
-            config = _transformers("AutoConfig").from_pretrained(name, **arguments)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"hf:{name} has no configuration that can be read: {error}") from error
+        with local_copies_if_unreachable(name) as unreachable:
+            try:
+                config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+            except (OSError, ValueError, KeyError) as error:
+                reason = unreachable or error
+                raise CheckpointError(f"hf:{name} has no configuration that can be read: {reason}") from error
         if not on_meta:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(0)
@@ -278,7 +283,8 @@ def _transformers(name: str) -> Any:
 def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
     """Reads what images must be like from the processor beside the model; nothing where there is none."""
     try:
-        processor = _transformers("AutoImageProcessor").from_pretrained(source)
+        with local_copies_if_unreachable(source):
+            processor = _transformers("AutoImageProcessor").from_pretrained(source)
     except (OSError, ValueError):  # saved without one
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}

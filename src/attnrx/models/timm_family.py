@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.plain_attention import NOT_PLAIN, Refusal, changed_linears, features
@@ -238,17 +240,19 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
     plain = name.partition(".")[0]
     if ":" not in name and not timm.is_model(plain):
         raise UnknownName("timm model", name, timm.list_models())
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return timm.create_model(name, pretrained=pretrained, **arguments)
-    except Exception as error:  # timm asserts, and its downloads raise errors of several packages
-        if pretrained:
-            raise CheckpointError(
-                f"timm could not give the weights of {name} ({type(error).__name__}: {error}). Give a file with "
-                "weights=..., or pretrained=False for fresh weights."
-            ) from error
-        raise InvalidInput(f"timm cannot make {name} with {dict(arguments)}: {error}") from error
+    with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return timm.create_model(name, pretrained=pretrained, **arguments)
+        except Exception as error:  # timm asserts, and its downloads raise errors of several packages
+            if pretrained:
+                reason = unreachable or f"{type(error).__name__}: {error}"
+                raise CheckpointError(
+                    f"timm could not give the weights of {name} ({reason}). Give a file with weights=..., or "
+                    "pretrained=False for fresh weights."
+                ) from error
+            raise InvalidInput(f"timm cannot make {name} with {dict(arguments)}: {error}") from error
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

@@ -4,11 +4,12 @@ import re
 from dataclasses import dataclass
 
 from attnrx.errors import InvalidInput
+from attnrx.reading import share
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"
 EXAMPLES = "latency=0.6x, macs=0.5x, params=0.7x or max-drop=1pt"
-_TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|pt|)")
+_TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(?P<unit>x|%|pt|)")
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Target:
         if found is None:
             raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")
         of, unit = found["of"], found["unit"]
-        if unit and unit != ("pt" if of == DROP else "x"):
+        if unit not in (("", "pt") if of == DROP else ("", "x", "%")):
             raise InvalidInput(f"the target {text!r} has the wrong unit; write {EXAMPLES}.")
         try:
-            most = float(found["number"])
+            most = share(found["number"] + ("%" if unit == "%" else ""))
         except ValueError as error:
             raise InvalidInput(f"the target {text!r} has no number; write {EXAMPLES}.") from error
         return cls(of, most, spend or "")

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Evidence
+from attnrx.prescription import Prescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.sections import SECTIONS, verdict
 from attnrx.storage import write_text
@@ -9,8 +13,32 @@ from attnrx.storage import write_text
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(path: Path | str, content: ReportContent) -> Path:
-    """Writes the report as one HTML file: no scripts, no network; readable offline, printable, light and dark."""
+def write_report(
+    path: Path | str,
+    content: ReportContent | None = None,
+    *,
+    evidence: Evidence | None = None,
+    prescription: Prescription | None = None,
+    diagnosis: Diagnosis | None = None,
+) -> Path:
+    """Writes the report as one HTML file: no scripts, no network; readable offline, printable, light and dark.
+
+    It shows the evidence, the prescription and the diagnosis, as `attnrx report` does; `content` holds these and other
+    parts under a title of your own, and is given instead of them.
+    """
+    parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
+    given = [name for name, part in parts.items() if part is not None]
+    if (content is None) != bool(given):
+        raise InvalidInput(
+            f"write_report got content and {', '.join(given)}: put all parts into ReportContent."
+            if content is not None
+            else "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
+        )
+    if content is None:
+        about = {} if evidence is None else evidence.about
+        content = ReportContent(
+            f"attnrx: {Path(path).stem}", about, evidence=evidence, prescription=prescription, diagnosis=diagnosis
+        )
     return write_text(path, render(content))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.reading import Language, Reader, Token
+from attnrx.reading import Language, Reader, Token, share
 from attnrx.rules.rule import And, Or, Rule
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
@@ -111,7 +111,7 @@ class _Reader(Reader):
 
     def value(self, number: Token, knob: str, kind: Any) -> int | float:
         if kind is float or (kind == int | float and not re.fullmatch(r"[-+]?\d+", number.text)):
-            return float(number.text)
+            return share(number.text)
         if not re.fullmatch(r"[-+]?\d+", number.text):
             raise self.problem(number.start, f"{knob} is a whole number, not {number.text}")
         return int(number.text)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.reading import WORDS, KnobReader, Language, Token
+from attnrx.reading import WORDS, KnobReader, Language, Token, share
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.reducer import Reducer
 
@@ -102,7 +102,7 @@ class _Reader(KnobReader):
         return super().read_value(kinds)
 
     def read_ratio(self) -> float:
-        return float(self.expect("number", "a keep ratio, e.g. 0.7").text)
+        return share(self.expect("number", "a keep ratio, e.g. 0.7").text)
 
     def read_layer(self) -> int:
         layer = self.expect("number", "a layer, e.g. 4")

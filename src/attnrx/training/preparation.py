@@ -49,6 +49,15 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
 
+def require_steps(splits: Splits, config: TrainingConfig) -> None:
+    """Refuses a batch of more images than there are."""
+    if config.batch_size > len(splits.train):
+        raise InvalidInput(
+            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
+            "take a smaller one."
+        )
+
+
 def join(model: nn.Module, config: TrainingConfig) -> Accelerator:
     """Joins the processes that a launcher started, if there are several, and settles how they share the model."""
     # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
@@ -83,11 +92,6 @@ def prepare(
     `model` is the `target` itself, or a copy whose weights are to be held in parts.
     """
     schedule = Schedule.of(config, len(splits.train))
-    if not schedule.steps_per_epoch:
-        raise InvalidInput(
-            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
-            "take a smaller one."
-        )
     if config.strength_init is not None:
         set_strength_(model, config.strength_init)
     if config.nonnegative_fusion:

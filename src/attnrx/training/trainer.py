@@ -23,7 +23,7 @@ from attnrx.training.history import History
 from attnrx.training.identity import identity, require_same
 from attnrx.training.indicators import Probe
 from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.preparation import join, prepare, require_fit
+from attnrx.training.preparation import join, prepare, require_fit, require_steps
 from attnrx.training.provenance import provenance
 from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
@@ -61,6 +61,7 @@ def train(
     every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
     """
     folder = Path(folder)
+    require_steps(splits, config)
     splits = require_fit(model, splits, config.reads_labels)
     asked = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):

@@ -11,6 +11,7 @@ from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import POLICY, Parser
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
+from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +26,7 @@ def add(parser: Parser) -> None:
     smaller.add_argument("--prescription", metavar="FILE", help="price the model that this would leave")
     smaller.add_argument(
         "--removed-share",
-        type=float,
+        type=share,
         metavar="SHARE",
         help="price the removal of this share of the directions, 0 to 1, the same in every layer",
     )

@@ -10,6 +10,7 @@ from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import POLICY, Parser, add_out
 from attnrx.errors import InvalidInput
+from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +67,10 @@ def add(parser: Parser) -> None:
         "a target instead of a share: {share} in the rules becomes the largest that fits"
     )
     budget.add_argument(
-        "--macs", type=float, metavar="SHARE", help="what is left may cost this share of the original's MACs, e.g. 0.7"
+        "--macs",
+        type=share,
+        metavar="SHARE",
+        help="what is left may cost this share of the original's MACs: 0.7, 70%%",
     )
     budget.add_argument(
         "--of",

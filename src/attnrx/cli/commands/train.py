@@ -1,6 +1,7 @@
 """attnrx train: a model and a dataset in, a folder with the trained model out."""
 
 from argparse import BooleanOptionalAction, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 
 # Knobs of TrainingConfig that are one number: the option, its type, its help with the default.
 KNOBS = (
     ("epochs", int, "passes over the training images (80)"),
-    ("batch_size", int, "images of one step, over all processes (256)"),
+    ("batch_size", int, "images of one step, over all processes (256, or less where there are fewer images)"),
     ("accumulate", int, "parts that every step runs in, one after another, for less memory (1)"),
     ("learning_rate", float, "peak of the warm-up and cosine (0.001)"),
     ("min_learning_rate", float, "where the cosine ends (0)"),
@@ -81,6 +82,9 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     config = rx.TrainingConfig(**_chosen(arguments))
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, say)
+    if arguments.batch_size is None and len(splits.train) < config.batch_size:
+        config = replace(config, batch_size=_batch_size(len(splits.train), config.accumulate))
+        say(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
         model = _reducing(model, policy, config, say)
     reporter = rx.training.default_reporter()
@@ -98,6 +102,11 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
     return Outcome(record, (table, f"model and history: {trained.folder}"))
+
+
+def _batch_size(images: int, accumulate: int) -> int:
+    """Returns a batch size with at least four steps an epoch where the images allow it."""
+    return max(1, images // 4 // accumulate) * accumulate
 
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Columns:
     """The names of the columns that hold the image, its label and, in a file of several splits, the split.
 
-    `test` may name a column of true and false: of the test images only those that it marks are used.
+    `test_column` may name a column of true and false: of the test images only those that it marks are used.
     """
 
-    image: str = "image"
-    label: str = "label"
-    split: str = "split"
-    test: str | None = None
+    image_column: str = "image"
+    label_column: str = "label"
+    split_column: str = "split"
+    test_column: str | None = None
 
 
 class ArrowRecords(Records):
@@ -75,11 +75,11 @@ class LabelColumn:
 
 def check_columns(found: list[str], columns: Columns, place: str) -> None:
     """Refuses a table without the image or the label column, naming the nearest one."""
-    for kind, wanted in (("image", columns.image), ("label", columns.label)):
+    for kind, wanted in (("image", columns.image_column), ("label", columns.label_column)):
         if wanted not in found:
             raise DataError(
                 f"{place} has no {kind} column {wanted!r} (it has {', '.join(found)}): {nearest(wanted, found)} "
-                f'Pass columns=Columns({kind}="...").'
+                f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
             )
 
 
@@ -87,14 +87,14 @@ def marked_rows(table: "pa.Table", columns: Columns, place: str) -> np.ndarray:
     """Says of every row whether it may be a test image."""
     import pyarrow.types as kinds
 
-    if columns.test is None:
+    if columns.test_column is None:
         return np.ones(len(table), dtype=bool)
-    if columns.test not in table.column_names or not kinds.is_boolean(table.column(columns.test).type):
+    if columns.test_column not in table.column_names or not kinds.is_boolean(table.column(columns.test_column).type):
         raise DataError(
-            f"{place} has no column {columns.test!r} of true and false (it has {', '.join(table.column_names)}), which "
-            "was to choose the test images."
+            f"{place} has no column {columns.test_column!r} of true and false (it has {', '.join(table.column_names)}) "
+            "to choose the test images."
         )
-    return np.asarray(table.column(columns.test).to_pylist(), dtype=bool)
+    return np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
 
 
 def declared_names(schema: "pa.Schema", column: str) -> tuple[str, ...] | None:
@@ -110,13 +110,14 @@ def image_column(table: "pa.Table", columns: Columns, place: str) -> "pa.Chunked
     """Gives the column of encoded images, or refuses a column of another type."""
     import pyarrow.types as kinds
 
-    column = table.column(columns.image)
+    column = table.column(columns.image_column)
     kind = column.type
     struct = kinds.is_struct(kind) and "bytes" in {field.name for field in kind}
     if not (struct or kinds.is_binary(kind) or kinds.is_large_binary(kind)):
         raise DataError(
-            f"column {columns.image!r} of {place} holds {kind}, not encoded images; "
-            'it must hold bytes, or a struct {bytes, path}. Pass columns=Columns(image="...").'
+            f"column {columns.image_column!r} of {place} holds {kind}, not encoded images; "
+            "it must hold bytes, or a struct {bytes, path}. Give --image-column NAME, in Python "
+            'columns=Columns(image_column="NAME").'
         )
     return column
 
@@ -125,7 +126,7 @@ def label_column(table: "pa.Table", columns: Columns, place: str) -> LabelColumn
     """Reads the labels, with their names from the schema or from a column `<label>_name` beside them."""
     import pyarrow.types as kinds
 
-    column = table.column(columns.label)
+    column = table.column(columns.label_column)
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{place} has {column.null_count} rows without a label, the first is row {row}; remove them.")
@@ -133,12 +134,12 @@ def label_column(table: "pa.Table", columns: Columns, place: str) -> LabelColumn
         return LabelColumn(np.asarray(column.to_pylist()), None)
     if not kinds.is_integer(column.type):
         raise DataError(
-            f"column {columns.label!r} of {place} holds {column.type}, not class numbers or names. "
-            'Pass columns=Columns(label="...").'
+            f"column {columns.label_column!r} of {place} holds {column.type}, not class numbers or names. "
+            'Give --label-column NAME, in Python columns=Columns(label_column="NAME").'
         )
     values = column.to_numpy().astype(np.int64)
-    names = declared_names(table.schema, columns.label)
-    beside = f"{columns.label}_name"
+    names = declared_names(table.schema, columns.label_column)
+    beside = f"{columns.label_column}_name"
     if beside in table.column_names:
         names = _names_beside(values, table.column(beside), names, place)
     return LabelColumn(values, names)

@@ -93,7 +93,7 @@ class FolderReader(Reader):
                     f"label mismatch between the splits of {self.root}: {split}/ has the class folder {strange[0]!r}, "
                     "train/ has not; give every class a folder in train/."
                 )
-        return tuple(sorted(names or next(iter(listing.values()))))
+        return tuple(sorted(names or set[str]().union(*listing.values())))
 
     def _notes(self) -> tuple[str, ...]:
         other = self._walked[1]

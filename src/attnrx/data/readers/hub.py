@@ -15,6 +15,7 @@ from attnrx.data.readers.arrow import (
 )
 from attnrx.data.readers.reader import Opened, Reader
 from attnrx.errors import DataError
+from attnrx.hub import local_copies_if_unreachable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,16 +61,18 @@ class HubReader(Reader):
         """Gives the memory-mapped table of every split, with the names of the classes in its schema."""
         import datasets
 
-        try:
-            found = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
-            return {
-                str(name): split.data.table.replace_schema_metadata(split.features.arrow_schema.metadata)
-                for name, split in found.items()
-            }
-        except Exception as error:  # five libraries raise their own kinds here: network, gating, cache, disk, parsing
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(
-                f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for "
-                "a dataset behind a licence, that you accepted it and are logged in; or give the path of a local copy "
-                "(parquet, a folder of images, tar shards), or put <name>.parquet into the folder in ATTNRX_DATA."
-            ) from error
+        with local_copies_if_unreachable() as unreachable:
+            try:
+                found = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
+                return {
+                    str(name): split.data.table.replace_schema_metadata(split.features.arrow_schema.metadata)
+                    for name, split in found.items()
+                }
+            except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
+                reason = unreachable or (str(error).splitlines()[0] if str(error) else type(error).__name__)
+                raise DataError(
+                    f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for a "
+                    "dataset behind a licence, that you accepted it and are logged in; or give the path of a local "
+                    "copy (parquet, a folder of images, tar shards), or put <name>.parquet into the folder in "
+                    "ATTNRX_DATA."
+                ) from error

@@ -54,7 +54,7 @@ class ParquetReader(Reader):
         columns = self._columns()
         tables = {name: _table(files, columns) for name, files in groups.items()}
         labels = {name: label_column(table, columns, place) for name, table in tables.items()}
-        if list(groups) == [""] and columns.split in tables[""].column_names:
+        if list(groups) == [""] and columns.split_column in tables[""].column_names:
             return self._open_by_column(tables[""], labels[""], columns)
         numbers, class_names = unify_labels(labels, place)
         splits: dict[str, Records] = {}
@@ -69,14 +69,16 @@ class ParquetReader(Reader):
         """Chooses the names of the columns, and checks that every file has them and numbers the same classes."""
         found = {file: _schema(file) for file in self.files}
         first = found[self.files[0]]
-        fitting = (columns for columns in self.candidates if {columns.image, columns.label} <= set(first.names))
+        fitting = (
+            columns for columns in self.candidates if {columns.image_column, columns.label_column} <= set(first.names)
+        )
         columns = next(fitting, self.candidates[0])
         for file, schema in found.items():
             check_columns(schema.names, columns, str(file))
-            if declared_names(schema, columns.label) != declared_names(first, columns.label):
+            if declared_names(schema, columns.label_column) != declared_names(first, columns.label_column):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
-                    f"{columns.label!r}; write both with the same list of classes."
+                    f"{columns.label_column!r}; write both with the same list of classes."
                 )
         return columns
 
@@ -84,7 +86,7 @@ class ParquetReader(Reader):
         place = str(self.root)
         numbers, class_names = unify_labels({"": labels}, place)
         images = image_column(table, columns, place)
-        belongs = np.asarray(table.column(columns.split).to_pylist(), dtype=object)
+        belongs = np.asarray(table.column(columns.split_column).to_pylist(), dtype=object)
         splits: dict[str, Records] = {}
         for name in dict.fromkeys(belongs.tolist()):
             own = belongs == name
@@ -158,7 +160,13 @@ def _table(files: tuple[Path, ...], columns: Columns) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    wanted = [columns.image, columns.label, f"{columns.label}_name", columns.split, columns.test]
+    wanted = [
+        columns.image_column,
+        columns.label_column,
+        f"{columns.label_column}_name",
+        columns.split_column,
+        columns.test_column,
+    ]
     try:
         if sum(file.stat().st_size for file in files) > READ_WHOLE:
             return _mapped(files)

@@ -1,0 +1,38 @@
+"""A share may be written in percent wherever it is read: 50% is 0.5."""
+
+import pytest
+
+from attnrx.cli.inputs import numbers
+from attnrx.cli.losses import parse_losses
+from attnrx.errors import InvalidInput
+from attnrx.planning.target import Target
+from attnrx.rules import parse_rule
+from attnrx.tokens import parse_policy
+from test_cli import record
+
+
+@pytest.mark.parametrize("kind", ["latency", "macs", "params"])
+def test_targets(kind: str) -> None:
+    assert Target.parse(f"{kind}=50%") == Target.parse(f"{kind}=0.5x") == Target(kind, 0.5)
+    with pytest.raises(InvalidInput, match="wrong unit"):
+        Target.parse("max-drop=1%")
+    with pytest.raises(InvalidInput, match="below 1"):
+        Target.parse(f"{kind}=150%")
+
+
+def test_rules_and_policies() -> None:
+    assert parse_rule("total_rank:50%") == parse_rule("total_rank:0.5")
+    assert parse_rule("energy_retention:rho=90%") == parse_rule("energy_retention:0.90")
+    assert parse_policy("evit:70%@4") == parse_policy("evit:0.7@4")
+    for text in ("top_rank:50%", "total_rank:50%%", "total_rank:%"):
+        with pytest.raises(InvalidInput):
+            parse_rule(text)
+
+
+def test_options() -> None:
+    assert numbers("--macs", "90%,0.5", float) == (0.9, 0.5)
+    assert parse_losses(("keep_ratio:20%",), {}, True) == parse_losses(("keep_ratio:0.2",), {}, True)
+    shares = [record("costs", "svda:digits", "--removed-share", text) for text in ("25%", "0.25")]
+    assert shares[0] == shares[1]
+    with pytest.raises(InvalidInput, match="numbers with commas"):
+        numbers("--macs", "90%%", float)
