@@ -103,7 +103,7 @@ content = rx.reports.ReportContent(
     "What a quarter of the directions costs", evidence=evidence, prescription=prescription, diagnosis=diagnosis
 )
 page = rx.write_report("report.html", content)
-print(page, evidence.summary)
+print(f"{page}: {evidence.summary}")
 
 # %% [markdown]
 # ## The same on the command line
