@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
 DATA ?= digits
 
 # The demo's model for digits is so small that a second thread gains nothing, and on a busy machine two threads that wait
@@ -11,12 +12,22 @@ ifeq ($(DATA),digits)
 demo: export OMP_NUM_THREADS ?= 1
 endif
 
-.PHONY: demo test setup lint types imports unit docs docs-serve clean bench
+.PHONY: demo test test-oldest setup lint types imports unit docs docs-serve clean bench
 
 demo: $(STAMP)  ## The main job, end to end, on an embedded real dataset (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
 
 test: lint types imports docs unit  ## Everything that CI runs
+
+# Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.
+test-oldest: $(OLDEST)/.installed  ## The tests on the oldest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal tests/unit tests/laws
+
+$(OLDEST)/.installed: requirements/oldest.txt pyproject.toml $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --require-hashes -r requirements/oldest.txt
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
 
 setup: $(STAMP)  ## The environment: every version pinned and checked by hash
 
@@ -52,4 +63,4 @@ docs-serve: $(STAMP)  ## The site on this machine, made again whenever a page or
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) runs build dist site
+	rm -rf $(VENV) $(OLDEST) runs build dist site

@@ -1,6 +1,11 @@
 #!/bin/sh
-# Resolves pyproject.toml into requirements/constraints.txt: every version pinned, with hashes, no index lines.
+# Resolves pyproject.toml into requirements/constraints.txt, the newest versions, and requirements/oldest.txt, the oldest
+# that pyproject.toml allows: every version pinned, with hashes, no index lines.
 set -eu
 cd "$(dirname "$0")/.."
-uv pip compile pyproject.toml --all-extras --group dev --group docs --group build --universal --python-version 3.11 \
-    --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet -o requirements/constraints.txt
+compile() {
+    uv pip compile pyproject.toml --all-extras --group dev --group build --python-version 3.11 \
+        --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet "$@"
+}
+compile --group docs --universal -o requirements/constraints.txt
+compile --resolution lowest-direct -o requirements/oldest.txt
