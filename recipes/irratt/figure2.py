@@ -5,7 +5,7 @@ Table: Figure 2
 Command: attnrx reproduce irratt/figure2 --only vit_tiny --weights vit_tiny_patch16_224.safetensors
 Expected: ranks that rise from head to head: every layer has heads of low and of high rank; the paper draws densities
     and prints no number
-Tolerance: none
+Not stated: how many sweeps the fit takes and where it starts
 Time: some minutes on one CPU core for each model
 Hardware: a CPU; only the weights are read
 """

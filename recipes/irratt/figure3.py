@@ -5,7 +5,7 @@ Table: Figure 3
 Command: attnrx reproduce irratt/figure3 --only vit_tiny --weights vit_tiny_patch16_224.safetensors
 Expected: one block for each head after the columns are sorted and rescaled; the paper draws one layer of a fine-tuned
     model and prints no number
-Tolerance: none
+Not stated: how many sweeps the fit takes and where it starts, and which layer is drawn
 Time: some minutes on one CPU core for each model
 Hardware: a CPU; only the weights are read. For a fine-tuned model, give its folder:
     --model runs/irratt/deit_base/seed-0/train/cp-168-mlp

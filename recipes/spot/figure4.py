@@ -4,7 +4,7 @@ Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Visio
 Table: Figure 4
 Command: attnrx reproduce spot/figure4 --only cifar10_small
 Expected: accuracy that rises with the keep ratio; the paper draws points and prints those of Table 1 alone
-Tolerance: none
+Not stated: what spot/table1 lists, and the numbers behind the drawn points
 Time: that of spot/table2 for every line
 Hardware: that of spot/table1
 """

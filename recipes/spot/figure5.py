@@ -5,7 +5,7 @@ Table: Figure 5
 Command: attnrx reproduce spot/figure5 --only cifar10_small
 Expected: 3.0 GFLOPS with as many token features as the width of DeiT-S, 2.9 with none, and there 79.2 % top-1; the
     figure prints no other number
-Tolerance: 0.3 points for top-1; the printed digit for GFLOPS
+Not stated: what spot/table1 lists, and the numbers behind the drawn points
 Time: that of spot/table2 for every line
 Hardware: that of spot/table2
 """

@@ -5,7 +5,7 @@ Table: Figure 7
 Command: attnrx reproduce spot/figure7 --only vit_tiny
 Expected: more images a second with fewer tokens and with less information; the paper draws curves and states 3,880
     images a second, more than 1.5 times the original's, for one variant of DeiT-S at 3.0 GFLOPS on its GPU
-Tolerance: none; times depend on the machine
+Not stated: batch size, precision and software of the measurement, and the numbers behind the drawn curves
 Time: about 20 minutes for DeiT-S on two CPU cores, estimated and not measured; less for the others
 Hardware: any; an accelerator is used where there is one. No data and no weights are needed
 """

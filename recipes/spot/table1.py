@@ -9,7 +9,8 @@ Expected: 0.3 points of top-1 lost at most by SPOT on DeiT and 1.5 on LV-ViT-T, 
     (2.9, without its predictors), and EViT, whose tokens leave inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6
     on LV-ViT-S (4.7). Every trained line learns by the same losses. A-ViT trains its halting scores by a
     ponder loss, which is not here: the halting rule alone has a row of its own, without numbers of the paper
-Tolerance: 0.3 points for top-1; the printed digit for GFLOPS
+Not stated: weight decay, schedule, warm-up, augmentation, precision, seeds, and how the rows of other methods were
+    made
 Time: that of spot/table2 for every line; ViT-Tiny, one epoch of ImageNette, is a matter of minutes on a CPU (not
     measured)
 Hardware: GPUs for DeiT and LV-ViT (needs ImageNet in the folder that ATTNRX_DATA names; one LV-ViT at a

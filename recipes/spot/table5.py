@@ -6,8 +6,8 @@ Command: attnrx reproduce spot/table5 --only vit_tiny-c --weights vit_tiny_patch
     --data imagenette224.parquet
 Expected: SPOT from 1.2 points below its baseline to 0.7 above it, at two thirds of the GFLOPS; every number is in
     expected.json. ViT-Tiny on ten classes of ImageNet stands in for them and has no printed numbers
-Tolerance: 0.05 GFLOPS, which is the printed digit; 1 point of accuracy, since the images are spoilt here by this
-    package's own corruptions (frost and water are not the benchmark's) and not stored as JPEG
+Not stated: how the corrupted images were stored. Those here are made by this package's own corruptions (frost and
+    water are not the benchmark's) and are not JPEG files
 Time: nineteen passes of all models over the images: for ViT-Tiny, its 500 images and six candidates half an hour on
     one CPU core
 Hardware: a CPU for ViT-Tiny; a GPU for all of ImageNet. SPOT itself must be trained first (spot/table1):

@@ -5,7 +5,7 @@ Table: none; a comparison of our own with the same runs
 Command: attnrx reproduce svda/realizations --only cifar10
 Expected: exact equals the mask, and refit is at most 0.65 times as far from the original as renormalized, at the same
     cost; the paper has no such numbers
-Tolerance: none; the claim about refit is the test
+Not stated: the whole table is this project's; the training is that of svda/table1
 Time: that of svda/table1, whose runs it shares
 Hardware: that of svda/table1
 """

@@ -1,61 +1,218 @@
-"""Tables over seeds, on numbers that are known beforehand."""
+"""Tables over seeds, on numbers that are known beforehand, and their comparison with the paper's."""
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from scipy import stats
 
 from attnrx.config import to_dict
-from attnrx.experiments import SvdaExperiment, SvdaRun, make_table
+from attnrx.errors import InvalidInput
+from attnrx.experiments import SvdaExperiment, SvdaRun, load_recipe, make_table
 from attnrx.experiments.recipe import Column, Expected, Recipe, RecipeFile, Row
+from attnrx.experiments.table import ReproducedTable
 
 LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)
 RECIPE = Recipe("a table", (Row("ten", "cifar10", "rho-0.90"),), (LOST, KEPT), (SvdaExperiment("cifar10"),))
-FILE = RecipeFile(
-    "paper/table",
-    Path("table.py"),
-    {"Paper": "A paper.", "Table": "3"},
-    RECIPE,
-    {"ten": {"lost": Expected(0.4, 0.3, "0.4 pp")}},
-)
+HEADER = {"Paper": "A paper.", "Table": "3", "Not stated": "the optimizer"}
+FILE = RecipeFile("paper/table", Path("table.py"), HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
 
 
-def run(seed: int, change: float) -> SvdaRun:
+def run(seed: int, change: float, notes: Sequence[str] = ()) -> SvdaRun:
     measures = {"accuracy_change": {"value": change, "low": change - 1, "high": change + 2}}
     return SvdaRun(
         Path("nowhere"),
-        {"settings": to_dict(SvdaExperiment("cifar10", seed=seed)), "rules": {"rho-0.90": {"refit": measures}}},
+        {
+            "settings": to_dict(SvdaExperiment("cifar10", seed=seed)),
+            "rules": {"rho-0.90": {"refit": measures}},
+            "data": {"notes": list(notes)},
+        },
     )
+
+
+def table(changes: Sequence[float], **options: object) -> ReproducedTable:
+    runs = [run(42 + index, change) for index, change in enumerate(changes)]
+    return make_table(FILE, {"cifar10": runs}, **options)  # type: ignore[arg-type]
 
 
 def test_mean_deviation_and_interval_over_seeds():
     changes = [-0.5, -0.2, -0.8]
-    cell = make_table(FILE, {"cifar10": [run(42 + i, change) for i, change in enumerate(changes)]}).cell("ten", "lost")
+    cell = table(changes).cell("ten", "lost")
     assert cell is not None and cell.value == pytest.approx(0.5) and cell.deviation == pytest.approx(0.3)
     low, high = stats.t.interval(0.95, 2, loc=0.5, scale=stats.sem(changes))
     assert (cell.low, cell.high) == pytest.approx((low, high))
-    assert cell.agrees
+    # The mean of three further seeds varies as much as ours.
+    half = stats.t.ppf(0.975, 2) * 0.3 * (1 / 3 + 1 / 3) ** 0.5
+    assert cell.predicted == pytest.approx((0.5 - half, 0.5 + half))
 
 
 def test_one_seed_keeps_its_own_interval_turned_round_with_the_sign():
-    cell = make_table(FILE, {"cifar10": [run(42, -0.8)]}).cell("ten", "lost")
+    cell = table([-0.8]).cell("ten", "lost")
     assert cell is not None and (cell.low, cell.value, cell.high) == pytest.approx((-1.2, 0.8, 1.8))
-    assert cell.deviation is None and cell.agrees is False
+    assert cell.deviation is None and cell.predicted == (cell.low, cell.high)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ([-0.4, -0.41, -0.39], "agrees"),
+        ([-0.449, -0.449, -0.449], "agrees"),  # rounds to 0.4
+        ([-0.46, -0.46, -0.46], "off"),
+        ([-0.34, -0.34, -0.34], "off"),
+        ([0.0, 0.0, 0.0], "off"),
+        ([0.4, 0.4, 0.4], "off"),
+        ([-0.9, 0.1, -0.4], "undecided"),  # the interval includes no effect, too
+    ],
+)
+def test_verdict_follows_from_the_printed_digit_and_the_seeds(changes: list[float], verdict: str):
+    cell = table(changes).cell("ten", "lost")
+    assert cell is not None and cell.verdict == verdict
+
+
+def test_a_row_with_another_protocol_is_not_compared():
+    found = table([-0.4, -0.4, -0.4], deviations={"cifar10": ["4 epochs"]})
+    assert found.verdicts == {"agrees": 0, "off": 0, "undecided": 0, "not at protocol": 1}
+    assert "(0.4 pp) ~" in found.to_markdown() and "- 4 epochs" in found.to_markdown()
+
+
+def test_deviations_of_another_scenario_do_not_count():
+    assert table([-0.4, -0.4, -0.4], deviations={"food101": ["4 epochs"]}).verdicts["agrees"] == 1
+
+
+@pytest.mark.parametrize(("same_shapes", "verdict"), [(True, "off"), (False, "not at protocol")])
+def test_exact_quantities_are_compared_at_any_protocol_of_the_same_shapes(same_shapes: bool, verdict: str):
+    column = Column("lost", "lost", "refit", "accuracy_change", "%", exact=True)
+    recipe = Recipe("a table", RECIPE.rows, (column,), RECIPE.protocol)
+    file = RecipeFile("paper/table", Path("table.py"), HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
+    made = make_table(file, {"cifar10": [run(42, 49.6)]}, {"cifar10": ["4 epochs"]}, same_shapes)
+    cell = made.cell("ten", "lost")
+    assert cell is not None and cell.verdict == verdict
 
 
 def test_what_was_not_measured_is_missing_and_not_zero():
-    table = make_table(FILE, {"cifar10": [run(42, -0.8)]}, ("4 epochs",))
-    assert table.cell("ten", "kept") is None
-    text = table.to_markdown()
-    assert "| ten | 0.80 pp [\N{MINUS SIGN}1.20, 1.80] (0.4 pp) ! | \N{EN DASH} |".replace(" ", "") in text.replace(
+    found = make_table(FILE, {"cifar10": [run(42, -0.9, ["a copy"])]})
+    assert found.cell("ten", "kept") is None
+    text = found.to_markdown()
+    assert "| ten | 0.90 pp [\N{MINUS SIGN}1.10, 1.90] (0.4 pp) ? | \N{EN DASH} |".replace(" ", "") in text.replace(
         "\N{NO-BREAK SPACE}", ""
     ).replace(" ", "")
-    assert "- 4 epochs" in text
+    assert "- cifar10: a copy" in text and "chosen here: the optimizer" in text
+    assert "Numbers of the paper: 0 agrees, 0 off, 1 undecided, 0 not at protocol." in text
 
 
 def test_rows_without_runs_are_left_out(tmp_path: Path):
-    table = make_table(FILE, {"cifar10": []})
-    assert table.rows == () and table.cells == ()
-    record, text = table.save(tmp_path)
+    empty = make_table(FILE, {"cifar10": []})
+    assert empty.rows == () and empty.cells == ()
+    record, text = empty.save(tmp_path)
     assert record == tmp_path / "paper" / "table.json" and text.exists()
+
+
+@pytest.mark.parametrize(
+    ("printed", "paper", "low", "high"),
+    [
+        ("23.34%", 23.34, 23.335, 23.345),
+        ("+1.37 pp", 1.37, 1.365, 1.375),
+        ("\N{ALMOST EQUAL TO} 0.00 pp", 0, -0.005, 0.005),
+        ("near 0 pp", 0, -0.5, 0.5),
+        ("-1.40", -1.4, -1.405, -1.395),
+        ("100", 100, 99.5, 100.5),
+        ("<0.01", 0.01, 0, 0.01),
+    ],
+)
+def test_the_last_printed_digit_is_the_tolerance(printed: str, paper: float, low: float, high: float):
+    found = Expected.of(printed)
+    assert (found.paper, found.low, found.high) == pytest.approx((paper, low, high))
+
+
+@pytest.mark.parametrize(
+    "cell", [{"paper": 1.37, "tolerance": 1.5, "printed": "+1.37 pp"}, "about one", 1.37, "1.37 +- 1.5"]
+)
+def test_a_tolerance_set_by_hand_is_refused(cell: object):
+    with pytest.raises(InvalidInput, match="last digit is the tolerance"):
+        Expected.of(cell)  # type: ignore[arg-type]
+
+
+# Results of runs that were never made, put through the recipes of the SVDA paper.
+
+SEEDS = (42, 43, 44)
+Number = Callable[[str, str], float]
+
+
+def injected(recipe: str, number: Number) -> ReproducedTable:
+    """The table of runs at protocol whose measures are `number(row label, column key)` for every seed."""
+    file = load_recipe(recipe)
+    runs: dict[str, list[SvdaRun]] = {}
+    for scenario in {row.scenario for row in file.recipe.rows}:
+        rules: dict = {}
+        for row in (row for row in file.recipe.rows if row.scenario == scenario):
+            for column in file.recipe.columns:
+                if column.key in file.expected.get(row.label, {}):
+                    value = number(row.label, column.key) / column.factor
+                    measure = {"value": value, "low": value, "high": value}
+                    rules.setdefault(row.rule, {}).setdefault(column.kind, {})[column.quantity] = measure
+        runs[scenario] = [
+            SvdaRun(
+                Path("nowhere"),
+                {"settings": to_dict(SvdaExperiment(scenario, seed=seed)), "rules": rules, "data": {"notes": []}},
+            )
+            for seed in SEEDS
+        ]
+    return make_table(file, runs)
+
+
+def printed(recipe: str) -> Number:
+    expected = load_recipe(recipe).expected
+    return lambda row, column: expected[row][column].paper
+
+
+TABLES = ("svda/table1", "svda/table2", "svda/table6", "svda/table8")
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_the_papers_own_numbers_agree(recipe: str):
+    found = injected(recipe, printed(recipe))
+    assert found.off == () and found.verdicts["agrees"] == len(found.cells) > 0
+
+
+# Of a model at chance level everything is equal to its original: nothing is lost, whatever is removed.
+CHANCE = {"discrepancy": 0.0, "agreement": 100.0, "accuracy_lost": 0.0, "original_accuracy": 1 / 101 * 100}
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_a_model_at_chance_level_is_off(recipe: str):
+    """It removes what the paper removes; nothing else of it agrees but what the paper prints as zero."""
+    true = printed(recipe)
+    saved = ("removed", "params_down", "macs_down")
+    found = injected(recipe, lambda row, column: true(row, column) if column in saved else CHANCE.get(column, 0.0))
+    null = {"accuracy_lost", "over_random"}
+    for cell in found.cells:
+        assert cell.expected is not None
+        if cell.column not in saved and not (cell.column in null and cell.expected.low <= 0 <= cell.expected.high):
+            assert cell.verdict == "off", (cell.row, cell.column)
+    assert set(found.rows) == {cell.row for cell in found.off}
+
+
+@pytest.mark.parametrize("recipe", ["svda/table1", "svda/table2"])
+def test_a_discrepancy_of_zero_is_off(recipe: str):
+    true = printed(recipe)
+    found = injected(recipe, lambda row, column: 0.0 if column == "discrepancy" else true(row, column))
+    assert {(cell.row, cell.column) for cell in found.off} == {(row, "discrepancy") for row in found.rows}
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_shuffled_rows_are_off(recipe: str):
+    true, rows = printed(recipe), [row.label for row in load_recipe(recipe).recipe.rows]
+    after = dict(zip(rows, [*rows[1:], rows[0]], strict=True))
+    expected = load_recipe(recipe).expected
+    found = injected(recipe, lambda row, column: true(after[row] if column in expected[after[row]] else row, column))
+    assert {cell.row for cell in found.off} == set(rows)
+
+
+def test_the_record_of_a_table_states_every_verdict(tmp_path: Path):
+    found = injected("svda/table6", printed("svda/table6"))
+    found.save(tmp_path)
+    record = json.loads((tmp_path / "svda" / "table6.json").read_text())
+    assert record["verdicts"]["agrees"] == len(record["cells"]) == 8
+    assert {cell["verdict"] for cell in record["cells"]} == {"agrees"}

@@ -22,7 +22,7 @@ Results go to stdout and to files, progress and errors to stderr. With --json ev
 
 exit codes:
   0    done, and no claim that was checked fails (each holds, or is undecided and reported as such)
-  1    done, and a claim fails (verify, demo)
+  1    done, and a claim fails (verify, demo), or a number contradicts the paper's (reproduce)
   2    wrong usage or input: what was asked, what was found and what to do is on stderr
   3    a dataset that cannot be found, read or trusted
   70   a defect of attnrx, with its traceback

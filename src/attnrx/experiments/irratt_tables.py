@@ -46,9 +46,9 @@ VIT_TINY = IrrattExperiment(
 SEEDS = (0,)  # the paper trained every model once
 
 COST_COLUMNS = (
-    Column("mhsa", "MHSA FLOPs CR", "paper", "mhsa_percent", "%", decimals=1),
-    Column("macs", "FLOPs CR", "paper", "macs_percent", "%", decimals=1),
-    Column("params", "# param CR", "paper", "params_percent", "%", decimals=1),
+    Column("mhsa", "MHSA FLOPs CR", "paper", "mhsa_percent", "%", decimals=1, exact=True),
+    Column("macs", "FLOPs CR", "paper", "macs_percent", "%", decimals=1, exact=True),
+    Column("params", "# param CR", "paper", "params_percent", "%", decimals=1, exact=True),
 )
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from attnrx.errors import InvalidInput, UnknownName
 from attnrx.experiments.experiment import Experiment, Run
 
 # What the docstring of every recipe states, one "Name: text" paragraph each.
-HEADER = ("Paper", "Table", "Command", "Expected", "Tolerance", "Time", "Hardware")
+HEADER = ("Paper", "Table", "Command", "Expected", "Not stated", "Time", "Hardware")
+
+_PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Row:
 class Column:
     """One quantity of one realization, times `factor`: papers do not all count a loss as negative.
 
-    `decimals=None` writes three significant digits.
+    `decimals=None` writes three significant digits. An `exact` quantity is a closed form of the paper's shapes: it does
+    not depend on training, data or seeds. `null` is the value for a candidate that equals its reference: an interval
+    that includes it cannot confirm any other number.
     """
 
     key: str
@@ -38,6 +43,8 @@ class Column:
     unit: str = ""
     decimals: int | None = 2
     factor: float = 1.0
+    exact: bool = False
+    null: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,29 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the paper printed, as a number, and how far from it a reproduction may be."""
+    """A number as the paper prints it, and the range of values that round to it: there is no other tolerance."""
 
-    paper: float
-    tolerance: float
     printed: str
+    paper: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, printed: Any) -> "Expected":
+        """Reads the text in the paper, e.g. `+1.37 pp`: half a unit of its last digit to either side.
+
+        `<0.01` is the range from 0 to 0.01.
+        """
+        match = _PRINTED.fullmatch(printed) if isinstance(printed, str) else None
+        if match is None:
+            raise InvalidInput(
+                f"{printed!r} is not a printed number: give the text of the paper, e.g. '23.34%', '+1.37 pp' or "
+                "'<0.01'. Its last digit is the tolerance."
+            )
+        paper, half = float(match["number"]), 0.5 * 10.0 ** -len(match["decimals"] or "")
+        if match["sign"] == "<":
+            return cls(printed, paper, 0.0, paper)
+        return cls(printed, paper, paper - half, paper + half)
 
 
 @dataclass(frozen=True)
@@ -143,6 +168,6 @@ def _recipe_in(path: Path, name: str) -> Recipe:
 def _expected(path: Path) -> dict[str, dict[str, Expected]]:
     tables = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))
     return {
-        row: {column: Expected(**cell) for column, cell in cells.items()}
+        row: {column: Expected.of(printed) for column, printed in cells.items()}
         for row, cells in tables.get(path.stem, {}).items()
     }

@@ -82,7 +82,8 @@ def reproduce(name: str, *, reporter: Reporter | None = None, say: Say = in_sile
         protocol.scenario: [run for run in runs if run.experiment.scenario == protocol.scenario]
         for protocol in protocols
     }
-    table = make_table(file, by_scenario, _deviations(file, asked, runs))
+    same_shapes = request.knobs.get("model") is None
+    table = make_table(file, by_scenario, _deviations(file, asked), same_shapes)
     table.save(request.folder)
     return table
 
@@ -137,14 +138,14 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
             os._exit(1)  # the queue may hold more runs, which nobody waits for
 
 
-def _deviations(file: RecipeFile, asked: Sequence[tuple[Experiment, Experiment]], runs: Sequence[Run]) -> list[str]:
-    """Tells what differs from the protocol, once for all runs of a scenario, and what the runs had to say."""
-    found: dict[str, None] = {}
+def _deviations(file: RecipeFile, asked: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
+    """Lists by scenario which settings and seeds differ from the protocol."""
+    found: dict[str, dict[str, None]] = {}
     for protocol, experiment in asked:
-        found |= dict.fromkeys(experiment.deviations(protocol))
-    for run in runs:
-        found |= dict.fromkeys(f"{run.experiment.scenario}: {note}" for note in run.notes)
+        found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))
     seeds, usual = {experiment.seed for _, experiment in asked}, file.recipe.seeds
     if seeds != set(usual):
-        found[f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"] = None
-    return list(found)
+        text = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"
+        for texts in found.values():
+            texts[text] = None
+    return {scenario: list(texts) for scenario, texts in found.items()}

@@ -100,8 +100,8 @@ TITLES = {
 
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
-GFLOPS = Column("gmacs", "GFLOPS", "paper", "gmacs", decimals=1)
-PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3)
+GFLOPS = Column("gmacs", "GFLOPS", "paper", "gmacs", decimals=1, exact=True)
+PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3, exact=True)
 # What the paper does not say: how near a model stays to the original, and what is left of tokens and MACs.
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),

@@ -19,7 +19,7 @@ PAPER_COLUMNS = (
     Column("params_down", "Params ↓", "renormalized", "params_down", "%"),
     Column("macs_down", "MACs ↓", "renormalized", "macs_down", "%"),
     Column("discrepancy", "Rel. L2", "renormalized", "discrepancy_to_masked", decimals=None),
-    Column("agreement", "Pred. agree", "renormalized", "agreement_to_masked", "%"),
+    Column("agreement", "Pred. agree", "renormalized", "agreement_to_masked", "%", null=100.0),
 )
 
 # What the paper does not say: how far each model is from the original.

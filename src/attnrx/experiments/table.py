@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -13,14 +13,19 @@ from attnrx.experiments.recipe import Column, Expected, RecipeFile, Row
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.storage import write_json, write_text
 
-KIND, SCHEMA = "attnrx reproduced table", 1
+KIND, SCHEMA = "attnrx reproduced table", 2
+
+# What the comparison of a cell with the paper's number can end in.
+AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
+MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One number of ours: the mean over the seeds, their deviation and their 95 % t interval.
 
-    With one seed the interval is that of its own measurement, over test images. `expected` is the paper's number.
+    With one seed the interval is that of its own measurement, over test images. `expected` is the paper's number, and
+    `predicted` the 95 % interval in which it lies if the paper's runs are further draws of ours (`_predicted`).
     """
 
     row: str
@@ -31,11 +36,27 @@ class Cell:
     high: float | None
     seeds: tuple[float, ...]
     expected: Expected | None = None
+    predicted: tuple[float, float] | None = None
+    null: float = 0.0
+    at_protocol: bool = True
 
     @property
-    def agrees(self) -> bool | None:
-        """Whether the mean lies within the tolerance of the paper's number; None where the paper has none."""
-        return None if self.expected is None else abs(self.value - self.expected.paper) <= self.expected.tolerance
+    def verdict(self) -> str | None:
+        """How the number compares with the paper's, one of VERDICTS; None where the paper has none.
+
+        It is off where no value that rounds to the printed one lies in the predicted interval. It is undecided where
+        that interval includes the null value too, and the printed number excludes it: noise is no agreement.
+        """
+        if self.expected is None:
+            return None
+        if not self.at_protocol:
+            return NOT_AT_PROTOCOL
+        low, high = self.predicted or (self.value, self.value)
+        if not (low <= self.expected.high + ROUNDING and self.expected.low - ROUNDING <= high):
+            return OFF
+        if low <= self.null <= high and not self.expected.low <= self.null <= self.expected.high:
+            return UNDECIDED
+        return AGREES
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,8 @@ class Quoted:
 
 @dataclass(frozen=True)
 class ReproducedTable:
-    """A table of a paper, made again. `deviations` list everything that was not done as the paper did it.
+    """A table of a paper, made again. `deviations` list everything that was not done as the paper states, `not_stated`
+    what the paper does not state and was chosen here, `notes` how the data were read and the runs made.
 
     `page` is a page of pictures, where the recipe draws one.
     """
@@ -64,6 +86,19 @@ class ReproducedTable:
     deviations: tuple[str, ...]
     quoted: tuple[Quoted, ...] = ()
     page: str | None = None
+    not_stated: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        """How many numbers of the paper have each verdict."""
+        found = [cell.verdict for cell in self.cells]
+        return {verdict: found.count(verdict) for verdict in VERDICTS}
+
+    @property
+    def off(self) -> tuple[Cell, ...]:
+        """The cells at protocol that contradict the paper's number."""
+        return tuple(cell for cell in self.cells if cell.verdict == OFF)
 
     def cell(self, row: str, column: str) -> Cell | None:
         """Gives one cell by the label of its row and the key of its column."""
@@ -79,21 +114,31 @@ class ReproducedTable:
             "source": self.source,
             "seeds": list(self.seeds),
             "deviations": list(self.deviations),
-            "cells": [{**asdict(cell), "agrees": cell.agrees} for cell in self.cells],
+            "verdicts": self.verdicts,
+            "cells": [{**asdict(cell), "verdict": cell.verdict} for cell in self.cells],
+            "not_stated": self.not_stated,
+            "notes": list(self.notes),
             "quoted": [asdict(each) for each in self.quoted],
         }
 
     def to_markdown(self) -> str:
         """Gives the table as Markdown: our mean with its interval, then the paper's number in parentheses.
 
-        A number outside the tolerance is marked with an exclamation mark.
+        Every number that does not agree is marked with its verdict (`MARKS`).
         """
         titles = ["", *(column.title for column in self.columns)]
         lines = [f"### {self.title}", "", _line(titles), "|" + "---|" * len(titles)]
         lines += [_line([row, *(self._text(row, column) for column in self.columns)]) for row in self.rows]
         lines += ["", f"{self.source} Seeds: {', '.join(map(str, self.seeds))}. {LEGEND}"]
+        if any(self.verdicts.values()):
+            counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
+            lines += ["", f"Numbers of the paper: {counts}."]
         if self.deviations:
             lines += ["", "Not as in the paper:", "", *(f"- {deviation}" for deviation in self.deviations)]
+        if self.notes:
+            lines += ["", "About the runs:", "", *(f"- {note}" for note in self.notes)]
+        if self.not_stated:
+            lines += ["", f"Not stated in the paper, and chosen here: {self.not_stated}"]
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
@@ -114,26 +159,43 @@ class ReproducedTable:
         if cell.low is not None and cell.high is not None:
             text += f" [{_number(cell.low, column, unit=False)}, {_number(cell.high, column, unit=False)}]"
         if cell.expected is not None:
-            text += f" ({cell.expected.printed})" + ("" if cell.agrees else " !")
+            text += f" ({cell.expected.printed})" + MARKS[cell.verdict or AGREES]
         return text
 
 
+# Rounding of float64 beside the half unit of a printed digit.
+ROUNDING = 1e-9
+
 LEGEND = (
     "In brackets the 95 % interval: over the seeds where there are several, else over the test images. In parentheses "
-    "the paper's number; ! marks a mean outside the recipe's tolerance, and a dash what was not measured."
+    "the paper's number. ! marks a number that is off: no value that rounds to the paper's lies in the 95 % interval "
+    "for the mean of as many further seeds as the paper has (one number in twenty is off by chance); ? one whose "
+    "interval includes no effect as well; ~ one that was not made at the paper's protocol, and is not compared. A dash "
+    "marks what was not measured."
 )
 
 
-def make_table(file: RecipeFile, runs: Mapping[str, Sequence[Run]], deviations: Sequence[str] = ()) -> ReproducedTable:
-    """Fills a recipe's table from the finished runs of each scenario; rows of scenarios without runs are left out."""
-    recipe = file.recipe
+def make_table(
+    file: RecipeFile,
+    runs: Mapping[str, Sequence[Run]],
+    deviations: Mapping[str, Sequence[str]] | None = None,
+    same_shapes: bool = True,
+) -> ReproducedTable:
+    """Fills a recipe's table from the finished runs of each scenario; rows of scenarios without runs are left out.
+
+    `deviations` lists by scenario what was not done as the paper states: its rows are then not compared with the paper,
+    but for exact quantities, as long as the runs price the `same_shapes` as the paper.
+    """
+    recipe, deviations = file.recipe, deviations or {}
     rows = [row for row in recipe.rows if runs.get(row.scenario)]
     cells, quoted = [], []
     for row in rows:
         for column in recipe.columns:
             expected = file.expected.get(row.label, {}).get(column.key)
             if values := _values(runs[row.scenario], row, column):
-                cells.append(_cell(values, row, column, expected))
+                cell = _cell(values, row, column, len(recipe.seeds))
+                at_protocol = same_shapes if column.exact else not deviations.get(row.scenario)
+                cells.append(replace(cell, expected=expected, at_protocol=at_protocol))
             elif expected is not None:
                 quoted.append(Quoted(row.label, column.key, expected))
     every = [run for several in runs.values() for run in several]
@@ -145,9 +207,11 @@ def make_table(file: RecipeFile, runs: Mapping[str, Sequence[Run]], deviations: 
         columns=recipe.columns,
         cells=tuple(cells),
         seeds=tuple(sorted({run.experiment.seed for run in every})),
-        deviations=tuple(deviations),
+        deviations=tuple(dict.fromkeys(each for several in deviations.values() for each in several)),
         quoted=tuple(quoted),
         page=recipe.draw(every) if recipe.draw and every else None,
+        not_stated=file.header["Not stated"],
+        notes=tuple(dict.fromkeys(f"{run.experiment.scenario}: {note}" for run in every for note in run.notes)),
     )
 
 
@@ -158,17 +222,38 @@ def _values(runs: Sequence[Run], row: Row, column: Column) -> list[Mapping[str, 
     return [measure for measure in found if measure is not None]
 
 
-def _cell(measures: Sequence[Mapping[str, Any]], row: Row, column: Column, expected: Expected | None) -> Cell:
+def _cell(measures: Sequence[Mapping[str, Any]], row: Row, column: Column, paper_seeds: int) -> Cell:
     values = [column.factor * measure["value"] for measure in measures]
+    low, high = _interval(values, measures[0], column.factor)
+    cell = Cell(row.label, column.key, fmean(values), None, low, high, tuple(values), null=column.null)
+    if len(values) > 1:
+        cell = replace(cell, deviation=stdev(values))
+    return cell if column.exact else replace(cell, predicted=_predicted(cell, paper_seeds))
+
+
+def _interval(
+    values: Sequence[float], measure: Mapping[str, Any], factor: float
+) -> tuple[float, float] | tuple[None, None]:
     if len(values) > 1:
         over = t_interval(values)
-        ends: list[float | None] = [over.low, over.high]
-    else:
-        ends = [None if measures[0][end] is None else column.factor * measures[0][end] for end in ("low", "high")]
-        if column.factor < 0:
-            ends.reverse()
-    deviation = stdev(values) if len(values) > 1 else None
-    return Cell(row.label, column.key, fmean(values), deviation, ends[0], ends[1], tuple(values), expected)
+        return over.low, over.high
+    if measure["low"] is None or measure["high"] is None:
+        return None, None
+    low, high = sorted((factor * measure["low"], factor * measure["high"]))
+    return low, high
+
+
+def _predicted(cell: Cell, paper_seeds: int) -> tuple[float, float] | None:
+    """The 95 % interval for the mean of the paper's seeds, drawn as ours were; for one seed that over the images.
+
+    A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m) times
+    as wide.
+    """
+    if cell.low is None or cell.high is None:
+        return None
+    seeds = len(cell.seeds)
+    wider = (1 + seeds / paper_seeds) ** 0.5 if seeds > 1 else 1.0
+    return cell.value - wider * (cell.value - cell.low), cell.value + wider * (cell.high - cell.value)
 
 
 def _number(value: float, column: Column, unit: bool = True) -> str:

@@ -34,7 +34,11 @@ def add(parser: Parser) -> None:
         "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
     )
     parser.add_argument("--seeds", type=_seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
-    parser.add_argument("--tiny", action="store_true", help="on generated images, in seconds: shows that it runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, a process each (1)")
     add_out(parser, "the folder of all runs and tables", "runs")
     knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
@@ -71,7 +75,13 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
     )
     kinds = ".md, .json and .html" if table.page else ".md and .json"
-    return Outcome(table.to_records(), (table.to_markdown(), f"also in {arguments.out}/{table.name}{kinds}"))
+    off = tuple(
+        f"off: {cell.row}, {cell.column}: {cell.value:.6g}, the paper {cell.expected.printed}"
+        for cell in table.off
+        if cell.expected
+    )
+    shown = (table.to_markdown(), *off, f"also in {arguments.out}/{table.name}{kinds}")
+    return Outcome(table.to_records(), shown, 1 if table.off else 0)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
