@@ -22,8 +22,9 @@ EPOCHS = int(os.environ.get("EPOCHS", "6"))  # the paper trains 80
 # %% [markdown]
 # ## Train
 #
-# In the paper strengths begin at one and spread slowly. In a short training they spread when they begin higher and
-# learn faster than the other weights; over 80 epochs leave both out.
+# Strengths that begin at one, as they do here by default, spread slowly. In a short training they spread
+# when they begin higher and learn faster than the other weights; over 80 epochs leave both out. The paper does not
+# state where its strengths begin.
 
 # %%
 splits = rx.load_data(DATA)
@@ -31,7 +32,7 @@ shape = {"classes": len(splits.class_names), "image_size": splits.image_size, "p
 scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
 model = rx.models.build_model(NAME, seed=0, **shape, **scale)
 for weight in model.parameters():
-    if weight.ndim == 2:  # wider than the paper's start, for so few epochs; leave it out when you train for long
+    if weight.ndim == 2:  # wider than the default, for so few epochs; leave it out when you train for long
         torch.nn.init.xavier_uniform_(weight)
 config = rx.TrainingConfig(
     epochs=EPOCHS,
@@ -52,7 +53,7 @@ print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 #
 # ## Diagnose
 #
-# How far the strengths have spread is the effective rank of every head (Eq. 27): equal strengths give the number of
+# How far the strengths have spread is the effective rank of every head (Eq. 24): equal strengths give the number of
 # directions, one strong direction gives one.
 
 # %%

@@ -38,8 +38,8 @@ def test_equation_29() -> None:
         largest = max(abs(s) for s in sigma)
         for epsilon in (0.05, 0.1, 0.5):
             literal = [sum(abs(s) < limit for s in sigma) / len(sigma) for limit in (epsilon, epsilon * largest)]
-            close(sparsity(STRENGTH, epsilon, absolute=True)[head], literal[0])
-            close(sparsity(STRENGTH, epsilon)[head], literal[1])
+            close(sparsity(STRENGTH, absolute=epsilon)[head], literal[0])
+            close(sparsity(STRENGTH, relative=epsilon)[head], literal[1])
 
 
 def test_equation_33() -> None:

@@ -79,7 +79,7 @@ def test_padding_counts_nowhere() -> None:
     used = torch.arange(6).expand(3, 6) < 4
     for reading in (entropy, effective_rank, spectral_redundancy):
         torch.testing.assert_close(reading(padded, used), reading(strength))
-    torch.testing.assert_close(sparsity(padded, 0.5, used=used), sparsity(strength, 0.5))
+    torch.testing.assert_close(sparsity(padded, relative=0.5, used=used), sparsity(strength, relative=0.5))
     torch.testing.assert_close(sensitivity(padded, 0.5, used), sensitivity(strength, 0.5))
     torch.testing.assert_close(energy(padded, used)[:, :4], energy(strength))
 
@@ -87,12 +87,16 @@ def test_padding_counts_nowhere() -> None:
 def test_sparsity_does_not_depend_on_the_size_of_the_strengths_unless_absolute() -> None:
     strength = torch.tensor([[1.0, 0.05, 0.2, 0.0]])
     assert sparsity(strength) == sparsity(1000 * strength) == 0.5
-    assert sparsity(1000 * strength, absolute=True) == 0.25
-    for epsilon in (0.0, -1.0, float("nan")):
-        with pytest.raises(InvalidInput, match="epsilon"):
-            sparsity(strength, epsilon)
-        with pytest.raises(InvalidInput, match="epsilon"):
-            SpectralShape(epsilon=epsilon)
+    assert sparsity(strength, relative=0.1) == 0.5 and sparsity(strength, relative=0.01) == 0.25
+    assert sparsity(strength, absolute=0.1) == 0.5 and sparsity(1000 * strength, absolute=0.1) == 0.25
+    for threshold in (0.0, -1.0, float("nan")):
+        for name in ("relative", "absolute"):
+            with pytest.raises(InvalidInput, match=f"{name}={threshold}"):
+                sparsity(strength, **{name: threshold})
+            with pytest.raises(InvalidInput, match=f"{name}={threshold}"):
+                SpectralShape(**{name: threshold})
+    with pytest.raises(InvalidInput, match="one threshold"):
+        SpectralShape(relative=0.1, absolute=0.1)
 
 
 def test_alignment_bounds() -> None:

@@ -23,14 +23,15 @@ INACTIVE_BELOW = 0.1
 class SpectralShape(Diagnostic):
     """Reads energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads].
 
-    `epsilon` is the threshold of the sparsity, as a share of the head's largest |strength| unless it is `absolute`.
+    The sparsity has a threshold `relative` to the head's largest |strength| (0.1 if neither is given), or an `absolute`
+    one, which is the epsilon of Eq. 29.
     """
 
-    epsilon: float = INACTIVE_BELOW
-    absolute: bool = False
+    relative: float | None = None
+    absolute: float | None = None
 
     def __post_init__(self):
-        _require_threshold(self.epsilon)
+        _require_threshold(self.relative, self.absolute)
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         """Needs no images."""
@@ -43,7 +44,7 @@ class SpectralShape(Diagnostic):
             "energy": energy(strength, used),
             "entropy": entropy(strength, used),
             "effective_rank": effective_rank(strength, used),
-            "sparsity": sparsity(strength, self.epsilon, absolute=self.absolute, used=used),
+            "sparsity": sparsity(strength, relative=self.relative, absolute=self.absolute, used=used),
             "sensitivity": sensitivity(strength, spectrum.scale, used),
         }
 
@@ -94,20 +95,23 @@ def effective_rank(
 
 def sparsity(
     strength: Float[Tensor, "*heads directions"],
-    epsilon: float = INACTIVE_BELOW,
     *,
-    absolute: bool = False,
+    relative: float | None = None,
+    absolute: float | None = None,
     used: Bool[Tensor, "*heads directions"] | None = None,
 ) -> Float[Tensor, "*heads"]:
     """Gives the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
 
-    The threshold is `epsilon` times the head's largest |strength|, so that it means the same in every head and at every
-    moment of a training; with `absolute` it is `epsilon` itself, as the equation has it.
+    Eq. 29 has an `absolute` threshold epsilon. The default is ours: `relative=0.1`, a tenth of the head's largest
+    |strength|, which does not depend on the scale of the strengths.
     """
-    _require_threshold(epsilon)
+    _require_threshold(relative, absolute)
     magnitude = _present(strength, used).abs()
     there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
-    limit = epsilon if absolute or not magnitude.shape[-1] else epsilon * magnitude.amax(-1, keepdim=True)
+    if absolute is not None or not magnitude.shape[-1]:
+        limit = absolute or 0.0
+    else:
+        limit = (INACTIVE_BELOW if relative is None else relative) * magnitude.amax(-1, keepdim=True)
     # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
     inactive = ((magnitude < limit) | (magnitude == 0)) & there
     directions = there.sum(-1)
@@ -127,6 +131,10 @@ def _present(strength: Tensor, used: Tensor | None) -> Tensor:
     return strength if used is None else torch.where(used, strength, torch.zeros_like(strength))
 
 
-def _require_threshold(epsilon: float) -> None:
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise InvalidInput(f"sparsity with epsilon={epsilon}: no |strength| lies below it; give a positive number.")
+def _require_threshold(relative: float | None, absolute: float | None) -> None:
+    given = {name: value for name, value in (("relative", relative), ("absolute", absolute)) if value is not None}
+    if len(given) > 1:
+        raise InvalidInput(f"sparsity with relative={relative}, absolute={absolute}: give one threshold.")
+    for name, value in given.items():
+        if not (math.isfinite(value) and value > 0):
+            raise InvalidInput(f"sparsity with {name}={value}: no |strength| lies below it; give a positive number.")

@@ -18,8 +18,9 @@ class ShortTraining:
     """How a dataset is trained for a demonstration.
 
     The strengths start at `strength` and learn `strength_factor` times faster than the other weights. Started at 1 and
-    learning like the rest, as in the paper's protocol, they would hardly have spread after so few steps: every rule
-    would remove what energy retention removes of equal strengths, and attention would be all but uniform.
+    learning like the rest, they would hardly have spread after so few steps: every rule would remove what energy
+    retention removes of equal strengths, and attention would be all but uniform. The SVDA paper does not state where
+    its strengths start or how fast they learn.
     """
 
     epochs: int | None = None
@@ -50,7 +51,7 @@ class ShortTraining:
         return (
             f"a short training made to show something: strengths start at {self.strength:g} and learn "
             f"{self.strength_factor:g} times faster than the other weights, so that they spread; "
-            "in the paper's protocol they spread over many more epochs"
+            "the SVDA paper trains for many more epochs, and does not state how its strengths start"
         )
 
 

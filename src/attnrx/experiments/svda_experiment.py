@@ -40,8 +40,10 @@ class SvdaRun(Run):
 class SvdaExperiment(Experiment):
     """One dataset, one seed: how the model is trained, what is prescribed, and on how many images it is measured.
 
-    The defaults are the paper's protocol for 32x32 images (Table 4). Beside the retention ratios `rhos` every head is
-    cut to `rank_share` of its directions, a stronger cut that does not depend on how far the strengths have spread.
+    Epochs, batch size and seeds are those of the paper for 32x32 images (Table 4); what it does not state about the
+    training is ours (`TrainingConfig`), as are `draws` and the numbers of images. Beside the retention ratios `rhos`
+    every head is cut to `rank_share` of its directions, a stronger cut that does not depend on how far the strengths
+    have spread.
     Controls are realized in the ways `control_kinds` names. `test_images` and `control_images` limit what the
     candidates and the controls are measured on; None takes the whole test split. `tiny` runs on generated images with
     a tiny model: it shows that everything works, and its numbers mean nothing.
@@ -121,7 +123,7 @@ class SvdaExperiment(Experiment):
         return build_model(f"svda:{self.dataset}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Says how to train: the paper's protocol where nothing else was asked for."""
+        """Returns the training: Table 4 where nothing else is given, and the defaults of this package beside it."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,

@@ -14,7 +14,7 @@ MEANING = {
     "effective_rank": "How many directions the energy is spread over (Eq. 24).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
     "entropy": "Spectral entropy in nats (Eq. 23).",
-    "sparsity": "Share of directions whose strength is below the threshold (Eq. 29).",
+    "sparsity": "Share of directions below a tenth of the head's largest strength (Eq. 29: an absolute threshold).",
     "alignment": "Mean cosine between queries and keys, before the strengths.",
     "sensitivity": "Largest strength times the scale: how far a score can move (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
