@@ -142,3 +142,16 @@ def test_the_table_of_speeds_goes_between_its_marks(tmp_path: Path, capsys: pyte
         module["main"](["--out", str(folder), "--readme", str(tmp_path / "bare.md")])
     with pytest.raises(SystemExit, match="no part has"):
         module["main"](["--out", str(folder), "--only", "resnet"])
+
+
+def test_realizations_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_dtype(torch.float32)
+    main = runpy.run_path(str(BENCHMARKS / "realizations.py"))["main"]
+    assert main(["--tiny", "--out", str(tmp_path)]) == 0
+    (row,) = read_json(tmp_path / "realizations.json")["rows"]
+    assert row["removed"] > 0 and row["distance"]["mask"] > 0
+    assert row["distance"]["exact"] == pytest.approx(row["distance"]["mask"], rel=1e-3)
+    first = capsys.readouterr().out
+    assert "| 4:100 |" in first and "refit / renormalized" in first
+    assert main(["--tiny", "--out", str(tmp_path)]) == 0  # read back, not made again
+    assert capsys.readouterr().out == first

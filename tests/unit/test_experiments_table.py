@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+import attnrx as rx
+from attnrx.cli.main import main
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput
 from attnrx.experiments import SvdaExperiment, SvdaRun, load_recipe, make_table
@@ -216,3 +218,17 @@ def test_the_record_of_a_table_states_every_verdict(tmp_path: Path):
     record = json.loads((tmp_path / "svda" / "table6.json").read_text())
     assert record["verdicts"]["agrees"] == len(record["cells"]) == 8
     assert {cell["verdict"] for cell in record["cells"]} == {"agrees"}
+
+
+@pytest.mark.parametrize(("over_largest", "code"), [(None, 0), (0.0, 1)])
+def test_reproduce_ends_in_exit_code_1_where_a_number_is_off(
+    over_largest: float | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    true = printed("svda/table6")
+    found = injected(
+        "svda/table6",
+        lambda row, column: true(row, column) if column == "over_random" or over_largest is None else over_largest,
+    )
+    monkeypatch.setattr(rx.experiments, "reproduce", lambda name, **_: found)
+    assert main(["reproduce", "svda/table6"]) == code
+    assert ("off: CIFAR-10, over_largest: 0, the paper +2.08 pp" in capsys.readouterr().out) == bool(code)

@@ -1,18 +1,21 @@
-"""Least-squares strengths: the weights of given rank-one terms that come nearest to a bilinear form, over samples."""
+"""Least-squares strengths: the weights of given rank-one terms that come nearest to attention scores, over samples."""
 
 import torch
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
 
+# Smaller than this share of the largest eigenvalue, a normal matrix that was summed from float32 holds rounding only.
+_NULL = 1e-6
+
 
 class StrengthFit:
-    """Accumulates the normal equations of: min over s of sum || T - left diag(s) right^T ||^2, centred over the rows
-    of right.
+    """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
-    T = target_left diag(target_strength) target_right^T. Both sides are centred over the keys of one sample, because
-    a constant per query row is invisible to a softmax. Memory is one square matrix of the number of terms per head,
-    whatever the number of samples.
+    T are the scores of a reference and a_i = softmax(T_i) its attention. To second order the sum is twice the KL
+    divergence of the attention from the reference's: a constant per query is invisible to a softmax, and an error at a
+    key without attention is harmless. Memory is one square matrix of the number of terms per head, whatever the number
+    of samples.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -25,36 +28,49 @@ class StrengthFit:
         self,
         left: Float[Tensor, "batch queries heads terms"],
         right: Float[Tensor, "batch keys heads terms"],
-        target_left: Float[Tensor, "batch queries heads target_terms"],
-        target_right: Float[Tensor, "batch keys heads target_terms"],
-        target_strength: Float[Tensor, "heads target_terms"],
+        target: Float[Tensor, "batch heads queries keys"],
+        scale: float,
     ) -> None:
-        """Adds one batch."""
-        right = right - right.mean(1, keepdim=True)
-        target_right = target_right - target_right.mean(1, keepdim=True)
-        weighted = target_left * target_strength.to(target_left.dtype)
-        self.normal += _total(_gram(left, left) * _gram(right, right))
-        self.right_side += _total(_gram(left, weighted) * _gram(right, target_right)).sum(-1)
-        self.target_energy += _total(_gram(weighted, weighted) * _gram(target_right, target_right)).sum((-1, -2))
+        """Adds one batch: the terms of every token, and the scores that they have to come near to."""
+        for sample in range(left.shape[0]):
+            # One sample at a time: its products are queries x keys x terms numbers.
+            lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)
+            attention = target[sample].softmax(-1)
+            root = attention.sqrt()
+            centred = rights[:, None] - (attention @ rights)[:, :, None]
+            products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
+            errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
+            wanted = errors.flatten(1)
+            self.normal += _stored(products.mT @ products)
+            self.right_side += _stored(wanted[:, None] @ products).squeeze(1)
+            self.target_energy += _stored(wanted.square().sum(-1))
         self.samples += left.shape[0]
 
-    def solve(self, keep: Bool[Tensor, "heads terms"]) -> Float[Tensor, "heads terms"]:
-        """Gives the best strengths of the kept terms, zero elsewhere and where the samples never go."""
+    def solve(
+        self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
+    ) -> Float[Tensor, "heads terms"]:
+        """Gives the best strengths of the kept terms, zero elsewhere; what no sample determines stays as in `start`.
+
+        The error is never above that of `start`, head by head.
+        """
         if self.samples == 0:
             raise InvalidInput(
                 "the least-squares strengths were asked for before any sample was seen; give calibration data."
             )
-        strength = torch.zeros_like(self.right_side)
+        start = torch.where(keep, start, 0).to(self.normal)
+        strength = start.clone()
         for head, kept in enumerate(keep):
             if bool(kept.any()):
                 normal = self.normal[head][kept][:, kept]
-                strength[head, kept] = (
-                    torch.linalg.pinv(normal, rtol=1e-10, hermitian=True) @ self.right_side[head, kept]
-                )
-        return strength
+                residual = self.right_side[head, kept] - normal @ start[head, kept]
+                strength[head, kept] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
+        better = self.relative_error(strength) <= self.relative_error(start)
+        return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Gives || T - fit || / || T || of each head for any strengths, on the samples seen; zero where T is zero."""
+        """Gives the square root of the sum, relative to that of strengths of zero, on the samples seen; zero where the
+        target is constant.
+        """
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)
@@ -64,9 +80,5 @@ class StrengthFit:
         return torch.where(self.target_energy > 0, share.sqrt(), torch.zeros_like(share))
 
 
-def _gram(left: Tensor, right: Tensor) -> Tensor:
-    return torch.einsum("bnhr,bnhs->bhrs", left, right)
-
-
-def _total(products: Tensor) -> Tensor:
-    return products.sum(0, dtype=torch.float64).cpu()
+def _stored(sums: Tensor) -> Tensor:
+    return sums.to("cpu", torch.float64)

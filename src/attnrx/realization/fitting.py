@@ -1,5 +1,6 @@
-"""Strengths solved on data: those of the kept directions whose scores come nearest to the original's."""
+"""Strengths solved on data: those of the kept directions whose attention comes nearest to the original's."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,8 +26,7 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
         keep = prescription.layers[index].keep.to(seen.query.device)
         has_norms = attentions[index].spec.norms != "none"
         left, right = _kept_rows(seen.query, keep, has_norms), _kept_rows(seen.key, keep, has_norms)
-        strength = seen.strength if seen.strength is not None else torch.ones_like(keep, dtype=seen.query.dtype)
-        fits[index].observe(left, right, seen.query, seen.key, strength)
+        fits[index].observe(left, right, seen.scores, seen.scale)
 
     weight, showing = next(model.parameters()), Showing(model, family, "realize")
     with evaluating([model]), observing(model, family, observe):
@@ -36,9 +36,23 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 
+def nearest(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
+    """Returns the candidate whose logits have the smallest mean KL divergence from the model's, the first of equals."""
+    weight, sums = next(model.parameters()), torch.zeros(len(candidates), dtype=torch.float64)
+    with evaluating([model, *candidates]), torch.no_grad():
+        for batch in images.batches(64, device=weight.device):
+            pixels = batch.images.to(weight.dtype)
+            reference = model(pixels).double().log_softmax(-1)
+            for index, candidate in enumerate(candidates):
+                change = reference - candidate(pixels).double().log_softmax(-1)
+                sums[index] += (reference.exp() * change).sum().cpu()
+    return candidates[int(sums.argmin())]
+
+
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
+    solved = fit.solve(layer.keep, layer.strength).to(layer.strength.dtype)
     touched = ~layer.keep.all(-1, keepdim=True)
-    strength = torch.where(touched & layer.keep, fit.solve(layer.keep).to(layer.strength.dtype), layer.strength)
+    strength = torch.where(touched & layer.keep, solved, layer.strength)
     return replace(layer, strength=strength)
 
 

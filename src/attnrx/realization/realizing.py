@@ -1,6 +1,7 @@
 """Prescriptions made real, as a mask or as a smaller model."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
 from attnrx.prescription import LayerPrescription, Prescription
-from attnrx.realization.fitting import refitted
+from attnrx.realization.fitting import nearest, refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
 from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
 from attnrx.realization.rewritten_directions import copy_rewritten_, mask_rewritten_
@@ -37,8 +38,11 @@ def realize(
     - `"exact"` keeps all rows of the projections for the norms' sake and equals the mask; it saves score MACs only.
     - `"renormalized"` (the paper's) deletes rows and divides by the norm of what is left: smaller, and an
       approximation.
-    - `"refit"` is as small, with the kept strengths solved by least squares so that the scores, centred over the
-      keys, come nearest to the original's on `calibration` images.
+    - `"refit"` is as small, with the kept strengths solved by least squares so that the attention comes nearest to the
+      original's on `calibration` images, to second order in KL divergence (`StrengthFit`). Where the logits then have
+      the larger KL divergence from the original's on these images, the strengths stay those of "renormalized".
+
+    Where strengths have spread, "exact" and the mask are nearer to the original than either (docs/exact.md).
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. Keeping everything gives
     identical logits. What is prescribed for values and MLP is realized as well. Then tokens leave, in the same way:
@@ -50,9 +54,16 @@ def realize(
     if by not in BY or norms not in NORMS:
         raise InvalidInput(f"by={by!r}, norms={norms!r}: choose from {', '.join(BY)} and from {', '.join(NORMS)}.")
     _require_shapes(model, prescription)
-    layers = list(prescription.layers)
-    if by == "compress" and norms == "refit":
-        layers = _refitted(model, prescription, calibration)
+    if by == "mask" or norms != "refit":
+        return _realized(model, prescription, prescription.layers, by, norms)
+    images = _require_refittable(prescription, calibration)
+    fits = (refitted(model, prescription, images), prescription.layers)
+    return nearest([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
+
+
+def _realized(
+    model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], by: str, norms: str
+) -> nn.Module:
     changed = copy.deepcopy(model)
     family = family_of(changed)
     with torch.no_grad():
@@ -80,7 +91,7 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
             )
 
 
-def _refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet | None) -> list[LayerPrescription]:
+def _require_refittable(prescription: Prescription, calibration: ImageSet | None) -> ImageSet:
     if calibration is None:
         raise InvalidInput(
             "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
@@ -90,7 +101,7 @@ def _refitted(model: nn.Module, prescription: Prescription, calibration: ImageSe
             "norms='refit' solves for the strengths of the model's own directions, and this prescription is about "
             "rewritten ones, whose strengths the metric has set already; leave it out."
         )
-    return refitted(model, prescription, calibration)
+    return calibration
 
 
 def _mask_(attention: Attention, layer: LayerPrescription) -> None:
