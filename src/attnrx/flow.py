@@ -64,17 +64,22 @@ CONTROLS = ("random", "largest", "uniform")
 
 
 def load(
-    source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    trust: bool = False,
 ) -> nn.Module:
     """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
     `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name such as
     `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance, adopted
-    if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file.
+    if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file;
+    an AOTInductor package is native code and needs `trust=True`.
     """
     if not isinstance(source, str | Path | nn.Module) or source == "":
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
     if isinstance(source, str | Path) and is_exported(source):
-        return load_exported(source)
+        return load_exported(source, trust)
     return load_model(source, seed, weights, pretrained)
 
 

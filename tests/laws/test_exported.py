@@ -79,7 +79,7 @@ def test_other_runtimes_answer_alike(to: str, tmp_path: Path) -> None:
     exported = rx.export(small, path, to)
     for count in (1, 5):
         require_same(answers(exported, count), answers(small, count))
-        require_same(answers(rx.load(path), count), answers(small, count))
+        require_same(answers(rx.load(path, trust=to == "aotinductor"), count), answers(small, count))
 
 
 def test_the_facts_lie_beside_the_file(tmp_path: Path) -> None:

@@ -32,12 +32,12 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
     return images if arguments.images is None else images.take(arguments.images)
 
 
-def outline(source: str) -> "nn.Module":
+def outline(source: str, trust: bool = False) -> "nn.Module":
     """Gives a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
     import torch
 
     if not _is_fresh(source):
-        return rx.load(source)
+        return rx.load(source, trust=trust)
     with torch.device("meta"):
         return rx.models.build_model(source)
 
@@ -47,15 +47,17 @@ def _is_fresh(source: str) -> bool:
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
-def load_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
+def load_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
     """Loads a model onto the device that was asked for, or where it runs fastest."""
-    return placed(rx.load(source, weights=weights), device)
+    return placed(rx.load(source, weights=weights, trust=trust), device)
 
 
-def timed_model(source: str, device: str | None, weights: str | None = None) -> "nn.Module":
+def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
     """Gives a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
     named = _is_fresh(source) and weights is None
-    return placed(rx.models.build_model(source, seed=0), device) if named else load_model(source, device, weights)
+    if named:
+        return placed(rx.models.build_model(source, seed=0), device)
+    return load_model(source, device, weights, trust)
 
 
 def placed(model: "nn.Module", device: str | None) -> "nn.Module":

@@ -48,6 +48,12 @@ def add_model(parser: Parser, purpose: str = "") -> None:
     kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
     parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME or lvvit:SIZE, in a local file")
+    add_trust(parser)
+
+
+def add_trust(parser: Parser) -> None:
+    """Adds the consent to load native code."""
+    parser.add_argument("--trust", action="store_true", help="load an AOTInductor package, which is native code")
 
 
 def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:

@@ -54,9 +54,12 @@ def parse_format(text: str) -> Format:
     return parse_format_text(text, FORMATS)
 
 
-def load_exported(path: Path | str) -> Exported:
-    """Opens a file that `export` wrote, as a model: its answers come from what runs the file."""
-    return _exported.load_exported(path, FORMATS)
+def load_exported(path: Path | str, trust: bool = False) -> Exported:
+    """Opens a file that `export` wrote, as a model: its answers come from what runs the file.
+
+    An AOTInductor package is native code: it is refused unless `trust` is True.
+    """
+    return _exported.load_exported(path, FORMATS, trust)
 
 
 def export(

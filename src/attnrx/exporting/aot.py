@@ -25,6 +25,7 @@ class AOTInductor(Format):
     writes_out: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
     on_cuda: ClassVar[bool] = True
+    is_native_code: ClassVar[bool] = True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Compiles the program."""

@@ -103,8 +103,8 @@ def is_exported(path: Path | str) -> bool:
     return Path(path).is_file() and facts_path(path).is_file()
 
 
-def load_exported(path: Path | str, formats: Mapping[str, type[Format]]) -> Exported:
-    """Opens a file that `export` wrote, and refuses one that was changed since."""
+def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
+    """Opens a file that `export` wrote, and refuses one that was changed since, and native code without `trust`."""
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
@@ -121,4 +121,10 @@ def load_exported(path: Path | str, formats: Mapping[str, type[Format]]) -> Expo
             raise CheckpointError(f"{beside} is not the file that was exported (its sha256 differs); export it again.")
     if path.name not in files:
         raise CheckpointError(f"{path} was renamed: its files are {', '.join(sorted(files))}; name them so again.")
+    if form.is_native_code and not trust:
+        raise InvalidInput(
+            f"{path} is {form.name}: native code, which runs with your rights once it is loaded, and the "
+            "hashes beside it can be written by anybody. Where you trust its origin, pass trust=True (--trust on the "
+            "command line)."
+        )
     return Exported(path, form, images, facts).eval()

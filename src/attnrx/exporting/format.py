@@ -34,6 +34,8 @@ class Format(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
     """Whether a model on a CUDA device gives a file for CUDA; the others run on the CPU."""
+    is_native_code: ClassVar[bool] = False
+    """Whether opening a file of it runs machine code of the file."""
     calibrated: ClassVar[bool] = False
     """Whether it needs images that show what activations are like."""
 

@@ -43,7 +43,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
-    model = timed_model(arguments.model, arguments.device, arguments.weights)
+    model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     device = str(next(model.parameters()).device)
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
     in_torch = arguments.runtime in ("eager", "compiled")

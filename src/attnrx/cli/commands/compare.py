@@ -32,7 +32,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
-    model = load_model(arguments.model, arguments.device, arguments.weights)
+    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)
     calibration = splits.train.take(arguments.calibration_images)
     say(f"diagnosing {arguments.model} on {len(calibration):,} training images")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import POLICY, Parser
+from attnrx.cli.parser import POLICY, Parser, add_trust
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
 from attnrx.reading import share
@@ -22,6 +22,7 @@ EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --ml
 def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
+    add_trust(parser)
     smaller = parser.add_mutually_exclusive_group()
     smaller.add_argument("--prescription", metavar="FILE", help="price the model that this would leave")
     smaller.add_argument(
@@ -67,7 +68,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     _require_one_plan(arguments, compressed)
     # Refused before the model is built, which may take a while.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
-    model = outline(arguments.model)
+    model = outline(arguments.model, arguments.trust)
     convention = _convention(model, arguments.convention)
     costs = rx.models.family_of(model).costs(model)
     if compressed and arguments.prescription is None:

@@ -47,7 +47,7 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Reads every diagnostic in one pass."""
-    model = load_model(arguments.model, arguments.device, arguments.weights)
+    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_for(model, arguments), arguments)
     say(f"diagnosing {arguments.model} on {len(images):,} images")
     spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))

@@ -41,7 +41,8 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Exports, and tells what was compared."""
     form = _format(arguments)
-    model = load_model(arguments.model, arguments.device if form.on_cuda else "cpu", arguments.weights)
+    device = arguments.device if form.on_cuda else "cpu"
+    model = load_model(arguments.model, device, arguments.weights, arguments.trust)
     calibration = None if arguments.data is None else splits_for(model, arguments).train
     say(f"writing {arguments.model} as {form.name}, and running it beside the model")
     exported = rx.export(

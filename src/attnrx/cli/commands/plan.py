@@ -51,7 +51,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     """Plans, and tells every choice."""
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
     ways = replace(_ways(arguments), say=say)
-    model = load_model(arguments.model, arguments.device, arguments.weights)
+    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)
     images = splits.train.take(arguments.images)
     others = splits.validation.take(arguments.other_images)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.outcome import Outcome, Say, Table, percent
-from attnrx.cli.parser import POLICY, Parser, add_out
+from attnrx.cli.parser import POLICY, Parser, add_out, add_trust
 from attnrx.errors import InvalidInput
 from attnrx.reading import share
 
@@ -30,6 +30,7 @@ def add(parser: Parser) -> None:
         "place: a saved folder, timm:NAME, hf:ID, or a name such as dense:cifar10",
     )
     parser.add_argument("--weights", metavar="FILE", help="the weights of that timm:NAME or lvvit:SIZE")
+    add_trust(parser)
     parser.add_argument(
         "--rule",
         metavar="RULE",
@@ -143,13 +144,13 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
             )
         tokens = template.tokens
         if arguments.predictors is not None:
-            tokens = rx.realization.prescribed_tokens(rx.load(arguments.predictors))
+            tokens = rx.realization.prescribed_tokens(rx.load(arguments.predictors, trust=arguments.trust))
         rules = {"values": template.values, "mlp": template.mlp, "tokens": tokens}
         return rx.prescribe(diagnosis, template.rule, template.metric, **rules)
     budget = rx.Budget(arguments.macs, arguments.of)
     template.require_varying()
     if arguments.model is not None:
-        return rx.prescribe_within(outline(arguments.model), diagnosis, template, budget)
+        return rx.prescribe_within(outline(arguments.model, arguments.trust), diagnosis, template, budget)
     if isinstance(diagnosis, rx.Diagnosis):
         raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")
     return rx.prescribe_within(diagnosis, diagnosis, template, budget)
@@ -159,7 +160,7 @@ def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
     """Reads the diagnosis, or loads the model that stands in its place."""
     path = Path(arguments.diagnosis)
     if path.is_dir() or (":" in arguments.diagnosis and not path.exists()):
-        return rx.load(arguments.diagnosis, weights=arguments.weights)
+        return rx.load(arguments.diagnosis, weights=arguments.weights, trust=arguments.trust)
     if arguments.weights is not None:
         raise InvalidInput(f"--weights goes with the name of a model, and {arguments.diagnosis} is none; leave it out.")
     return rx.Diagnosis.load(path)

@@ -63,7 +63,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     if Path(arguments.out).resolve() == Path(arguments.model).resolve():
         raise InvalidInput(f"--out {arguments.out} is the model itself, which is never changed; choose another folder.")
     prescription = rx.Prescription.load(arguments.prescription)
-    model = load_model(arguments.model, arguments.device, arguments.weights)
+    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # How it was made stays with the model: its controls must be made in the same way.
     how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "calibration_images")}
     slim = made(model, prescription, how, _calibration(model, arguments))

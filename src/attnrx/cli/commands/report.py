@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import Parser, add_data, add_device, add_out
+from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
 from attnrx.errors import CheckpointError, InvalidInput
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("store", nargs="?", metavar="STORE", help="the results of `attnrx sweep`, shown as curves")
     parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
+    add_trust(parser)
     parser.add_argument("--evidence", metavar="FILE", help="what `attnrx verify` wrote")
     parser.add_argument("--prescription", metavar="FILE", help="what `attnrx prescribe` wrote")
     parser.add_argument("--diagnosis", metavar="FILE", help="what `attnrx diagnose` wrote")
@@ -92,7 +93,7 @@ def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tup
     """Reads the ranks off the candidate itself where no prescription tells them; not where only tokens leave."""
     if arguments.candidate is None or prescription is not None:
         return ()
-    candidate = load_model(arguments.candidate, "cpu")
+    candidate = load_model(arguments.candidate, "cpu", trust=arguments.trust)
     found = rx.reports.model_ranks(candidate)
     full = all(pathway.kept == pathway.full for pathway in found)
     return () if full and rx.models.reduction_of(candidate) is not None else found
@@ -159,10 +160,10 @@ def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Sa
         if arguments.reference is not None:
             raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
         return None, None
-    candidate = load_model(arguments.candidate, arguments.device)
+    candidate = load_model(arguments.candidate, arguments.device, trust=arguments.trust)
     reference = None
     if arguments.reference is not None:
-        reference = load_model(arguments.reference, arguments.device, arguments.weights)
+        reference = load_model(arguments.reference, arguments.device, arguments.weights, arguments.trust)
     images, labels = _shown(candidate, arguments)
     if rx.models.reduction_of(candidate) is not None:
         return None, rx.reports.sample_tokens(candidate, images, labels, reference)

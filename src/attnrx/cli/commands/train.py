@@ -141,7 +141,7 @@ def _reducing(
 
 def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":
     """A trained model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
-    model = rx.load(arguments.model, seed, weights=arguments.weights)
+    model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
         return model, splits_for(model, arguments)
     family = rx.models.family_of(model)

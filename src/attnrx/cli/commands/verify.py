@@ -12,7 +12,7 @@ from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.making import kind_of, made
 from attnrx.cli.outcome import Outcome, Say
-from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split
+from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
 from attnrx.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
     parser.add_argument("--reference", required=True, metavar="MODEL", help="the model it was made from")
     parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
+    add_trust(parser)
     add_data(parser, "what both models answer")
     parser.add_argument(
         "--out", metavar="FILE", help="the evidence; left out, it goes into the candidate's folder and model card"
@@ -95,12 +96,12 @@ class _Case:
         """Loads it; the prescription in the candidate's folder and the mask that follows from it are found."""
         prescription, how = _prescription(arguments), _how(arguments)
         diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
-        candidate = load_model(arguments.candidate, arguments.device)
+        candidate = load_model(arguments.candidate, arguments.device, trust=arguments.trust)
         if arguments.backend is not None:
             rx.use_backend(candidate, arguments.backend)
-        reference = load_model(arguments.reference, arguments.device, arguments.weights)
+        reference = load_model(arguments.reference, arguments.device, arguments.weights, arguments.trust)
         if arguments.masked is not None:
-            masked = load_model(arguments.masked, arguments.device)
+            masked = load_model(arguments.masked, arguments.device, trust=arguments.trust)
         elif how.get("by") == "mask":
             masked = candidate
         else:
