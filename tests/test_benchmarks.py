@@ -155,3 +155,16 @@ def test_realizations_are_measured_and_kept(tmp_path: Path, capsys: pytest.Captu
     assert "| 4:100 |" in first and "refit / renormalized" in first
     assert main(["--tiny", "--out", str(tmp_path)]) == 0  # read back, not made again
     assert capsys.readouterr().out == first
+
+
+def test_spot_features_measures_how_much_predictors_depend_on_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrained = pytest.importorskip("pretrained")
+    torch.set_default_dtype(torch.float32)
+    model = save_model(tmp_path / "model", pretrained.TIMM.adopt(pretrained.of_timm(pretrained.VIT).float()))
+    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})
+    main = runpy.run_path(str(BENCHMARKS / "spot_features.py"))["main"]
+    options = ["--images", "4", "--policy", "spot:0.5@2", "--seeds", "0", "1"]
+    assert main([str(model), "--data", str(data), *options]) == 0
+    assert "stage 1: kept by both" in capsys.readouterr().out

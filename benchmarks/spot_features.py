@@ -1,0 +1,96 @@
+"""How much a fresh SPOT predictor depends on its attention features.
+
+    python benchmarks/spot_features.py timm:vit_tiny_patch16_224 --weights FILE --data imagenette --images 50
+
+For predictors drawn from several seeds: the standard deviation over the patches of token and attention features, and
+the share of the patches kept at each stage that the same predictor keeps with all attention features set to zero.
+"""
+
+import argparse
+import copy
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.checks.statistics import mean_estimate
+from attnrx.data import Columns
+from attnrx.diagnostics.token_relevance import kept, overlap
+from attnrx.models import family_of, reduction_of
+from attnrx.prescription import TokenPrescription
+from attnrx.realization import realize_tokens_
+from attnrx.tokens import Seen, parse_policy
+from attnrx.tokens.reducer import odds
+from attnrx.tokens.spot import SpotPredictor
+
+Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def measured(predictor: SpotPredictor, seen: Seen, count: int) -> Measured:
+    """Returns, for every image: the shared patches and the deviations of token and attention features."""
+    assert predictor.tokens is not None
+    tokens = predictor.tokens(seen.patches, seen.there)
+    attention = predictor._features(seen, slice(None))
+    given = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
+    scores = [odds(predictor.scores(each)) for each in given]
+    local = tokens[..., : tokens.shape[-1] - tokens.shape[-1] // 2]  # the others are means over the patches
+    shared = overlap(kept(scores[0], count), kept(scores[1], count))
+    return shared, local.std(1).mean(1), attention.std(1).mean(1)
+
+
+def watch(rows: list[Measured], count: int, predictor: nn.Module, given: tuple[Seen], scores: torch.Tensor) -> None:
+    """Measures one decision of a predictor."""
+    assert isinstance(predictor, SpotPredictor)
+    rows.append(measured(predictor, given[0], count))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a saved folder, timm:NAME or hf:ID, with all its tokens")
+    parser.add_argument("--weights", help="the weights of timm:NAME, in a local file")
+    parser.add_argument("--data", required=True, help="a known name or a path; its test images are used")
+    parser.add_argument("--label-column", default=Columns().label)
+    parser.add_argument("--test-column", default=Columns().test)
+    parser.add_argument("--images", type=int, default=50)
+    parser.add_argument("--policy", default="spot:0.7@4,7,10")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    options = parser.parse_args(arguments)
+    original = rx.load(options.model, weights=options.weights).eval()
+    family = family_of(original)
+    columns = Columns(label=options.label_column, test=options.test_column)
+    splits = rx.load_data(options.data, image_size=family.input_shape(original)[1], columns=columns)
+    images = next(iter(rx.matching(splits, original).test.take(options.images).batches(options.images))).images
+    found: dict[int, list[Measured]] = {}
+    for seed in options.seeds:
+        model = copy.deepcopy(original)
+        prescribed = TokenPrescription.of(parse_policy(options.policy), seed=seed)
+        realize_tokens_(model, family, prescribed, "compress", reduction_heads(original))
+        reduction = reduction_of(model)
+        assert reduction is not None
+        counts = reduction.policy.counts(reduction.shape.layout.patches)
+        for stage, predictor in enumerate(reduction.stages):
+            predictor.register_forward_hook(partial(watch, found.setdefault(stage, []), counts[stage]))
+        with torch.no_grad():
+            model(images)
+    for stage, rows in found.items():
+        shared, tokens, attention = (torch.stack(each).mean(0) for each in zip(*rows, strict=True))
+        each = ", ".join(f"{float(row[0].mean()):.4f}" for row in rows)
+        estimate = mean_estimate(shared.double(), seed=0)
+        print(
+            f"stage {stage + 1}: kept by both {estimate.value:.4f} [{estimate.low:.4f}, {estimate.high:.4f}] over "
+            f"{len(images)} images (seeds: {each}); deviation over patches: token features {float(tokens.mean()):.3g}, "
+            f"attention features {float(attention.mean()):.3g}"
+        )
+    return 0
+
+
+def reduction_heads(model: nn.Module) -> int:
+    """Returns the number of heads of the original model."""
+    return max(len(layer.spec.heads) for layer in family_of(model).attention(model))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
