@@ -52,15 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", help="a saved folder, timm:NAME or hf:ID, with all its tokens")
     parser.add_argument("--weights", help="the weights of timm:NAME, in a local file")
     parser.add_argument("--data", required=True, help="a known name or a path; its test images are used")
-    parser.add_argument("--label-column", default=Columns().label)
-    parser.add_argument("--test-column", default=Columns().test)
+    parser.add_argument("--label-column", default=Columns().label_column)
+    parser.add_argument("--test-column", default=Columns().test_column)
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--policy", default="spot:0.7@4,7,10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     options = parser.parse_args(arguments)
     original = rx.load(options.model, weights=options.weights).eval()
     family = family_of(original)
-    columns = Columns(label=options.label_column, test=options.test_column)
+    columns = Columns(label_column=options.label_column, test_column=options.test_column)
     splits = rx.load_data(options.data, image_size=family.input_shape(original)[1], columns=columns)
     images = next(iter(rx.matching(splits, original).test.take(options.images).batches(options.images))).images
     found: dict[int, list[Measured]] = {}
