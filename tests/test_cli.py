@@ -70,6 +70,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     }
     checks = ("--checks", "accuracy,fidelity,costs", "--controls", "--draws", 2, "--most-drop", 100)
     verify = ("verify", slim, "--reference", run, "--data", data, "--diagnosis", files["diagnosis"], *checks)
+    verify = (*verify, "--out", slim / "evidence.json")
     steps["verify"] = json.loads(call(*verify, "--json").out)
     page = root / "report.html"
     shown = ("--diagnosis", files["diagnosis"], "--training", run, "--reference", run, "--data", data)
@@ -108,8 +109,9 @@ def test_a_realized_model_is_refined_on_images(chain: SimpleNamespace, tmp_path:
     divergences = [refine(model, models[0], images, Refinement(1)).before for model in models[1:]]
     assert all(after < before for before, after in zip(*divergences, strict=True))
     checks = ("--checks", "fidelity", "--controls", "--draws", 2, "--diagnosis", chain.diagnosis)
-    call("verify", refined, "--reference", chain.run, "--data", chain.data, *checks)
-    evidence = json.loads((refined / "evidence.json").read_text())
+    evidence = json.loads(
+        call("verify", refined, "--reference", chain.run, "--data", chain.data, *checks, "--json").out
+    )
     assert evidence["about"]["realization"] == "refined"
     assert {finding["check"] for finding in evidence["findings"]} == {"fidelity", "controls"}
 
@@ -266,7 +268,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("realize {run} --prescription {rx} --refine 5 --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --refine -1 --data {data} --out x", 2, "number of steps"),
         ("realize {run} --prescription {rx} --refine 5 --by mask --data {data} --out x", 2, "--by compress"),
-        ("realize {run} --prescription {rx} --out {run}", 2, "never changed"),
+        ("realize {run} --prescription {rx} --out {run}", 2, "would overwrite an input"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
         ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),
         ("verify {slim} --reference {run} --data {data} --checks robustness(severities=6)", 2, "1 is the mildest"),
@@ -367,7 +369,7 @@ def test_the_overview_lists_every_command_and_every_exit_code() -> None:
     done = call("--help")
     assert done.code == 0
     assert all(f"  {name}" in done.out for name in COMMANDS)
-    assert all(f"\n  {code} " in done.out for code in (0, 1, 2, 3, 70, 130))
+    assert all(f"\n  {code} " in done.out for code in (0, 1, 2, 3, 70, 130, 143))
     assert call().code == 2
     assert call("--version").out.startswith("attnrx ")
 

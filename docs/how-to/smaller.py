@@ -109,12 +109,13 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Save
 #
-# The folder holds the weights, what was prescribed and why, the evidence, and a model card with the same facts.
-# `rx.load` reads it back.
+# The folder holds the weights, what was prescribed and why, the evidence, and a model card with the same facts; the
+# tensors of the prescription are in a file whose name carries their hash. `rx.load` reads the folder back. Saving into
+# it again replaces all of this at once and keeps every file that attnrx did not write.
 
 # %%
 folder = rx.save(refined.model, "slim", prescription=prescription, evidence=evidence)
-print(sorted(path.name for path in folder.iterdir()))
+print(sorted(path.name for path in folder.iterdir() if ".tensors-" not in path.name))
 again = rx.load(folder)
 
 # %% [markdown]

@@ -11,15 +11,7 @@ from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
-from attnrx.storage import (
-    check_schema,
-    file_sha256,
-    read_json,
-    read_tensors,
-    require_finite,
-    write_json,
-    write_tensors,
-)
+from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite, write_with_tensors
 from attnrx.validation import (
     JSON_OBJECT,
     MOST_HEADS,
@@ -115,10 +107,7 @@ class Diagnosis:
     about: Mapping[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes PATH.json, which a person can read, and PATH.safetensors; the JSON goes last and names the other by
-        hash.
-        """
-        stem = _stem(path)
+        """Writes a JSON file, which a person can read, and its tensors beside it (`storage.write_with_tensors`)."""
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             for field in ("query", "key", "strength", "used"):
@@ -129,26 +118,23 @@ class Diagnosis:
                 for metric, directions in {} if found is None else found.metrics.items():
                     for field in MAP_FIELDS:
                         tensors[f"layers.{index}.mlp.{which}.{metric}.{field}"] = getattr(directions, field)
-        file = write_tensors(stem.with_suffix(".safetensors"), tensors)
         record = {
             "kind": KIND,
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
             "about": dict(self.about),
-            "tensors_sha256": file_sha256(file),
             "layers": [_summary(layer) for layer in self.layers],
         }
-        return write_json(stem.with_suffix(".json"), record)
+        return write_with_tensors(path, record, tensors)
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
         """Reads what `save` wrote."""
-        stem = _stem(path)
-        path = stem.with_suffix(".json")
+        path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
-        tensors = read_tensors(stem.with_suffix(".safetensors"), record["tensors_sha256"])
+        tensors = read_tensors_of(path, record)
         _require_layers(tensors, len(record["layers"]), path)
         try:
             layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
@@ -165,11 +151,6 @@ class Diagnosis:
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
                 "diagnose that model."
             )
-
-
-def _stem(path: Path | str) -> Path:
-    path = Path(path)
-    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
 
 
 def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:

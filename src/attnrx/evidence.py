@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.storage import check_schema, read_json, write_json
 from attnrx.validation import (
     JSON_OBJECT,
@@ -186,19 +186,24 @@ class Evidence:
         """The findings of one check."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
+    def require(self, fingerprint: str, what: str) -> None:
+        """Refuses to be shown beside another model than the candidate that it was measured on."""
+        measured = self.about.get("candidate", fingerprint)
+        if measured != fingerprint:
+            raise FingerprintMismatch(
+                f"the evidence was measured on the model {measured}, and {what} is {fingerprint}: verify that model, "
+                "or leave the evidence out."
+            )
+
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file."""
+        return write_json(path, self.to_record())
+
+    def to_record(self) -> dict[str, Any]:
+        """Gives everything as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
-        return write_json(
-            path,
-            {
-                "kind": KIND,
-                "schema": SCHEMA,
-                "outcome": self.outcome,
-                "about": dict(self.about),
-                "findings": findings,
-            },
-        )
+        about = dict(self.about)
+        return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
     def load(cls, path: Path | str) -> "Evidence":

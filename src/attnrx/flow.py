@@ -204,16 +204,27 @@ def save(
 ) -> Path:
     """Writes a folder that `load` reads: weights, config.json, and beside them prescription, evidence and a model
     card.
+
+    A model that the folder holds is replaced at once, with its prescription, evidence and card; files that attnrx did
+    not write stay, and are never overwritten.
     """
-    folder = save_model(folder, model)
-    if prescription is not None:
-        prescription.save(folder / "prescription.json")
     if evidence is not None:
-        evidence.save(folder / "evidence.json")
+        evidence.require(model_fingerprint(model), "the model to save")
+
+    def write_beside(new: Path) -> None:
+        if prescription is not None:
+            prescription.save(new / "prescription.json")
+        if evidence is not None:
+            evidence.save(new / "evidence.json")
+        write_text(new / "README.md", _card(model, evidence, prescription))
+
+    return save_model(folder, model, write_beside=write_beside)
+
+
+def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
     costs = family_of(model).costs(model)
     facts = {"family": family_of(model).name, "parameters": costs.params, "macs": costs.macs}
-    write_text(folder / "README.md", model_card(facts, evidence, prescription))
-    return folder
+    return model_card(facts, evidence, prescription)
 
 
 def push_to_hub(
@@ -226,14 +237,25 @@ def push_to_hub(
 ) -> str:
     """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and gives its address.
 
-    It is read first, so that nothing broken is published. `license` (of the weights, as the hub names it) and
-    `base_model` (the original's OWNER/NAME) go into the head of its card. `load("hub:OWNER/NAME")` gives it back.
+    It is read first, so that nothing broken is published, nor evidence of another model. A card that `save` wrote
+    without evidence gets that of evidence.json, if `verify` wrote it into the folder. `license` (of the weights, as the
+    hub names it) and `base_model` (the original's OWNER/NAME) go into the head of its card.
+    `load("hub:OWNER/NAME")` gives it back.
     """
     folder = Path(folder)
-    load_weights(folder, FAMILIES)
-    card = folder / "README.md"
+    model, card = load_weights(folder, FAMILIES), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
+    text = written = card.read_text(encoding="utf-8")
+    if (folder / "evidence.json").exists():
+        evidence = Evidence.load(folder / "evidence.json")
+        evidence.require(model_fingerprint(model), str(folder))
+        beside = folder / "prescription.json"
+        prescription = Prescription.load(beside) if beside.exists() else None
+        if text == _card(model, None, prescription):
+            text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:
-        write_text(card, completed_card(card.read_text(encoding="utf-8"), license, base_model))
+        text = completed_card(text, license, base_model)
+    if text != written:
+        write_text(card, text)
     return upload(folder, repository, private)

@@ -9,15 +9,7 @@ import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
-from attnrx.storage import (
-    check_schema,
-    file_sha256,
-    read_json,
-    read_tensors,
-    require_finite,
-    write_json,
-    write_tensors,
-)
+from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite, write_with_tensors
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.validation import (
     JSON_OBJECT,
@@ -232,10 +224,9 @@ class Prescription:
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file; floats are written so that they read back bit for bit.
 
-        Where there are bases, or weights of predictors, they go into a safetensors file of the same name beside it,
-        which the JSON names by hash.
+        Where there are bases, or weights of predictors, they go into a safetensors file beside it
+        (`storage.write_with_tensors`).
         """
-        path = Path(path)
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -255,9 +246,7 @@ class Prescription:
         if self.tokens is not None:
             learned = self.tokens.predictors or {}
             tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
-        if tensors:
-            record["tensors_sha256"] = file_sha256(write_tensors(path.with_suffix(".safetensors"), tensors))
-        return write_json(path, record)
+        return write_with_tensors(path, record, tensors)
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
@@ -266,10 +255,8 @@ class Prescription:
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
-        tensors: dict[str, Tensor] = {}
-        if "tensors_sha256" in record:
-            tensors = read_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
-            require_finite(tensors, str(path.with_suffix(".safetensors")))
+        tensors = read_tensors_of(path, record)
+        require_finite(tensors, f"the tensors beside {path}")
         try:
             layers = tuple(
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))

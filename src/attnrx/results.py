@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnrx.atomic_writes import process_runs
 from attnrx.errors import CheckpointError, InvalidInput
 
 KIND, SCHEMA = "attnrx results", 1
@@ -175,7 +176,7 @@ class Store:
         host, process, _ = row["owner"].rsplit("/", 2)
         if row["lease"] < time.time():
             return True
-        return row["owner"] != self.owner and host == platform.node() and not _alive(int(process))
+        return row["owner"] != self.owner and host == platform.node() and not process_runs(int(process))
 
     def renew(self) -> None:
         """Says that this owner is still at its jobs; to be said several times in every LEASE."""
@@ -282,13 +283,3 @@ def require_labels(labels: Mapping[str, Any]) -> dict[str, Label]:
 
 def _job(row: sqlite3.Row) -> Job:
     return Job(tuple(json.loads(row["words"])), json.loads(row["labels"]))
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # there, and somebody else's
-        return True
-    return True

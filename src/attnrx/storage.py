@@ -1,50 +1,27 @@
-"""Files that are whole or absent: JSON and safetensors, written atomically and read with suspicion."""
+"""Files that are whole or absent: JSON and safetensors, written atomically and read with suspicion.
+
+Every file carries a marker of its kind inside: the `kind` of a JSON object, the `kind` in the header of safetensors.
+"""
 
 import hashlib
 import json
-import os
-import secrets
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
+from attnrx.atomic_writes import write_atomically
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.shapes import Tensor
 from attnrx.validation import DEEPEST_JSON, nesting, require_regular
 
 SEAL = "sha256_of_the_rest"
 MOST_JSON_BYTES = 2**28
-
-
-def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
-    """Lets `write` fill a temporary neighbour of `path`, then moves it into place.
-
-    A crash, a full disk or Ctrl-C leaves either the old file or the new one, never half of one.
-    """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot create the folder {path.parent}: {error.strerror or error}.") from error
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    try:
-        write(temporary)
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}. "
-            "Nothing was changed; free some space or choose another place."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def write_bytes(path: Path | str, content: bytes) -> Path:
@@ -90,8 +67,11 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
     """Writes tensors as safetensors, with optional text about them in the header."""
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return write_bytes(path, encode_tensors(own, dict(about or {})))
+    return write_bytes(path, encode_tensors(_on_cpu(tensors), dict(about or {})))
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
@@ -111,6 +91,81 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}); it was truncated or damaged."
         ) from error
+
+
+def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Writes a record as JSON, and its tensors beside it, which the JSON names by their hash; gives the JSON's path.
+
+    The tensors' file is named after the JSON and its own content, so that it never takes the place of another file,
+    and the JSON, which is replaced at once, decides which of two versions is read. Tensors of earlier versions of this
+    JSON are deleted afterwards.
+    """
+    path, kind = Path(path), f"{record['kind']} tensors"
+    earlier = [each for each in _tensors_files(path) if file_kind(each) == kind]
+    if tensors:
+        content = encode_tensors(_on_cpu(tensors), {"kind": kind})
+        sha256 = hashlib.sha256(content).hexdigest()
+        file = tensors_path(path, sha256)
+        if file.exists() and file not in earlier:
+            raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
+        if file not in earlier or file_sha256(file) != sha256:
+            write_bytes(file, content)
+        record = {**record, "tensors_sha256": sha256}
+        earlier = [each for each in earlier if each != file]
+    write_json(path, record)
+    for each in earlier:
+        each.unlink(missing_ok=True)
+    return path
+
+
+def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Reads the tensors that `write_with_tensors` wrote beside a JSON file; none where its record names none."""
+    sha256 = record.get("tensors_sha256")
+    if sha256 is None:
+        return {}
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise CheckpointError(f"{path}: tensors_sha256 is {sha256!r} and not a sha256; the file was edited.")
+    file = tensors_path(path, sha256)
+    if not file.exists():
+        raise CheckpointError(f"{path} belongs with {file.name}, which is not beside it; move or copy both together.")
+    return read_tensors(file, sha256)
+
+
+def tensors_path(path: Path | str, sha256: str) -> Path:
+    """Gives the file of the tensors that belong to a JSON file."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
+
+
+def _tensors_files(path: Path) -> list[Path]:
+    """Finds the files of all versions of the tensors that belong to a JSON file."""
+    name = re.compile(rf"{re.escape(path.name)}\.tensors-[0-9a-f]{{12}}\.safetensors")
+    return [each for each in path.parent.iterdir() if name.fullmatch(each.name)] if path.parent.is_dir() else []
+
+
+# How files begin that are neither JSON nor safetensors.
+_CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
+
+
+def file_kind(path: Path | str) -> str | None:
+    """Gives the kind that is marked inside a file which attnrx wrote; None for any other file."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as handle:
+            start = handle.read(1000)
+        if start.startswith(_CARD):
+            return "attnrx model card"
+        if _PAGE in start:
+            return "attnrx report"
+        if start[8:9] == b"{":  # safetensors: eight bytes of length, then a JSON object
+            with safe_open(path, "pt") as file:
+                return (file.metadata() or {}).get("kind")
+        record = json.loads(path.read_bytes()) if start.startswith(b"{") else {}
+        return str(record["kind"]) if str(record.get("kind")).startswith("attnrx ") else None
+    except (OSError, ValueError, RecursionError, SafetensorError):
+        return None
 
 
 def file_sha256(path: Path | str) -> str:

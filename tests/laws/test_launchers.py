@@ -39,10 +39,11 @@ def test_train_and_verify_in_two_processes(tmp_path: Path) -> None:
     assert read_json(tmp_path / "model" / "training.json")["processes"] == 2
     assert rx.models.family_of(rx.load(model)).name == "vit"
 
-    knobs = ("--reference", model, "--checks", "accuracy,fidelity", "--batch-size", "32")
+    evidence = str(tmp_path / "evidence.json")
+    knobs = ("--reference", model, "--checks", "accuracy,fidelity", "--batch-size", "32", "--out", evidence)
     told = launched(TORCHRUN, "--master_port", "verify", model, *data, *knobs)
     assert told["outcome"] in ("holds", "reported")
-    assert told["findings"] == read_json(tmp_path / "model" / "evidence.json")["findings"]
+    assert told["findings"] == read_json(evidence)["findings"]
     images = rx.matching(rx.load_data("digits"), rx.load(model)).test
     alone = rx.verify(rx.load(model), rx.load(model), images, (rx.checks.Accuracy(),), batch_size=32)
     assert told["about"]["images"] == len(images)

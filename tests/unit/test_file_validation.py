@@ -88,14 +88,15 @@ def test_an_edited_prescription_is_refused_by_field(
         ("layers[1].norms", "some", r"layers[1].norms is 'some'; it must be one of"),
         ("layers[1].mlp", ABSENT, r"layers[1].mlp is missing"),
         ("fingerprint", None, "fingerprint is null; it must be a text"),
-        ("tensors_sha256", "0" * 64, "sha256 differs"),
+        ("tensors_sha256", "0" * 64, "which is not beside it"),
     ],
 )  # fmt: skip
 def test_an_edited_diagnosis_is_refused_by_field(
     files: Path, tmp_path: Path, field: str, value: Any, message: str
 ) -> None:
     path = write_edited(tmp_path / "diagnosis.json", files / "diagnosis.json", field, value)
-    (tmp_path / "diagnosis.safetensors").write_bytes((files / "diagnosis.safetensors").read_bytes())
+    (tensors,) = files.glob("diagnosis.json.tensors-*")
+    (tmp_path / tensors.name).write_bytes(tensors.read_bytes())
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Diagnosis.load(path)
 

@@ -3,18 +3,23 @@
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
 from attnrx.cli.outcome import Outcome, Say, show
+from attnrx.cli.outputs import require_out
 from attnrx.cli.parser import Parser, UsageError
 from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
 
-BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
+BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
 
 EPILOG = """\
 Results go to stdout and to files, progress and errors to stderr. With --json every command prints one JSON object.
@@ -27,14 +32,20 @@ exit codes:
   3    a dataset that cannot be found, read or trusted
   70   a defect of attnrx, with its traceback
   130  interrupted: every file is whole, and a training goes on where it stopped when asked again
+  143  terminated (SIGTERM): every file is whole; a training saves a checkpoint first and exits with 130
 """
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM outside of a training."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and gives its exit code; nothing escapes."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _guarded(words)
+        with _terminable():
+            code = _guarded(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -49,6 +60,24 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raises on SIGTERM, so that temporary files are deleted; not where another program handles the signal."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated("terminated; every file that was written is whole.")
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _guarded(words: list[str]) -> int:
     """Runs the words and answers every error with a message and a code."""
     try:
@@ -57,6 +86,8 @@ def _guarded(words: list[str]) -> int:
         raise
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
+    except _Terminated as stop:
+        return _complain(words, stop, str(stop), TERMINATED)
     except KeyboardInterrupt as stop:
         return _complain(words, stop, str(stop) or "interrupted; every file that was written is whole.", INTERRUPTED)
     except (AttnrxError, OSError) as error:
@@ -88,6 +119,7 @@ def outcome_of(words: Sequence[str], say: Say) -> Outcome:
     parser = Parser(name, COMMANDS[name], command.EXAMPLE)
     command.add(parser)
     arguments = parser.parse_args(rest)
+    require_out(arguments, parser.writes, parser.kind)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)
         warnings.showwarning = _warn
@@ -114,7 +146,7 @@ def _complain(words: list[str], error: BaseException, said: str, code: int) -> i
     if code == DEFECT or "--debug" in words:
         traceback.print_exception(error)
     # From every process of a launcher: the one that failed may not be the one that people hear.
-    print(said if code == INTERRUPTED else f"attnrx: {said}", file=sys.stderr, flush=True)
+    print(said if code in (INTERRUPTED, TERMINATED) else f"attnrx: {said}", file=sys.stderr, flush=True)
     if "--json" in words and _speaks():
         print(json.dumps({"error": {"kind": type(error).__name__, "message": said, "exit_code": code}}, indent=2))
     return code

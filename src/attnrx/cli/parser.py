@@ -4,6 +4,7 @@ import argparse
 import re
 from typing import NoReturn
 
+from attnrx.cli.outputs import FILE
 from attnrx.errors import AttnrxError, nearest
 
 
@@ -15,6 +16,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints name the nearest option and end like every other error of ours."""
 
     def __init__(self, command: str, summary: str, example: str):
+        self.writes: str = FILE  # what --out names, and the kind of file that attnrx writes there
+        self.kind: str | None = None
         super().__init__(
             prog=f"attnrx {command}",
             description=f"{summary[0].upper()}{summary[1:]}.",
@@ -100,10 +103,13 @@ def add_backend(parser: Parser) -> None:
     )
 
 
-def add_out(parser: Parser, what: str, default: str | None = None) -> None:
-    """Adds where the result goes; without a default it must be said."""
-    said = f"{what} ({default})" if default else what
-    parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=said)
+def add_out(
+    parser: Parser, what: str, default: str | None = None, *, writes: str = FILE, kind: str | None = None
+) -> None:
+    """Adds where the result goes; without a default it is required. See `outputs.require_out`."""
+    described = f"{what} ({default})" if default else what
+    parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=described)
+    parser.writes, parser.kind = writes, kind
 
 
 def add_contenders(parser: Parser, shares: str) -> None:

@@ -103,22 +103,51 @@ def is_exported(path: Path | str) -> bool:
     return Path(path).is_file() and facts_path(path).is_file()
 
 
+def present_facts(path: Path) -> dict[str, Any] | None:
+    """Gives the facts of the export that lies at a path; None where there is none, or it was changed."""
+    if not is_exported(path):
+        return None
+    try:
+        facts = _of_present_files(path, read_json(facts_path(path)))
+        return facts if facts["kind"] == KIND and _changed_file(path, facts) is None else None
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Gives the earlier facts where the files are still those of the earlier export, which was being replaced."""
+    facts = dict(facts)
+    earlier = facts.pop("earlier", None)
+    if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
+        return facts
+    return dict(earlier)
+
+
+def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
+    """Gives the first file that is not the exported one."""
+    for name, sha256 in facts["files"].items():
+        beside = path.with_name(name)
+        if not beside.is_file() or file_sha256(beside) != sha256:
+            return beside
+    return None
+
+
 def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
     """Opens a file that `export` wrote, and refuses one that was changed since, and native code without `trust`."""
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
     try:
+        facts = _of_present_files(path, facts)
         form = from_dict(facts["format"], formats.values())
         told = facts["images"]
         images = Images(tuple(told["shape"]), told["precision"], told["batch"], told["device"])
         files = dict(facts["files"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{facts_path(path)} is not whole ({error}); export the model again.") from error
-    for name, sha256 in files.items():
-        beside = path.with_name(name)
-        if not beside.is_file() or file_sha256(beside) != sha256:
-            raise CheckpointError(f"{beside} is not the file that was exported (its sha256 differs); export it again.")
+    changed = _changed_file(path, facts)
+    if changed is not None:
+        raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
     if path.name not in files:
         raise CheckpointError(f"{path} was renamed: its files are {', '.join(sorted(files))}; name them so again.")
     if form.is_native_code and not trust:

@@ -2,8 +2,7 @@
 
 import copy
 import importlib.metadata
-import secrets
-import shutil
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,17 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.atomic_writes import flush, require_regular, temporary_folder
 from attnrx.attention import Attention, Eager, Fused, using
 from attnrx.config import to_dict
 from attnrx.data import ImageSet
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
-from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
+from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.exporting.format import PRECISIONS, Format, require_suffix
 from attnrx.exporting.parity import compare
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.shapes import Tensor
-from attnrx.storage import file_sha256, write_json
+from attnrx.storage import file_kind, file_sha256, write_json
 
 DYNAMIC = "dynamic"
 # How many images a model is captured and compared on where its file takes batches of any size.
@@ -122,15 +122,16 @@ def write_exported(subject: Subject, path: Path | str, form: Format) -> Exported
     """
     path = Path(path)
     require_suffix(path, form.suffix)
+    require_writable(path)
     form.require(subject.images.dtype)
     if form.calibrated and subject.calibration is None:
         raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
     batches = subject.batches(form.wanted)
     program = captured(subject, form)
-    with _room_beside(path) as room:
+    with temporary_folder(path) as room:
         written = room / path.name
         _write(form, program, written, batches)
-        files = {each.name: file_sha256(each) for each in sorted(room.iterdir())}
+        files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         evidence = _compared(subject, form, written, batches)
         told = {
             "kind": KIND,
@@ -147,10 +148,7 @@ def write_exported(subject: Subject, path: Path | str, form: Format) -> Exported
             "parity": [vars(finding) for finding in evidence.findings],
             "versions": _versions(),
         }
-        write_json(facts_path(written), told)
-        for each in sorted(files, key=lambda name: name == path.name):
-            (room / each).replace(path.with_name(each))
-        facts_path(written).replace(facts_path(path))
+        _put(room, path, told)
     return Exported(path, form, subject.images, told).eval()
 
 
@@ -226,18 +224,38 @@ def _versions() -> dict[str, str]:
     return found
 
 
-@contextmanager
-def _room_beside(path: Path) -> Iterator[Path]:
-    """Gives a folder beside the path for what is not whole yet, and takes it away again."""
-    room = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        room.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write beside {path}: {error.strerror or error}.") from error
-    try:
-        yield room
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
+def require_writable(path: Path) -> None:
+    """Refuses to write over anything but a regular file, or over a file beside it that is not its facts."""
+    require_regular(path)
+    beside = facts_path(path)
+    if os.path.lexists(beside) and file_kind(beside) != KIND:
+        raise InvalidInput(
+            f"the facts go into {beside}, which exists and was not written by an export: move it away, or choose "
+            "another name."
+        )
+
+
+def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
+    """Moves what was exported into place.
+
+    A file and its facts have two names, which no system replaces at once: for a moment the facts name the earlier file,
+    too, and the file's content decides which of them hold. Several files have no such moment.
+    """
+    files, earlier = facts["files"], present_facts(path)
+    taken = [path.with_name(name) for name in files if path.with_name(name).exists()]
+    if len(files) > 1 and taken:
+        raise InvalidInput(
+            f"{', '.join(map(str, taken))}: an export of {len(files)} files cannot replace another one at once. Delete "
+            "that first, or choose another name."
+        )
+    if earlier is not None:
+        write_json(facts_path(path), {**facts, "earlier": earlier})
+    for name in files:
+        flush(room / name)
+        (room / name).replace(path.with_name(name))
+    write_json(facts_path(path), facts)
+    for name in {} if earlier is None else earlier["files"].keys() - files.keys():
+        path.with_name(name).unlink(missing_ok=True)
 
 
 class _Logits(nn.Module):

@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.hub import download
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.blocks import block_names, parameter_places, recording_blocks
-from attnrx.models.checkpoint import load_weights, save_weights
+from attnrx.models.checkpoint import load_weights, require_model_folder, save_weights
 from attnrx.models.executing import use_backend
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
@@ -91,6 +91,7 @@ __all__ = [
     "recording_blocks",
     "reduction_of",
     "require_all_tokens",
+    "require_model_folder",
     "require_ordinary_weights",
     "save_model",
     "shape_of",
@@ -175,6 +176,15 @@ def _known(model: nn.Module) -> nn.Module:
     return model
 
 
-def save_model(folder: Path | str, model: nn.Module, notes: dict[str, Any] | None = None) -> Path:
-    """Saves a model of a known family as a folder that `load_model` reads."""
-    return save_weights(folder, model, family_of(model), notes)
+def save_model(
+    folder: Path | str,
+    model: nn.Module,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+) -> Path:
+    """Saves a model of a known family as a folder that `load_model` reads.
+
+    A model that the folder holds is replaced at once, with everything that was recorded of it (PARTS of
+    `models.checkpoint`); `write_beside` is called with a temporary folder and writes what belongs to the new one.
+    """
+    return save_weights(folder, model, family_of(model), notes, write_beside)

@@ -1,20 +1,29 @@
-"""A model as a folder: config.json says what it is, model.safetensors holds its weights."""
+"""A model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
 
-from collections.abc import Mapping
+The files of a saved model, PARTS, are replaced together: what was recorded of an earlier model never stays beside a new
+one. Everything else in the folder (notes, checkpoints of a training) stays.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.errors import CheckpointError, UnknownName
+from attnrx.atomic_writes import replacing_folder, require_absent
+from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.evidence import KIND as EVIDENCE
 from attnrx.models.family import Family, require_ordinary_weights
 from attnrx.models.reducing import BY, attach_described_, described_tokens
+from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.shapes import Tensor
 from attnrx.storage import (
     SEAL,
     check_schema,
     check_seal,
+    file_kind,
     file_sha256,
     read_json,
     read_tensors,
@@ -55,24 +64,61 @@ RECORD = Record(
 )
 
 
-def save_weights(folder: Path | str, model: nn.Module, family: Family, notes: dict[str, Any] | None = None) -> Path:
-    """Writes the two files; the config goes last, so a folder with a config is a whole model."""
+# name -> the kind that is marked inside the file
+PARTS = {
+    "config.json": KIND,
+    "model.safetensors": f"{KIND} weights",
+    "prescription.json": PRESCRIPTION,
+    "evidence.json": EVIDENCE,
+    "training.json": "attnrx training run",
+    "README.md": "attnrx model card",
+}
+_TENSORS = re.compile(r"prescription\.json\.tensors-[0-9a-f]{12}\.safetensors")
+
+
+def save_weights(
+    folder: Path | str,
+    model: nn.Module,
+    family: Family,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+) -> Path:
+    """Replaces the model in a folder at once: weights, config.json, and what `write_beside` writes into the folder that
+    it is given.
+    """
     folder = Path(folder)
     require_ordinary_weights(model)
     tensors = dict(model.state_dict())
     require_finite(tensors, "the model to save")
-    weights = write_tensors(folder / "model.safetensors", tensors)
-    record = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "family": family.name,
-        "model": family.describe(model),
-        "tokens": described_tokens(model),
-        "weights_sha256": file_sha256(weights),
-        "notes": notes or {},
-    }
-    write_json(folder / "config.json", sealed(record))
+    with replacing_folder(folder, is_model_file, last="config.json") as new:
+        weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
+        record = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "family": family.name,
+            "model": family.describe(model),
+            "tokens": described_tokens(model),
+            "weights_sha256": file_sha256(weights),
+            "notes": notes or {},
+        }
+        write_json(new / "config.json", sealed(record))
+        if write_beside is not None:
+            write_beside(new)
     return folder
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether attnrx wrote a file as a part of a saved model: by its name and by the marker inside."""
+    kind = f"{PRESCRIPTION} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
+    return kind is not None and file_kind(path) == kind
+
+
+def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
+    """Refuses a folder where files of these names exist that are not parts of a saved model."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"{folder} is a file; name a folder.")
+    require_absent([folder / name for name in names], is_model_file)
 
 
 def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:

@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnrx.atomic_writes import replacing_folder
 from attnrx.checks.promises import Expected
+from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.prescription import Prescription
-from attnrx.storage import write_json
+from attnrx.storage import file_kind, write_json
 
 KIND, SCHEMA = "attnrx plan", 1
 
@@ -57,10 +59,7 @@ class Plan:
         return replace(self.prescription, about={**self.prescription.about, "plan": self.promises})
 
     def save(self, folder: Path | str) -> Path:
-        """Writes plan.json and the prescription beside it."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.promising.save(folder / "prescription.json")
+        """Writes plan.json and the prescription beside it; an earlier plan in the folder is replaced at once."""
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -69,4 +68,13 @@ class Plan:
             "front": [asdict(point) for point in self.front],
             "about": dict(self.about),
         }
-        return write_json(folder / "plan.json", record)
+        with replacing_folder(folder, _is_part, last="plan.json") as new:
+            self.promising.save(new / "prescription.json")
+            write_json(new / "plan.json", record)
+        return Path(folder) / "plan.json"
+
+
+def _is_part(path: Path) -> bool:
+    kind = KIND if path.name == "plan.json" else PRESCRIPTION
+    kind += " tensors" if path.name.startswith("prescription.json.tensors-") else ""
+    return path.name.startswith(("plan.json", "prescription.json")) and file_kind(path) == kind

@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.data import Batch, Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
-from attnrx.models import family_of, load_model, recording_blocks, save_model
+from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 from attnrx.shapes import Tensor
 from attnrx.storage import check_schema, read_json, write_json
 from attnrx.training.checkpoints import Checkpoints
@@ -69,6 +69,7 @@ def train(
     finished = _finished(folder, model, asked)
     if finished is not None:
         return finished
+    require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
     accelerator = join(model, config)
     # Weights that were put into parts cannot become whole again: a copy carries them, and fills the model at the end.
     in_parts = config.parallel == "fsdp" and accelerator.num_processes > 1
@@ -244,7 +245,7 @@ class _Run:
         return self.checkpoints.path(self.step)
 
     def _finish(self) -> TrainingRun:
-        """Saves the model, and then training.json, which says that the run is whole."""
+        """Saves the model together with training.json, which marks the run as finished."""
         learner = self.learner
         if learner.mean is not None:
             learner.mean.store_()
@@ -272,8 +273,8 @@ class _Run:
         if model is not learner.model:
             load_whole_(model, all_whole(learner.model.state_dict(), keep=True))
         if self.accelerator.is_main_process:
-            save_model(self.folder, model, {"trained_on": self.splits.name, "accuracy": accuracy})
-            write_json(self.folder / "training.json", record)
+            notes = {"trained_on": self.splits.name, "accuracy": accuracy}
+            save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))
         self.accelerator.wait_for_everyone()
         return TrainingRun(model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
 

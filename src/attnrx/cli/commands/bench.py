@@ -19,7 +19,7 @@ SHARES = "0.5"
 def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
-    add_out(parser, "the speeds, one JSON file")
+    add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_contenders(parser, SHARES)
     parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="images at once (1,8,64)")
     parser.add_argument("--threads", metavar="N,N", help="CPU threads (as many as torch takes)")

@@ -18,7 +18,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
-    add_out(parser, "the comparison, one JSON file")
+    add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
     add_split(parser, "test")
     add_running(parser, 64)
     add_contenders(parser, SHARES)

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import attnrx as rx
 from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_out
 
 EXAMPLE = "attnrx demo --data digits --out runs/demo"
@@ -14,7 +15,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
     parser.add_argument("--epochs", type=int, metavar="N", help="instead of what suits the dataset")
     parser.add_argument("--seed", type=int, default=42, help="(42)")
-    add_out(parser, "the folder of everything", "runs/demo")
+    add_out(parser, "the folder of everything", "runs/demo", writes=FOLDER)
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:

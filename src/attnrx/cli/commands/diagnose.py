@@ -26,7 +26,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
     add_data(parser, "the images to watch the model on")
-    add_out(parser, "the diagnosis: this file, and a .safetensors beside it")
+    add_out(parser, "the diagnosis: one JSON file, and its tensors in a file beside it", kind="attnrx diagnosis")
     add_split(parser, "validation")
     add_running(parser, 64)
     parser.add_argument(

@@ -26,7 +26,7 @@ def add(parser: Parser) -> None:
         help="onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
         "int8(images=128,method=percentile,attention=true) (onnx)",
     )
-    add_out(parser, "the file; its facts go beside it, into PATH.json")
+    add_out(parser, "the file; its facts go beside it, into PATH.json", kind="attnrx exported model")
     parser.add_argument(
         "--batch", default="dynamic", metavar="N", help="images at once, or dynamic for any number (dynamic)"
     )

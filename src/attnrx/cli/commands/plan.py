@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running
 from attnrx.errors import InvalidInput
 
@@ -28,7 +29,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--spend", choices=("latency", "macs", "params"), help="what max-drop is to buy (macs)")
     add_data(parser, "images to measure on: training images to plan by, validation images to promise by")
-    add_out(parser, "the folder of plan.json and prescription.json")
+    add_out(parser, "the folder of plan.json and prescription.json", writes=FOLDER)
     chosen = parser.add_argument_group("what may be chosen")
     chosen.add_argument("--axes", metavar="AXIS,AXIS", help="scores, values, mlp and tokens (all)")
     chosen.add_argument("--reducer", default="ward", metavar="REDUCER", help="how tokens leave, untrained (ward)")

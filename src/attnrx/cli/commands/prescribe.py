@@ -81,7 +81,11 @@ def add(parser: Parser) -> None:
         "each with a share of its own (the local target of IrrAtt, Section 3.4)",
     )
     budget.add_argument("--model", metavar="MODEL", help="the model, to be priced: a saved folder or a name")
-    add_out(parser, "the prescription, one JSON file, and a .safetensors beside it where directions are rewritten")
+    add_out(
+        parser,
+        "the prescription: one JSON file, and its tensors in a file beside it where directions are rewritten",
+        kind="attnrx prescription",
+    )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:

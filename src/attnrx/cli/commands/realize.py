@@ -2,13 +2,13 @@
 
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.making import REFINED_ON, made
 from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.cli.prices import priced, prices_table
 from attnrx.errors import InvalidInput
@@ -25,7 +25,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser, "what the prescription was made for")
     parser.add_argument("--prescription", required=True, metavar="FILE", help="what is to be carried out")
-    add_out(parser, "the folder of the new model")
+    add_out(parser, "the folder of the new model; one that it holds is replaced", writes=FOLDER)
     parser.add_argument(
         "--by",
         choices=("compress", "mask"),
@@ -60,8 +60,7 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Realizes, prices and saves."""
-    if Path(arguments.out).resolve() == Path(arguments.model).resolve():
-        raise InvalidInput(f"--out {arguments.out} is the model itself, which is never changed; choose another folder.")
+    rx.models.require_model_folder(arguments.out)
     prescription = rx.Prescription.load(arguments.prescription)
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # How it was made stays with the model: its controls must be made in the same way.

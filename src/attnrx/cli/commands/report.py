@@ -33,7 +33,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--comparison", metavar="FILE", help="what `attnrx compare` wrote, shown as curves over MACs")
     parser.add_argument("--title", help="the title of the page")
-    add_out(parser, "the page")
+    add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
         "attention maps and tokens, which need --candidate and --data, and maps --reference"
     )
@@ -81,7 +81,13 @@ def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
 
 def _evidence(arguments: Namespace) -> "rx.Evidence | None":
     path = _beside(arguments.evidence, arguments.candidate, "evidence.json")
-    return None if path is None else rx.Evidence.load(path)
+    if path is None:
+        return None
+    evidence = rx.Evidence.load(path)
+    if arguments.candidate is not None:
+        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate))
+        evidence.require(fingerprint, f"--candidate {arguments.candidate}")
+    return evidence
 
 
 def _prescription(arguments: Namespace) -> "rx.Prescription | None":

@@ -5,6 +5,7 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, UsageError, add_out
 
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
@@ -40,7 +41,7 @@ def add(parser: Parser) -> None:
         help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, a process each (1)")
-    add_out(parser, "the folder of all runs and tables", "runs")
+    add_out(parser, "the folder of all runs and tables", "runs", writes=FOLDER)
     knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
     knobs.add_argument("--epochs", type=int, metavar="N", help="epochs of training or fine-tuning")
     knobs.add_argument("--draws", type=int, metavar="N", help="random controls for each prescription")

@@ -9,6 +9,7 @@ import attnrx as rx
 from attnrx.cli.inputs import load_splits, splits_for
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
     add_data(parser, "what to train on")
-    add_out(parser, "the folder of the run: model, history, training.json, checkpoints")
+    add_out(parser, "the folder of the run: model, history, training.json, checkpoints", writes=FOLDER)
     parser.add_argument(
         "--tokens",
         metavar="POLICY",

@@ -1,5 +1,6 @@
 """attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim fails."""
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,8 @@ def add(parser: Parser) -> None:
     parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
     add_trust(parser)
     add_data(parser, "what both models answer")
-    parser.add_argument(
-        "--out", metavar="FILE", help="the evidence; left out, it goes into the candidate's folder and model card"
-    )
+    parser.add_argument("--out", metavar="FILE", help="the evidence, one JSON file (printed only)")
+    parser.kind = "attnrx evidence"
     made_from = parser.add_argument_group("what the candidate was made from")
     made_from.add_argument("--prescription", metavar="FILE", help="(the one in the candidate's folder)")
     made_from.add_argument("--diagnosis", metavar="FILE", help="needed for controls")
@@ -52,7 +52,6 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Verifies and writes the evidence."""
-    _require_place(arguments)
     _, processes = rx.processes.join()
     asked = _asked(arguments)
     case = _Case.of(arguments)
@@ -73,10 +72,12 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         batch_size=arguments.batch_size,
         together=processes > 1,
     )
-    path = rx.processes.from_first(lambda: _save(evidence, case, arguments))
-    record = {"evidence": str(path), **rx.storage.read_json(path)}
+    if arguments.out is not None:
+        rx.processes.from_first(lambda: evidence.save(arguments.out))
+    record = {"evidence": arguments.out, **json.loads(rx.storage.json_text(evidence.to_record()))}
     tables = (findings_table(evidence), *robustness_tables(evidence))
-    return Outcome(record, (*tables, evidence.summary, f"evidence: {path}"), code=1 if evidence.failures else 0)
+    written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
+    return Outcome(record, (*tables, evidence.summary, written), code=1 if evidence.failures else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +136,6 @@ class _Case:
         return {"prescriptions": prescriptions, "realize": realize}
 
 
-def _require_place(arguments: Namespace) -> None:
-    if arguments.out is None and not Path(arguments.candidate).is_dir():
-        raise InvalidInput(f"{arguments.candidate} is not a folder that the evidence could go into; give --out FILE.")
-
-
 def _prescription(arguments: Namespace) -> "rx.Prescription | None":
     beside = _beside(arguments)
     path = arguments.prescription or (beside if beside.exists() else None)
@@ -176,10 +172,3 @@ def _checks(asked: "Sequence[rx.checks.Asked]", case: _Case, arguments: Namespac
         make: Any = rx.checks.CHECKS[one.name]
         built.append(make(**knobs, **case.inputs(one.name, arguments)))
     return built
-
-
-def _save(evidence: "rx.Evidence", case: _Case, arguments: Namespace) -> Path:
-    if arguments.out is not None:
-        return evidence.save(arguments.out)
-    folder = rx.save(case.candidate, arguments.candidate, prescription=case.prescription, evidence=evidence)
-    return folder / "evidence.json"

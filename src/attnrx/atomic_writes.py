@@ -1,0 +1,287 @@
+"""Files and folders that are replaced at once.
+
+New content is written to a temporary sibling, flushed to the disk and put in place by one rename, so that a process
+killed at any moment leaves the previous content or the new one. The next write to the same target deletes the temporary
+siblings of processes that were killed.
+"""
+
+import ctypes
+import errno
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from attnrx.errors import CheckpointError, InvalidInput
+
+# Process ids mean nothing on another machine that shares the disk: only leftovers of this host are deleted.
+_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+_AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+_NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+
+
+def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
+    """Calls `write` with a temporary sibling of `path` and moves the result into place; gives `path`.
+
+    A crash, a full disk or Ctrl-C leaves either the old file or the new one, never half of one. A symbolic link is
+    followed, and permissions are kept.
+
+    Raises:
+        InvalidInput: `path` exists and is not a regular file.
+        CheckpointError: The file cannot be written.
+    """
+    path = Path(path)
+    target = _real(path)
+    require_regular(path)
+    _make_folder(target.parent)
+    remove_leftovers(target)
+    temporary = _temporary(target)
+    try:
+        write(temporary)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        flush(temporary)
+        temporary.replace(target)
+        flush(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}. "
+            "Nothing was changed; free some space or choose another place."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return path
+
+
+def require_regular(path: Path | str) -> None:
+    """Refuses to write to a folder, a device, a pipe or a socket: replacing one would delete it."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        found = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"{path} cannot be written: it is {found}.")
+
+
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target`, which is deleted at the end."""
+    target = _real(target)
+    _make_folder(target.parent)
+    remove_leftovers(target)
+    temporary = _temporary(target)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write beside {target}: {error.strerror or error}.") from error
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: str) -> Iterator[Path]:
+    """Yields an empty temporary folder, whose files become those of `folder` when the block ends without an error.
+
+    Files of `folder` for which `is_part` holds are replaced as a whole: those that were not written again are deleted.
+    All others stay, and are never overwritten. Where there is a part to replace, a new folder takes the place of the
+    old one in one step; where there is none, the files are moved into `folder` one by one, the file `last` at the end.
+
+    Raises:
+        InvalidInput: A file that was written exists in `folder` and is not a part.
+        CheckpointError: The folder cannot be replaced at once, or not be written; nothing was changed.
+    """
+    target = _real(Path(folder))
+    _make_folder(target.parent)
+    if target.exists() and not target.is_dir():
+        raise InvalidInput(f"{folder} is a file; name a folder.")
+    _restore(target)
+    remove_leftovers(target)
+    remove_leftovers(target, target)
+    replaces = target.exists() and any(is_part(each) for each in target.iterdir())
+    if replaces:
+        _require_swappable(target)
+    temporary = _temporary(target, target if target.exists() and not replaces else None)
+    try:
+        temporary.mkdir()
+        yield temporary
+        new = sorted(temporary.iterdir(), key=lambda each: (each.name == last, each.name))
+        require_absent([target / each.name for each in new], is_part)
+        for each in new:
+            flush(each)
+        if temporary.parent == target:
+            for each in new:
+                each.replace(target / each.name)
+            flush(target)
+        else:
+            _carry_others(target, temporary, is_part)
+            _swap(temporary, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
+    """Refuses paths that exist and are not ours to replace."""
+    for path in paths:
+        if os.path.lexists(path) and not is_part(path):
+            raise InvalidInput(
+                f"{path} would be overwritten, and attnrx did not write it: move it away, or choose another folder."
+            )
+
+
+def remove_leftovers(target: Path, folder: Path | None = None) -> None:
+    """Deletes the temporary siblings of `target` (or those in `folder`) whose process was killed."""
+    folder = folder or target.parent
+    with suppress(OSError):
+        for each in list(folder.iterdir()):
+            found = _leftover(target).fullmatch(each.name)
+            if found is not None and not process_runs(int(found[1])):
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each, ignore_errors=True)
+                else:
+                    each.unlink(missing_ok=True)
+
+
+def process_runs(number: int) -> bool:
+    """Whether a process of this machine runs."""
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it runs, and belongs to another user
+        return True
+    return True
+
+
+def _temporary(target: Path, folder: Path | None = None) -> Path:
+    name = f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
+    return (folder or target.parent) / name
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _leftover(target: Path, suffix: str = "partial") -> re.Pattern[str]:
+    """Matches the names of temporary siblings that processes of this host made; the group is the process."""
+    return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {folder}: {error.strerror or error}.") from error
+
+
+def _require_swappable(folder: Path) -> None:
+    """Refuses folders that no rename can move: a mount point, and the one that this process runs in."""
+    reason = "it is a mount point" if folder.is_mount() else None
+    with suppress(OSError):
+        if Path.cwd().is_relative_to(folder):
+            reason = "it is the current folder, or holds it"
+    if reason is not None:
+        raise CheckpointError(
+            f"{folder} holds files that would have to be replaced at once, which is impossible because {reason}. "
+            "Nothing was changed; delete those files first, or choose another folder."
+        )
+
+
+def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
+    """Gives the new folder everything of the old one that is not replaced, and its permissions."""
+    if target.exists():
+        for each in sorted(target.iterdir()):
+            if not is_part(each) and not _leftover(target).fullmatch(each.name):
+                _carry(each, temporary / each.name)
+        shutil.copystat(target, temporary)
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    """Puts the temporary folder in the place of `target`, if there is one."""
+    flush(temporary)
+    if not target.exists():
+        temporary.rename(target)
+    elif not _exchange(temporary, target):
+        _rename_twice(temporary, target)
+    flush(target.parent)
+
+
+def _carry(source: Path, target: Path) -> None:
+    """Makes a file known under a second name, or copies it where the file system has no hard links."""
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for each in sorted(source.iterdir()):
+            _carry(each, target / each.name)
+        shutil.copystat(source, target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges the names of two folders in one step; False where the system cannot."""
+    names = os.fsencode(first), os.fsencode(second)
+    system = ctypes.CDLL(None, use_errno=True)
+    sys.audit("os.rename", str(first), str(second), -1, -1)
+    if sys.platform == "linux" and hasattr(system, "renameat2"):
+        failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)
+    elif sys.platform == "darwin" and hasattr(system, "renamex_np"):
+        failed = system.renamex_np(*names, _SWAP)
+    else:
+        return False
+    if failed and ctypes.get_errno() not in _NO_SWAP:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return not failed
+
+
+def _rename_twice(temporary: Path, target: Path) -> None:
+    """Moves the old folder aside, the new one in, and the old one back where that fails."""
+    old = _temporary(target).with_suffix(".old")
+    target.rename(old)
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        try:
+            old.rename(target)
+        except OSError:
+            raise CheckpointError(
+                f"{target} was moved to {old} and could not be moved back ({error.strerror}): rename it yourself."
+            ) from error
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore(target: Path) -> None:
+    """Brings back a folder that was moved aside by a process which was killed before it moved the new one in."""
+    with suppress(OSError):
+        for each in list(target.parent.iterdir()):
+            found = _leftover(target, "old").fullmatch(each.name)
+            if found is not None and not process_runs(int(found[1])):
+                shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
+
+
+def flush(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk; folders cannot be flushed on every system."""
+    if path.is_file():
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        return
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,83 @@
+"""Validation of --out before any work is done: a regular file, or a folder, and no input of the command."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from attnrx.errors import InvalidInput
+
+FILE, FOLDER = "file", "folder"
+# Files that a command which writes a folder may replace in it.
+_REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
+
+
+def require_out(arguments: Namespace, writes: str, kind: str | None = None) -> None:
+    """Refuses an --out that would destroy an input, or is not a regular file (or a folder) where it exists.
+
+    An existing file inside an input folder, such as the model's, or one named after an input file, such as its tensors
+    or facts, may be replaced only if attnrx wrote it as what the command writes: its `kind`.
+    """
+    if getattr(arguments, "out", None) is None:
+        return
+    if not arguments.out:
+        raise InvalidInput("--out '' names nothing; give a path.")
+    out = Path(arguments.out)
+    if writes == FOLDER:
+        _require_folder(out, arguments)
+        return
+    if out.exists() and not out.is_file():
+        found = "a folder; name a file in it" if out.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"--out {out} cannot be written: it is {found}.")
+    for option, given in _inputs(arguments):
+        if out.exists() and (out.samefile(given) or (_belongs(out, given) and not _is(out, kind))):
+            raise InvalidInput(
+                f"--out {out} would overwrite an input: {_told(option, given)}. Nothing was changed; choose another "
+                "file."
+            )
+
+
+def _require_folder(out: Path, arguments: Namespace) -> None:
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
+    if not out.exists():
+        return
+    for option, given in _inputs(arguments):
+        part = given.is_file() and given.name in _REPLACED and out.samefile(given.parent)
+        if part or out.samefile(given):
+            raise InvalidInput(
+                f"--out {out} would overwrite an input: {_told(option, given)}. Inputs are never changed; choose "
+                "another folder."
+            )
+
+
+def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
+    """Yields every other argument that names an existing file or folder."""
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if name != "out" and isinstance(text, str) and _exists(text):
+                yield name, Path(text)
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text) and Path(text).exists()
+    except (OSError, ValueError):  # a text too long for a name, or with a zero byte
+        return False
+
+
+def _belongs(out: Path, given: Path) -> bool:
+    """Whether a file lies in an input folder, or beside an input file whose name its own begins with."""
+    if given.is_dir():
+        return out.resolve().is_relative_to(given.resolve())
+    return out.name.startswith(f"{given.name}.") and out.parent.samefile(given.parent)
+
+
+def _is(out: Path, kind: str | None) -> bool:
+    """Whether attnrx wrote a file as something of a kind; an exported model has its facts beside it."""
+    from attnrx.storage import file_kind
+
+    return kind is not None and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))
+
+
+def _told(option: str, given: Path) -> str:
+    return f"{given} (--{option.replace('_', '-')})"

@@ -1,0 +1,200 @@
+"""A process that is killed at any file-system event leaves the old result or the new one, whole, and nothing else
+changed.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.models import ViTConfig
+from attnrx.prescription import TokenPrescription
+from cases import model
+from interruptions import snapshots, visible, watched
+from pictures import write_folder
+from test_cli import call
+from tiny_runs import run as train_tiny
+
+CONFIG = ViTConfig.uniform(
+    "svda", width=12, depth=2, heads=3, image_size=16, patch_size=8, channels=3, classes=3, mlp_ratio=2.0
+)
+TOKENS = "dynamicvit:0.5@2"  # its predictors are tensors beside the prescription
+
+
+def command(*words: object) -> None:
+    done = call(*words)
+    assert done.code in (0, 1), done.err
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Two models, their diagnoses and prescriptions, and images."""
+    root = tmp_path_factory.mktemp("inputs")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        data = write_folder(root / "images", {"train": 8, "validation": 2, "test": 4}, size=(16, 16))
+        models = [rx.save(model(CONFIG, seed).float(), root / f"model{seed}") for seed in (0, 1)]
+        diagnoses, prescriptions = [], []
+        for number, folder in enumerate(models):
+            diagnoses.append(root / f"diagnosis{number}.json")
+            command("diagnose", folder, "--data", data, "--out", diagnoses[-1])
+            prescriptions.append(root / f"prescription{number}.json")
+            command("prescribe", diagnoses[-1], "--rule", "top_rank:2", "--out", prescriptions[-1])
+    finally:
+        torch.set_default_dtype(before)
+    return SimpleNamespace(root=root, data=data, models=models, diagnoses=diagnoses, prescriptions=prescriptions)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command that writes to `out`: the first and the second of two results, and how one is read."""
+
+    write: Callable[[SimpleNamespace, Path, int], object]
+    read: Callable[[Path], Any]
+    out: str
+
+
+def saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    loaded = rx.load(inputs.models[number])
+    prescription = rx.Prescription.load(inputs.prescriptions[number])
+    fresh = rx.prescribe(loaded, tokens=TokenPrescription.of(rx.tokens.parse_policy(TOKENS), seed=number))
+    reduction = rx.models.reduction_of(rx.realize(loaded, fresh))
+    assert reduction is not None
+    tokens = TokenPrescription.of(reduction.policy, reduction.stages.state_dict())
+    prescription = replace(rx.Prescription.load(inputs.prescriptions[number]), tokens=tokens)
+    evidence = rx.Evidence((), {"candidate": rx.models.model_fingerprint(loaded), "number": number})
+    rx.save(loaded, out, prescription=prescription, evidence=evidence)
+
+
+def realized(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    command("realize", inputs.models[number], "--prescription", inputs.prescriptions[number], "--out", out)
+
+
+def trained(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    if number:
+        train_tiny(out)
+    else:
+        saved(inputs, out, 1)
+
+
+def model_files(out: Path) -> dict[str, bytes]:
+    """What belongs to a model; a training adds its history and checkpoints before its model is finished."""
+    rx.load(out)
+    files = visible(out)
+    return {name: files[name] for name in files if not name.startswith(("checkpoints/", "history"))}
+
+
+def whole_model(out: Path) -> dict[str, bytes]:
+    rx.load(out)
+    if (out / "prescription.json").exists():
+        rx.Prescription.load(out / "prescription.json")
+    return visible(out)
+
+
+def diagnosed(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    command("diagnose", inputs.models[number], "--data", inputs.data, "--out", out)
+
+
+def diagnosis(out: Path) -> Any:
+    found = rx.Diagnosis.load(out)
+    return found.fingerprint, [layer.spectrum.query.sum().item() for layer in found.layers]
+
+
+def exported(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    command("export", inputs.models[number], "--to", "program", "--batch", 1 + number, "--out", out)
+
+
+def export_facts(out: Path) -> Any:
+    found = rx.exporting.load_exported(out)
+    return {name: value for name, value in found.facts.items() if name != "parity"}
+
+
+def verified(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    words = ("verify", inputs.models[number], "--reference", inputs.models[0], "--data", inputs.data)
+    command(*words, "--checks", "fidelity", "--out", out)
+
+
+def reported(inputs: SimpleNamespace, out: Path, number: int) -> None:
+    command("report", "--diagnosis", inputs.diagnoses[number], "--title", f"page {number}", "--out", out)
+
+
+VERBS = {
+    "save": Verb(saved, whole_model, "model"),
+    "realize": Verb(realized, whole_model, "model"),
+    "train": Verb(trained, model_files, "model"),
+    "export": Verb(exported, export_facts, "model.pt2"),
+    "report": Verb(reported, Path.read_text, "report.html"),
+    "diagnose": Verb(diagnosed, diagnosis, "diagnosis.json"),
+    "verify": Verb(verified, lambda out: rx.Evidence.load(out).about["candidate"], "evidence.json"),
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_kill_at_any_file_system_event_leaves_the_old_or_the_new_result(
+    inputs: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
+    verb, root = VERBS[name], tmp_path / "root"
+    out = root / verb.out
+    root.mkdir()
+    verb.write(inputs, out, 0)
+    if out.is_dir():
+        (out / "notes.txt").write_text("of the user")
+        (out / "kept").mkdir()
+        (out / "kept" / "weights.safetensors").write_bytes(b"of the user")
+    (root / "model.safetensors").write_bytes(b"of the user")
+    unrelated = {path: content for path, content in visible(root).items() if content == b"of the user"}
+    old = verb.read(out)
+
+    watch, copies = snapshots(root, lambda: verb.write(inputs, out, 1), tmp_path / "copies")
+    new = verb.read(out)
+    assert old != new and len(copies) > 3
+    for event, copy in zip([*watch.events, "the end"], copies, strict=True):
+        assert verb.read(copy / verb.out) in (old, new), f"killed before {event}"
+        files = visible(copy)
+        assert all(files.get(path) == content for path, content in unrelated.items()), event
+    assert verb.read(copies[0] / verb.out) == old and verb.read(copies[-1] / verb.out) == new
+    hidden = [path for path in watch.written if not any(part.endswith(".partial") for part in path.parts)]
+    assert not hidden, "opened for writing under its final name: a kill could leave half of it"
+    assert not list(root.rglob("*.partial"))
+    shutil.rmtree(tmp_path / "copies")
+
+
+def exit_at(last: int, event: int) -> None:
+    if event == last:
+        os._exit(9)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_that_end_within_a_save_leave_one_of_two_models_and_the_next_save_deletes_their_files(
+    inputs: SimpleNamespace, tmp_path: Path
+) -> None:
+    out = tmp_path / "root" / "model"
+    saved(inputs, out, 0)
+    old, number, ended = visible(out), 0, True
+    while ended:  # at the first event, the second ... until there are no more
+        number += 1
+        child = os.fork()
+        if child == 0:
+            try:
+                watched(
+                    tmp_path / "root",
+                    lambda: saved(inputs, out, 1),
+                    lambda event, at=number: event == at and os._exit(9),
+                )
+            finally:
+                os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        found = whole_model(out)
+        if found != old:
+            saved(inputs, out, 0)
+            assert whole_model(out) == old
+        assert len(list(out.parent.glob(".*.partial"))) <= 1
+    assert number > 10 and not list(out.parent.glob(".*"))
