@@ -85,7 +85,7 @@ def _evidence(arguments: Namespace) -> "rx.Evidence | None":
         return None
     evidence = rx.Evidence.load(path)
     if arguments.candidate is not None:
-        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate))
+        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate, trust=arguments.trust))
         evidence.require(fingerprint, f"--candidate {arguments.candidate}")
     return evidence
 
