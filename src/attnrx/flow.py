@@ -11,11 +11,13 @@ from torch import nn
 
 from attnrx.budget import Budget, prescribe_within
 from attnrx.checks import Check, Comparison, standard
-from attnrx.data import ImageSet, Normalization, Splits
+from attnrx.checks.comparison import chance_notes
+from attnrx.checks.statistics import Estimate
+from attnrx.data import ImageSet, Normalization, Splits, fit_labels, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, InvalidInput
-from attnrx.evidence import Evidence
+from attnrx.evidence import Evidence, Finding
 from attnrx.examination import diagnose, told_or_read
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.hub import upload
@@ -83,8 +85,15 @@ def load(
     return load_model(source, seed, weights, pretrained)
 
 
-def matching(splits: Splits, model: nn.Module) -> Splits:
-    """Gives the dataset on the scale that the model was trained with, or says why the two do not fit."""
+def matching(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
+    """Returns the dataset on the scale that the model was trained with, its labels as numbers of the model's classes.
+
+    `label_map` gives the model's class number of every class of the dataset, by name; ImageNet subsets need none (see
+    `data.fit_labels`). Labels that fit no head are refused where they are needed, not here.
+
+    Raises:
+        DataError: The images have another shape than the model reads, or the map does not fit.
+    """
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
     if (splits.channels, splits.image_size) != (channels, height):
@@ -92,7 +101,13 @@ def matching(splits: Splits, model: nn.Module) -> Splits:
             f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} "
             f"at {height}; load the data with image_size={height}, or take a model for this data."
         )
-    return splits.renormalized(Normalization(*family.normalization(model)))
+    fitted = splits.renormalized(Normalization(*family.normalization(model)))
+    heads = family.heads(model)
+    if not heads:
+        if label_map is not None:
+            raise InvalidInput("label_map was given, and the model has no classifier whose classes it could name.")
+        return fitted
+    return fit_labels(fitted, heads[0].out_features, label_map)
 
 
 def prescribe(
@@ -177,6 +192,8 @@ def verify(
     chosen = tuple(standard() if checks is None else checks)
     if not chosen:
         raise InvalidInput("verify was given no check; leave `checks` out for the standard ones.")
+    if any(check.needs_labels for check in chosen):
+        require_labels(data)
     findings = tuple(finding for check in chosen for finding in check(comparison))
     facts = {
         "candidate": model_fingerprint(candidate),
@@ -190,9 +207,18 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
         "threads": torch.get_num_threads(),
+        "notes": _chance_notes(findings, comparison),
         **dict(about or {}),
     }
     return Evidence(findings, facts)
+
+
+def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
+    wanted = {"quantity": "accuracy", "model": "reference"}
+    found = [one for one in findings if one.check == "accuracy" and wanted.items() <= one.details.items()]
+    if not found or found[0].low is None or found[0].high is None:
+        return []
+    return chance_notes(Estimate(found[0].value, found[0].low, found[0].high), comparison.predictions.labels)
 
 
 def save(

@@ -20,6 +20,7 @@ class Accuracy(Check):
     """
 
     name: ClassVar[str] = "accuracy"
+    needs_labels: ClassVar[bool] = True
     most_drop: float | None = 1.0
 
     def __post_init__(self):

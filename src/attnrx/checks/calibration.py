@@ -23,6 +23,7 @@ class Calibration(Check):
     """
 
     name: ClassVar[str] = "calibration"
+    needs_labels: ClassVar[bool] = True
     bins: int = 15
     most_rise: float | None = None
 

@@ -21,6 +21,9 @@ class Check(ABC):
     on_request: ClassVar[bool] = False
     """Whether it must be asked for by name: it needs an input of its own, or takes long."""
 
+    needs_labels: ClassVar[bool] = False
+    """Whether labels are compared with the answers, so that they must be numbers of the model's classes."""
+
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Measures the candidate against the reference."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx import processes
+from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
@@ -123,7 +124,9 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
     whole = processes.all_rows if comparison.together else torch.cat
     predictions = Predictions({role: whole(parts) for role, parts in answers.items()}, whole(labels))
     for role, logits in predictions.logits.items():
-        _require_answers(role, logits, predictions.labels)
+        _require_finite(role, logits)
+        if own.label_problem is None:
+            _require_known(role, logits, predictions.labels)
     return predictions
 
 
@@ -132,13 +135,28 @@ def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"
     return model(images.to(next(model.parameters()).dtype))
 
 
-def _require_answers(role: str, logits: Tensor, labels: Tensor) -> None:
+def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
+    """Returns a warning where a reference's accuracy, in %, may be that of always guessing the most frequent class."""
+    guessing = 100 * float(labels.bincount().max()) / len(labels)
+    if accuracy.low > guessing:
+        return []
+    return [
+        f"the reference classifies {accuracy.value:.1f} % [{accuracy.low:.1f}, {accuracy.high:.1f}] of {len(labels)} "
+        f"images as labelled, no more than guessing their most frequent class does ({guessing:.1f} %): the labels may "
+        "not be numbers of the model's classes (--label-column, --label-map), so differences of accuracy mean little."
+    ]
+
+
+def _require_finite(role: str, logits: Tensor) -> None:
     if not bool(torch.isfinite(logits).all()):
         bad = int((~torch.isfinite(logits).all(-1)).sum())
         raise InvalidInput(
             f"the {role} answers {bad} of {len(logits)} images with NaN or infinity; "
             "check its weights and the normalization of the data."
         )
+
+
+def _require_known(role: str, logits: Tensor, labels: Tensor) -> None:
     if int(labels.max()) >= logits.shape[1]:
         raise DataError(
             f"the data has a label {int(labels.max())}, the {role} tells {logits.shape[1]} classes apart; "

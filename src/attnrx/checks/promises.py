@@ -45,6 +45,7 @@ class Promises(Check):
     """
 
     name: ClassVar[str] = "promises"
+    needs_labels: ClassVar[bool] = True
     on_request: ClassVar[bool] = True
     within: float = 0.1
     rounds: int = 20

@@ -40,6 +40,7 @@ class Robustness(Check):
     """
 
     name: ClassVar[str] = "robustness"
+    needs_labels: ClassVar[bool] = True
     corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES
     images: int | None = 2000

@@ -12,7 +12,7 @@ from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_estimate
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, own_labels
 from attnrx.data.passes import generator
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
@@ -69,7 +69,7 @@ class Transfer(Check):
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
         """Gives the findings of several candidates; the reference is read and probed only once."""
-        training = self._taken()
+        training = own_labels(self._taken())
         reference = self._probed("reference", comparison.reference, training, comparison)
         found = {}
         for name, model in candidates.items():
@@ -92,7 +92,7 @@ class Transfer(Check):
         self, role: str, model: nn.Module, training: ImageSet, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
         """Gives 1 for every seed and test image that is classified as labelled, else 0."""
-        seen, test = (_features(role, model, images, comparison) for images in (training, comparison.data))
+        seen, test = (_features(role, model, images, comparison) for images in (training, own_labels(comparison.data)))
         strange = sorted(set(test.labels.tolist()) - set(seen.labels.tolist()))
         if strange or int(test.labels.max()) >= self.classes:
             raise DataError(

@@ -23,7 +23,16 @@ def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data
 def splits_for(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
     """Loads the dataset at the size and on the scale that the model was trained with."""
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    return rx.matching(load_splits(arguments, size), model)
+    return rx.matching(load_splits(arguments, size), model, _label_map(arguments.label_map))
+
+
+def _label_map(path: str | None) -> dict[str, int] | None:
+    if path is None:
+        return None
+    read = rx.storage.read_json(path)
+    if not isinstance(read, dict):
+        raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
+    return read
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":

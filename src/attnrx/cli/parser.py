@@ -73,6 +73,11 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
     )
     group.add_argument("--image-column", metavar="COLUMN", help="the column that holds the images, in tables")
     group.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+    group.add_argument(
+        "--label-map",
+        metavar="FILE",
+        help="JSON with the model's class number of every class of the data, by name (ImageNet subsets need none)",
+    )
     group.add_argument("--test-column", metavar="COLUMN", help="a column of true and false: test only on rows it marks")
 
 

@@ -12,6 +12,7 @@ from attnrx.data.augmentation import Augmentation
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 from attnrx.data.images import Batch, ImageSet
+from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
 from attnrx.data.loading import load_data
 from attnrx.data.memory import MemoryImages, from_tensors
 from attnrx.data.normalization import Normalization
@@ -31,7 +32,13 @@ __all__ = [
     "ImageSet",
     "MemoryImages",
     "Normalization",
+    "Relabelled",
     "Splits",
+    "fit_labels",
     "from_tensors",
+    "imagenet_indices",
     "load_data",
+    "own_classes",
+    "own_labels",
+    "require_labels",
 ]

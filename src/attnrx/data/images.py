@@ -27,7 +27,12 @@ class Batch:
 
 
 class ImageSet(ABC):
-    """One split. It is never consumed: every call of `batches` begins a new pass."""
+    """One split. It is never consumed: every call of `batches` begins a new pass.
+
+    `label_problem` is the reason why the labels cannot be compared with a model's answers, None where they can.
+    """
+
+    label_problem: str | None = None
 
     @abstractmethod
     def __len__(self) -> int:

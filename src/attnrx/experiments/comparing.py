@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from attnrx.budget import largest_share
-from attnrx.checks.comparison import answer
+from attnrx.checks.comparison import answer, chance_notes
 from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
 from attnrx.costs import ModelCosts
+from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
 from attnrx.experiments.contenders import Bench, Contender, Makers
 from attnrx.experiments.differences import Difference, ImageResults, paired_differences
@@ -154,7 +155,10 @@ def compare_contenders(
         makers.of(contender)  # what cannot be made is refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
-    found = Trials((), correct, _about(bench, contenders, len(labels)))
+    about = {**_about(bench, contenders, len(labels)), "notes": chance_notes(correct, labels)}
+    for note in about["notes"]:
+        say(f"warning: {note}")
+    found = Trials((), correct, about)
     results: list[ImageResults] = []
     for contender in contenders:
         maker = makers.of(contender)
@@ -238,6 +242,7 @@ def _measured(
 
 
 def _answers(model: nn.Module, bench: Bench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
+    require_labels(bench.test)
     logits, labels = [], []
     device = next(model.parameters()).device
     with evaluating([model]):

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.checks import Comparison, Robustness, Transfer, parse_checks
 from attnrx.config import from_dict, to_dict
-from attnrx.data import Columns, Splits, load_data
+from attnrx.data import Columns, Splits, load_data, own_classes
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.experiments.bench import answering_device, evidence_at
@@ -142,7 +142,7 @@ class SpotTransferExperiment(Experiment):
         if asked.name == "robustness":
             return Robustness(**asked.knobs).of_each(made, comparison)
         knobs = {**asked.knobs, **(TINY_TRANSFER if self.tiny else {})}
-        return Transfer(splits.train, len(splits.class_names), **knobs).of_each(made, comparison)
+        return Transfer(splits.train, own_classes(splits), **knobs).of_each(made, comparison)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, say: Say = in_silence) -> SpotTransferRun:
         """Prices and measures; a run that is finished is read back."""

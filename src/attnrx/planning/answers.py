@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.fidelity import divergence
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, require_labels
 from attnrx.errors import DataError
 from attnrx.models import evaluating
 from attnrx.shapes import Float, Int, Tensor
@@ -45,7 +45,8 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
-        """Asks the original."""
+        """Computes the original's answers; labels that fit no head are refused."""
+        require_labels(images)
         weight = next(model.parameters())
         pixels, labels, logs = [], [], []
         with evaluating([model]):

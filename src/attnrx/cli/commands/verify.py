@@ -75,6 +75,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     if arguments.out is not None:
         rx.processes.from_first(lambda: evidence.save(arguments.out))
     record = {"evidence": arguments.out, **json.loads(rx.storage.json_text(evidence.to_record()))}
+    for note in evidence.about["notes"]:
+        say(f"warning: {note}")
     tables = (findings_table(evidence), *robustness_tables(evidence))
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (*tables, evidence.summary, written), code=1 if evidence.failures else 0)
@@ -119,7 +121,7 @@ class _Case:
         if check == "controls":
             return self._controls(arguments.draws, arguments.seed)
         if check == "transfer":
-            return {"training": self.splits.train, "classes": len(self.splits.class_names)}
+            return {"training": self.splits.train, "classes": rx.data.own_classes(self.splits)}
         return {}
 
     def _controls(self, draws: int, seed: int) -> dict[str, Any]:

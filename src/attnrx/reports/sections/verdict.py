@@ -75,9 +75,9 @@ def tiles(content: ReportContent) -> list[Tile]:
 
 def _notes(content: ReportContent) -> list[str]:
     """Gives what was noted on the images that decisions were made on, by whichever part recorded it."""
-    compared = content.comparison.about.get("diagnosis") if content.comparison is not None else None
+    comparison = {} if content.comparison is None else content.comparison.about
     parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
-    parts += [compared] if isinstance(compared, Mapping) else []
+    parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
     return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
 
 

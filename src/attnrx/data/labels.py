@@ -1,0 +1,155 @@
+"""Labels of a dataset against the classes of a head: the same numbers, a map between them, or a reason to refuse."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from attnrx.data.images import Batch, ImageSet
+from attnrx.data.normalization import Normalization
+from attnrx.data.passes import Pass
+from attnrx.data.splits import Splits
+from attnrx.errors import DataError, UnknownName
+from attnrx.shapes import Int, Tensor
+
+IMAGENET_1K = 1000
+WORDNET_ID = re.compile(r"n\d{8}")
+
+
+class Relabelled(ImageSet):
+    """The images of another set with labels in the order of a head; without a map, labels that fit no head.
+
+    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset. `label_problem` is
+    the reason why its labels fit no head.
+    """
+
+    def __init__(self, source: ImageSet, numbers: Int[Tensor, "classes"] | None, label_problem: str | None = None):
+        self.source, self.numbers, self.label_problem = source, numbers, label_problem
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source: the images are the same."""
+        return self.source.fingerprint
+
+    def take(self, count: int) -> ImageSet:
+        """Takes from the source, whose own classes it balances."""
+        return Relabelled(self.source.take(count), self.numbers, self.label_problem)
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        """A part of the source."""
+        return Relabelled(self.source.part(process, processes, batch_size), self.numbers, self.label_problem)
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """The same on another scale."""
+        return Relabelled(self.source.renormalized(normalization), self.numbers, self.label_problem)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        for batch in self.source._pass(order):
+            labels = batch.labels
+            yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
+
+
+def own_labels(images: ImageSet) -> ImageSet:
+    """The images with the labels of their dataset, for a head that is trained on them."""
+    return images.source if isinstance(images, Relabelled) else images
+
+
+def own_classes(splits: Splits) -> int:
+    """The number of classes of the dataset itself."""
+    train = splits.train
+    mapped = train.numbers if isinstance(train, Relabelled) else None
+    return len(splits.class_names) if mapped is None else len(mapped)
+
+
+def require_labels(images: ImageSet) -> None:
+    """Raises DataError where the labels belong to other classes than those of the model."""
+    if images.label_problem is not None:
+        raise DataError(images.label_problem)
+
+
+def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
+    """Returns the dataset with its labels as numbers of a head with so many classes.
+
+    As many classes, or labels without names that the head has, stay as they are. `label_map` gives the number of every
+    class of the dataset by its name. Without one, a dataset whose classes are WordNet ids or names of ImageNet classes
+    is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with the
+    answers: whatever needs them raises DataError, the images can be used.
+
+    Raises:
+        DataError: The map lacks a class, or names one that the head does not have.
+        UnknownName: The map names a class that the dataset does not have.
+    """
+    names = splits.class_names
+    if label_map is not None:
+        return _relabelled(splits, _numbers(splits, classes, label_map), "as given")
+    is_numbered = names == tuple(map(str, range(len(names))))
+    if len(names) == classes or (is_numbered and len(names) < classes):
+        return splits
+    known = imagenet_indices(names) if classes == IMAGENET_1K else None
+    if known is not None:
+        return _relabelled(splits, known, "to ImageNet-1k, by WordNet id or name")
+    problem = (
+        f"{splits.name} has {len(names)} classes ({', '.join(names[:3])} ...) and the model {classes}, so its labels "
+        "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
+        "of every class in the model (--label-map FILE, in Python matching(splits, model, label_map={...}))."
+    )
+    return _wrapped(splits, None, problem)
+
+
+def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Returns the ImageNet-1k numbers of classes named by WordNet id or by a name that one class alone has, else None.
+
+    Raises:
+        DataError: The classes are WordNet ids and timm, which has their order, is not installed.
+    """
+    try:
+        from timm.data import ImageNetInfo
+    except ModuleNotFoundError as error:
+        if all(WORDNET_ID.fullmatch(name) for name in names):
+            raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
+        return None
+    known = ImageNetInfo("imagenet-1k")
+    places: dict[str, list[int]] = {}
+    for index in range(known.num_classes()):
+        words = {word.strip().lower() for word in known.index_to_description(index).split(",")}
+        for word in (*words, known.index_to_label_name(index)):
+            places.setdefault(word, []).append(index)
+    found = [places.get(name.lower().replace("_", " "), []) for name in names]
+    if not all(len(indices) == 1 for indices in found):
+        return None
+    return tuple(indices[0] for indices in found)
+
+
+def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tuple[int, ...]:
+    unknown = sorted(label_map.keys() - set(splits.class_names))
+    if unknown:
+        raise UnknownName(f"class of {splits.name} in the label map", unknown[0], splits.class_names)
+    missing = [name for name in splits.class_names if name not in label_map]
+    if missing:
+        raise DataError(
+            f"the label map has no number for {len(missing)} of {len(splits.class_names)} classes of {splits.name}, "
+            f"the first is {missing[0]!r}; give one for every class."
+        )
+    for name, number in label_map.items():
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < classes:
+            raise DataError(
+                f"the label map gives {name!r} the number {number!r}; the model has the classes 0..{classes - 1}."
+            )
+    return tuple(label_map[name] for name in splits.class_names)
+
+
+def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
+    by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
+    names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
+    note = f"labels of its {len(numbers)} classes are mapped {how}"
+    fitted = _wrapped(splits, torch.tensor(numbers), None)
+    return replace(fitted, class_names=names, notes=(*splits.notes, note))
+
+
+def _wrapped(splits: Splits, numbers: Int[Tensor, "classes"] | None, problem: str | None) -> Splits:
+    sets = {name: Relabelled(getattr(splits, name), numbers, problem) for name in ("train", "validation", "test")}
+    return replace(splits, **sets)
