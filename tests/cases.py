@@ -236,7 +236,7 @@ def prescription(vit: Transformer, pattern: Pattern, seed: int = 0) -> Prescript
         if pattern.removes_head:
             stays[0] = heads == 1
         layers.append(LayerPrescription(keep, spectrum.strength, stays, ("because",) * heads))
-    return Prescription(tuple(layers), {"type": "Test"}, model_fingerprint(vit), {})
+    return Prescription(tuple(layers), {"scores": {"rule": "test", "metric": "own"}}, model_fingerprint(vit), {})
 
 
 def with_strength(given: Prescription, factor: float) -> Prescription:

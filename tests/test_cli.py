@@ -138,7 +138,7 @@ def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
     (spent,), (share,) = found["budget"]["spent"], found["budget"]["shares"]
     priced = record("costs", chain.run, "--prescription", out)
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.9 < spent <= 0.95
-    assert found["rule"] == {"type": "EnergyRetention", "rho": share}
+    assert found["rules"] == {"scores": {"rule": f"energy_retention:{share}", "metric": "own"}}
     by_layer = record("prescribe", chain.diagnosis, *asked, "--of", "qk")
     assert all(spent <= 0.95 for spent in by_layer["budget"]["spent"]) and len(by_layer["budget"]["spent"]) > 1
     assert "95 % were allowed" in call("prescribe", chain.diagnosis, *asked).out

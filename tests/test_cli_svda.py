@@ -57,7 +57,7 @@ def test_rules_without_a_metric_use_the_strengths_of_an_svda_model(
 ) -> None:
     record("prescribe", files.plain, "--rule", rule, "--out", tmp_path / "prescription.json")
     prescription = rx.Prescription.load(tmp_path / "prescription.json")
-    assert prescription.about["metric"] == "own"
+    assert prescription.rules["scores"]["metric"] == "own"
     assert all(layer.basis is None for layer in prescription.layers)
 
 

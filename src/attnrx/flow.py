@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
 from attnrx.reports import completed_card, model_card
-from attnrx.rules import LargestMatched, RandomMatched, Rule, UniformMatched, parse_rule, rule_from_dict
+from attnrx.rules import Rule, control_prescriptions, parse_rule
 from attnrx.rules import prescribe as prescribe_with
 from attnrx.storage import write_text
-from attnrx.tokens import Random, TokenPolicy, parse_policy
+from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import train
 
 __all__ = [
@@ -61,8 +61,6 @@ __all__ = [
     "train",
     "verify",
 ]
-
-CONTROLS = ("random", "largest", "uniform")
 
 
 def load(
@@ -135,40 +133,6 @@ def prescribe(
     return prescribe_with(told, read[0], metric, values=read[1], mlp=read[2], tokens=leaving)
 
 
-def control_prescriptions(
-    diagnosis: Diagnosis,
-    prescription: Prescription,
-    kinds: Sequence[str] = CONTROLS,
-    draws: int = 10,
-    seed: int = 0,
-) -> dict[str, tuple[Prescription, ...]]:
-    """Gives prescriptions that keep as many directions as this one but not its choice: `draws` random ones, and the
-    others.
-
-    What it says of the tokens is theirs too. Where it says nothing of the scores, the tokens are controlled: random
-    ones are as many at every stage.
-    """
-    unknown = sorted(set(kinds) - set(CONTROLS))
-    if unknown or draws < 1:
-        raise InvalidInput(f"kinds={tuple(kinds)}, draws={draws}: choose kinds from {CONTROLS}, and at least one draw.")
-    tokens = prescription.tokens
-    if not prescription.rule and tokens is not None:
-        policies = [replace(tokens.policy, reducer=Random(seed + draw)) for draw in range(draws)]
-        made = (replace(prescription, tokens=TokenPrescription.of(policy)) for policy in policies)
-        return {"random": tuple(made)}
-    rule = rule_from_dict(prescription.rule)
-    rules: dict[str, tuple[Rule, ...]] = {
-        "random": tuple(RandomMatched(rule, seed + draw) for draw in range(draws)),
-        "largest": (LargestMatched(rule),),
-        "uniform": (UniformMatched(rule),),
-    }
-    metric = prescription.about.get("metric")
-    return {
-        kind: tuple(prescribe_with(diagnosis, control, metric, tokens=tokens) for control in rules[kind])
-        for kind in kinds
-    }
-
-
 def verify(
     candidate: nn.Module,
     reference: nn.Module,
@@ -203,7 +167,7 @@ def verify(
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
-        "rule": None if comparison.prescription is None else dict(comparison.prescription.rule),
+        "rules": None if comparison.prescription is None else dict(comparison.prescription.rules),
         "tokens": described_tokens(candidate),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
         "threads": torch.get_num_threads(),

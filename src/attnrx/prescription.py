@@ -31,7 +31,10 @@ from attnrx.validation import (
     validated,
 )
 
-KIND, SCHEMA = "attnrx prescription", 2
+KIND, SCHEMA = "attnrx prescription", 3
+
+MAPS = ("scores", "values", "mlp")
+"""What rules decide about."""
 
 
 def _lay_out(part: Any, *fields: str) -> None:
@@ -189,13 +192,14 @@ class TokenPrescription:
 
 @dataclass(frozen=True)
 class Prescription:
-    """Every layer of the model with this fingerprint, the rule that decided, and the data it decided on.
+    """Every layer of the model with this fingerprint, the rules that decided, and the data they decided on.
 
-    `tokens` says which tokens leave between the layers; None where all stay.
+    `rules` holds, for each of MAPS that is prescribed, {"rule": its text, from which `parse_rule` makes the rule,
+    "metric": the metric it decided in}. `tokens` is the prescribed token policy, or None.
     """
 
     layers: tuple[LayerPrescription, ...]
-    rule: Mapping[str, Any]
+    rules: Mapping[str, Mapping[str, str]]
     fingerprint: str
     about: Mapping[str, Any]
     tokens: TokenPrescription | None = None
@@ -231,7 +235,7 @@ class Prescription:
             "kind": KIND,
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
-            "rule": dict(self.rule),
+            "rules": {of: dict(rule) for of, rule in self.rules.items()},
             "about": dict(self.about),
             "removed_share": self.removed_share,
             "layers": [_to_record(layer) for layer in self.layers],
@@ -267,7 +271,7 @@ class Prescription:
             raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; make it again.") from None
         except InvalidInput as error:
             raise CheckpointError(f"{path} and the tensors beside it disagree: {error}") from error
-        found = cls(layers, record["rule"], record["fingerprint"], record["about"], tokens)
+        found = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
         if abs(found.removed_share - record["removed_share"]) > 1e-9:
             raise CheckpointError(
                 f"{path}: removed_share is {record['removed_share']}, its layers give {found.removed_share}; the file "
@@ -413,12 +417,13 @@ LAYER = Record(
 TOKENS = Record(
     {"policy": Text(parse_policy), "reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()}
 )
+RULE = Record({"rule": Text(), "metric": Text()})
 RECORD: Field = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
         "fingerprint": Text(),
-        "rule": JSON_OBJECT,
+        "rules": Record(more=dict.fromkeys(MAPS, RULE)),
         "about": JSON_OBJECT,
         "removed_share": Number(0.0, 1.0),
         "layers": Items(LAYER, 0, MOST_LAYERS),

@@ -108,7 +108,7 @@ def test_layers_of_different_shares_record_a_rule_for_each(
     prescription = prescribe_within(model, found, OF["qk"], Budget(0.7, "qk"))
     first, second = prescription.about["budget"]["shares"]
     text = f"by_layer(energy_retention:{first!r}; energy_retention:{second!r})"
-    assert prescription.about["rule"] == text and prescription.rule["type"] == "ByLayer"
+    assert prescription.rules["scores"] == {"rule": text, "metric": "mix"}
     again = prescribe(found, parse_rule(text), "mix")
     assert again.ranks == prescription.ranks
 

@@ -83,5 +83,5 @@ def test_p_counts_the_draws_that_do_as_well():
 def test_controls_that_are_missing_are_refused(setting: Setting):
     with pytest.raises(InvalidInput, match="nothing to compare"):
         Controls({"random": ()}, partial(masking, setting))
-    with pytest.raises(InvalidInput, match="no prescription of the kind largest"):
-        Controls({"random": controls(setting)["random"]}, partial(masking, setting))
+    with pytest.raises(InvalidInput, match="no prescription of the kind uniform"):
+        Controls({"random": controls(setting)["random"]}, partial(masking, setting), must_beat=("uniform",))

@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.save(folder / "diagnosis.json")
     prescribe(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
     findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
-    Evidence(findings, {"rule": {"type": "TopRank"}}).save(folder / "evidence.json")
+    Evidence(findings, {"rules": {"scores": {"rule": "top_rank:3", "metric": "own"}}}).save(folder / "evidence.json")
     return folder
 
 
@@ -61,7 +61,9 @@ TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": Fals
         ("layers", 3, "is 3; it must be a list"),
         ("layers[0].basis", {"shared": False}, "needs the tensor"),
         ("removed_share", 0.0, "its layers give 0.625"),
-        ("rule", None, "is null; it must be an object"),
+        ("rules", None, "is null; it must be an object"),
+        ("rules.scores.metric", 1, "is 1; it must be a text"),
+        ("rules.score", {}, "rules.score is unknown"),
         ("about", ABSENT, "is missing"),
         ("fingerprint", 7, "is 7; it must be a text"),
         ("tokens", TOKENS | {"policy": "evit:7@4"}, "tokens.policy is 'evit:7@4'"),

@@ -17,6 +17,8 @@ from attnrx.evidence import Finding, judged
 from attnrx.prescription import Prescription
 from attnrx.shapes import Float, Int, Tensor
 
+BEATEN = ("largest",)
+
 
 @dataclass(frozen=True)
 class Controls(Check):
@@ -26,8 +28,9 @@ class Controls(Check):
     `realize` makes a model of each in the very way the candidate was made. Two findings per kind: by how much the
     candidate is nearer to the reference (the control's discrepancy minus its own, Eq. 46), and by how many points
     more accurate. Above 0 the candidate is better. Intervals resample the images, paired, and the draws too where
-    there are several. For the kinds in `must_beat`, being nearer is a claim: it holds where the whole interval lies
-    above 0 and fails where none of it does.
+    there are several. For the kinds in `must_beat` (by default "largest", where there is one), being nearer is a
+    claim: it holds where the whole interval lies above 0 and fails where none of it does. The details name the rules
+    and the token policy of the control: the maps that are decided anew have a rule, the others are the candidate's.
     """
 
     name: ClassVar[str] = "controls"
@@ -35,7 +38,7 @@ class Controls(Check):
     on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]]
     realize: Callable[[Prescription], nn.Module]
-    must_beat: tuple[str, ...] = ("largest",)
+    must_beat: tuple[str, ...] = BEATEN
 
     def __post_init__(self):
         if not self.prescriptions or not all(self.prescriptions.values()):
@@ -43,7 +46,7 @@ class Controls(Check):
                 "Controls without prescriptions have nothing to compare with; give at least one per kind."
             )
         missing = sorted(set(self.must_beat) - self.prescriptions.keys())
-        if missing:
+        if missing and self.must_beat != BEATEN:
             raise InvalidInput(
                 f"Controls(must_beat={self.must_beat}): there is no prescription of the kind {', '.join(missing)}; "
                 f"there are {', '.join(self.prescriptions)}."
@@ -60,10 +63,14 @@ class Controls(Check):
             for prescription in draws:
                 control = predict({kind: self.realize(prescription)}, comparison)
                 models.append(tallied(reference, control.logits[kind], labels))
-            findings += self._against(kind, torch.stack(models, dim=1), comparison.seed)
+            about = {"kind": kind, **_decided(draws[0])}
+            findings += self._against(about, torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)
 
-    def _against(self, kind: str, models: Float[Tensor, "images models 3"], seed: int) -> tuple[Finding, Finding]:
+    def _against(
+        self, about: Mapping[str, Any], models: Float[Tensor, "images models 3"], seed: int
+    ) -> tuple[Finding, Finding]:
+        kind = about["kind"]
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)
@@ -83,7 +90,7 @@ class Controls(Check):
                 nearer.value,
                 **judged(nearer.value, limit, (nearer.low, nearer.high), len(models), at_least=True, strict=True),
                 seed=seed,
-                details={"kind": kind, **spread("discrepancy", distances, lower_is_better=True)},
+                details={**about, **spread("discrepancy", distances, lower_is_better=True)},
             ),
             Finding(
                 self.name,
@@ -94,9 +101,14 @@ class Controls(Check):
                 high=better.high,
                 n=len(models),
                 seed=seed,
-                details={"kind": kind, **spread("accuracy", accuracies, lower_is_better=False)},
+                details={**about, **spread("accuracy", accuracies, lower_is_better=False)},
             ),
         )
+
+
+def _decided(control: Prescription) -> dict[str, Any]:
+    tokens = {} if control.tokens is None else {"tokens": str(control.tokens.policy)}
+    return {"rules": {of: own["rule"] for of, own in control.rules.items()}, **tokens}
 
 
 def tallied(

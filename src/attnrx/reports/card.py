@@ -102,7 +102,7 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
         return []
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
     of = max((layer.keep.shape[1] for layer in prescription.layers), default=0)
-    rule = f"Rule: `{rule_text(prescription)}`. " if prescription.rule else ""
+    rule = "".join(f"Rule of the {of}: `{rule_text(prescription, of)}`. " for of in prescription.rules)
     tokens = "" if prescription.tokens is None else f"Tokens: `{prescription.tokens.policy}`. "
     made = f"{rule}{tokens}For the model with the fingerprint `{prescription.fingerprint}`."
     return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]

@@ -1,12 +1,11 @@
 """Rules: a diagnosis in; which directions and heads stay, at what strength and why, out. They see no model."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from attnrx.config import from_dict
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.by_layer import ByLayer
 from attnrx.rules.contribution_energy import ContributionEnergy
+from attnrx.rules.controls import CONTROLS, control_prescriptions
 from attnrx.rules.effective_rank import EffectiveRank
 from attnrx.rules.energy_retention import EnergyRetention
 from attnrx.rules.fusion_owner import FusionOwner
@@ -57,6 +56,7 @@ RULES: Mapping[str, type[Rule]] = {
 }
 
 __all__ = [
+    "CONTROLS",
     "METRICS",
     "OUTPUT_METRICS",
     "OWN",
@@ -85,11 +85,11 @@ __all__ = [
     "UniformMatched",
     "UniformRank",
     "by_layer",
+    "control_prescriptions",
     "parse_rule",
     "prescribe",
     "readings_needed",
     "rewritten",
-    "rule_from_dict",
     "score_bound",
 ]
 
@@ -97,8 +97,3 @@ __all__ = [
 def parse_rule(text: str) -> Rule:
     """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`; see parsing.py."""
     return parse_text(text, RULES)
-
-
-def rule_from_dict(record: Mapping[str, Any]) -> Rule:
-    """Builds the rule that a prescription recorded."""
-    return from_dict(record, (*RULES.values(), And, Or))

@@ -6,7 +6,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_rule
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import places
 
@@ -27,6 +27,7 @@ class LargestMatched(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Turns the order of the strengths round."""
         spectrum, matched = read_learned_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
+        require_own_directions(self, spectrum, matched)
         removed = spectrum.used.sum(-1) - matched.keep.sum(-1)
         keep = places(spectrum.strength.abs(), spectrum.used) >= removed[:, None]
         return keep_only(spectrum, keep, ["the weakest"] * len(spectrum.heads), matched.heads)

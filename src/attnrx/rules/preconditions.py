@@ -2,6 +2,7 @@
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NotSupported
+from attnrx.prescription import LayerPrescription
 from attnrx.rules.rule import Rule
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
@@ -33,6 +34,12 @@ def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spect
             "Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
         )
     return spectrum
+
+
+def require_own_directions(rule: Rule, spectrum: Spectrum, matched: LayerPrescription) -> None:
+    """Refuses directions that all heads share: how many there are does not follow from how many each head uses."""
+    if spectrum.shared or matched.is_shared:
+        raise NotSupported(f"{rule} ranks the directions of every head, and these are shared; use random_matched.")
 
 
 def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -> Tensor:

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from attnrx.config import to_dict
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NothingChanged
 from attnrx.prescription import LayerPrescription, Prescription, TokenPrescription
@@ -36,9 +34,9 @@ def prescribe(
     what the heads read out, and `mlp` about the two maps of every MLP, each in the metric that its rule states
     (OUTPUT_METRICS; by default "centered", that of the data); `rule` may then be None, and the scores stay as they
     are. `tokens` says which tokens leave between the layers, which needs no reading, as it is decided anew for every
-    image. The prescription records the rules and their metrics, everything the diagnosis says about its model and data,
-    and under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null
-    where there is no such law.
+    image. The prescription records the rules and their metrics, everything the diagnosis says about its model and
+    data, and under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or
+    null where there is no such law.
     """
     _require_askable(diagnosis, (rule, values, mlp), tokens)
     layers, spectra = _decide_scores(diagnosis, rule, metric)
@@ -52,13 +50,13 @@ def prescribe(
         raise NothingChanged(_nothing(spectra, layers, {"rule": rule, "values": values, "mlp": mlp}, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, layers, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    rules = {"rule": rule, "values_rule": values, "mlp_rule": mlp}
-    about: dict[str, Any] = {**diagnosis.about, **{name: str(own) for name, own in rules.items() if own is not None}}
-    about |= {"score_bounds": known, "metric": _metric(diagnosis, rule, metric)}
+    rules = {} if rule is None else {"scores": {"rule": str(rule), "metric": _metric(diagnosis, rule, metric)}}
     outputs = {"values": values, "mlp": mlp}
-    about |= {f"{name}_metric": output_metric(own, name) for name, own in outputs.items() if own is not None}
-    about |= {} if tokens is None else {"tokens": str(tokens.policy)}
-    return Prescription(tuple(layers), {} if rule is None else to_dict(rule), diagnosis.fingerprint, about, tokens)
+    rules |= {
+        name: {"rule": str(own), "metric": output_metric(own, name)} for name, own in outputs.items() if own is not None
+    }
+    about = {**diagnosis.about, "score_bounds": known}
+    return Prescription(tuple(layers), rules, diagnosis.fingerprint, about, tokens)
 
 
 def _metric(diagnosis: Diagnosis, rule: Rule | None, metric: str | None) -> str:

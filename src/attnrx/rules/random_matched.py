@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import Basis, LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count, require_rule
 from attnrx.rules.preconditions import read_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest
 from attnrx.shapes import Float, Tensor
+from attnrx.spectrum import Spectrum
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class RandomMatched(Rule):
 
     A draw depends on the seed, the layer and the head's number in the original model, and on nothing else.
     Strengths stay as they were, also where `rule` changes them.
+
+    Of directions that all heads share, those of the model are permuted, so that as many are used in all and by each
+    head. A rule that makes shared directions is matched by as many directions of random heads, in the same form.
     """
 
     rule: Rule
@@ -33,11 +37,33 @@ class RandomMatched(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Draws directions for every head."""
         spectrum, matched = read_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
+        if matched.is_shared:
+            return self._shared(spectrum, matched, layer)
+        if spectrum.shared:
+            order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
+            return keep_only(spectrum, matched.keep[:, order], self._notes(spectrum), matched.heads)
         draws = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
         for row, head in zip(draws, spectrum.heads, strict=True):
             row.copy_(self._draw(f"{self.seed}/{layer}/{head}", len(row)))
         keep = largest(draws, spectrum.used, matched.keep.sum(-1))
-        return keep_only(spectrum, keep, ["drawn at random"] * len(spectrum.heads), matched.heads)
+        return keep_only(spectrum, keep, self._notes(spectrum), matched.heads)
+
+    @staticmethod
+    def _notes(spectrum: Spectrum) -> list[str]:
+        return ["drawn at random"] * len(spectrum.heads)
+
+    def _shared(self, spectrum: Spectrum, matched: LayerPrescription, layer: int) -> LayerPrescription:
+        """Draws as many of the heads' own directions as `matched` shares, each used by the head that it comes from."""
+        heads, directions = spectrum.strength.shape
+        rank, owned = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
+        drawn = owned[self._draw(f"{self.seed}/{layer}", len(owned)).argsort()[:rank].sort().values]
+        rows = torch.zeros(1, rank, heads * directions, dtype=torch.float64)
+        rows[0, torch.arange(len(drawn)), drawn] = 1.0
+        strength = torch.zeros(heads, rank, dtype=torch.float64)
+        strength[drawn // directions, torch.arange(len(drawn))] = spectrum.strength.flatten()[drawn].double()
+        why = f"shares {rank} directions with all heads of the layer (drawn at random)"
+        basis = Basis(rows, rows, shared=True)
+        return LayerPrescription(matched.keep, strength, matched.heads, (why,) * heads, basis)
 
     def _draw(self, place: str, count: int) -> Float[Tensor, "directions"]:
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7])

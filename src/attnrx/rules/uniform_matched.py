@@ -8,7 +8,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_rule
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest, places
 from attnrx.shapes import Bool, Int, Tensor
@@ -32,7 +32,8 @@ class UniformMatched(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
         """Deals the layer's directions out evenly."""
         spectrum, matched = read_learned_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
-        ranks = _even_ranks(spectrum, matched.heads, int(matched.keep.sum()))
+        require_own_directions(self, spectrum, matched)
+        ranks = _even_ranks(spectrum, matched.heads, sum(matched.ranks))
         keep = largest(spectrum.strength.abs(), spectrum.used, ranks)
         return keep_only(spectrum, keep, ["the same rank in every head"] * len(spectrum.heads), matched.heads)
 

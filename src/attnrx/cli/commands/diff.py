@@ -100,7 +100,7 @@ def _prescriptions(arguments: Namespace) -> Outcome:
     record = {
         "same": not different and _same_tokens(before.tokens, after.tokens),
         "same_model": before.fingerprint == after.fingerprint,
-        "rules": [dict(before.rule), dict(after.rule)],
+        "rules": [{of: dict(rule) for of, rule in each.rules.items()} for each in (before, after)],
         "removed_share": [before.removed_share, after.removed_share],
         "tokens": tokens,
         "heads": heads,

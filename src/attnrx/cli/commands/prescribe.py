@@ -102,7 +102,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     notes = list(prescription.about.get("notes", ()))
     record = {
         "prescription": str(path),
-        "rule": dict(prescription.rule),
+        "rules": {of: dict(rule) for of, rule in prescription.rules.items()},
         "removed_share": prescription.removed_share,
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],

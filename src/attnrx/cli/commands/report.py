@@ -124,10 +124,12 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
-    rho, kind = (evidence.about.get("rule") or {}).get("rho"), evidence.about.get("realization")
+    rules, kind = evidence.about.get("rules") or {}, evidence.about.get("realization")
+    text = rules.get("scores", {}).get("rule")
+    rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
     if rho is None or kind is None:
         raise InvalidInput(
-            f"--trade-off {path}: evidence of the rule {evidence.about.get('rule')} as {kind!r} is no point over rho; "
+            f"--trade-off {path}: evidence of the rule {text} as {kind!r} is no point over rho; "
             "give that of candidates which `attnrx realize` made by a rule with rho, such as energy_retention:0.9."
         )
     change = _finding(evidence, path, "accuracy", "accuracy change")

@@ -1,6 +1,5 @@
 """What was prescribed, and why: the rule, the data it decided on, and one reason per head."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from attnrx.prescription import LayerPrescription, OutputPrescription, Prescription
@@ -8,7 +7,7 @@ from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import number, percent, plain
 from attnrx.reports.sections.section import Section
 
-OTHERS = (("values_rule", "the values"), ("mlp_rule", "the MLP"), ("tokens", "the tokens"))
+OTHERS = {"values": "the values", "mlp": "the MLP"}
 
 
 def treatment(content: ReportContent) -> Section | None:
@@ -18,19 +17,16 @@ def treatment(content: ReportContent) -> Section | None:
         return None
     names = original_heads(content)
     data = {
-        "rule": rule_text(prescription) if prescription.rule else "",
-        "others": [(words, _stated(prescription, name)) for name, words in OTHERS if name in prescription.about],
+        "rule": rule_text(prescription, "scores"),
+        "others": [
+            *((words, rule_text(prescription, name)) for name, words in OTHERS.items() if name in prescription.rules),
+            *(() if prescription.tokens is None else [("the tokens", str(prescription.tokens.policy))]),
+        ],
         "removed": percent(prescription.removed_share),
         "fingerprint": prescription.fingerprint,
         "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
     }
     return Section("prescription", "Prescription", data)
-
-
-def _stated(prescription: Prescription, name: str) -> str:
-    """Returns a rule as text with the metric it decided in."""
-    metric = prescription.about.get(name.replace("rule", "metric"))
-    return f"{prescription.about[name]}" + (f" in the metric {metric}" if metric and name != "tokens" else "")
 
 
 def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
@@ -41,22 +37,12 @@ def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
     return [tuple(range(layer.keep.shape[0])) for layer in layers]
 
 
-def rule_text(prescription: Prescription) -> str:
-    """Gives the rule as it was asked for, or spelled out from its knobs."""
-    return str(prescription.about.get("rule") or describe_rule(prescription.rule))
-
-
-def describe_rule(rule: Mapping[str, Any]) -> str:
-    """Writes a rule as it would be built, EnergyRetention(rho=0.9)."""
-    knobs = ", ".join(f"{name}={_knob(value)}" for name, value in rule.items() if name != "type")
-    return f"{rule.get('type', 'rule')}({knobs})"
-
-
-def _knob(value: Any) -> str:
-    if isinstance(value, Mapping):
-        inside = value.get("tuple")
-        return describe_rule(value) if inside is None else f"({', '.join(_knob(item) for item in inside)})"
-    return plain(value)
+def rule_text(prescription: Prescription, of: str) -> str:
+    """Returns the rule and the metric that decided about a map, "" where none did."""
+    found = prescription.rules.get(of)
+    if found is None:
+        return ""
+    return found["rule"] if found["metric"] == "own" else f"{found['rule']} in the metric {found['metric']}"
 
 
 def _layer(index: int, layer: LayerPrescription, names: tuple[int, ...]) -> dict[str, Any]:

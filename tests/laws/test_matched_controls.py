@@ -1,0 +1,183 @@
+"""Matched controls cost what the prescription costs: equal integers for every layer and map."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import nn
+
+import attnrx as rx
+import cases
+from attnrx.budget import prescribed_costs
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged, NotSupported
+from attnrx.models import family_of
+from attnrx.prescription import Prescription
+from attnrx.rules import CONTROLS, control_prescriptions
+from comparisons import pixels
+from pretrained import VIT, of_timm
+
+COMBINATIONS = 100
+SCORES = {
+    "dense": (
+        None,
+        ("total_rank:0.5", None),
+        ("total_rank:0.3,scope=model", "centered"),
+        ("uniform_rank:0.5,metric=weights", None),
+        ("energy_retention:0.8", "softmax"),
+        ("energy_retention:0.6 & remove_heads:0.01,0.01", "weights"),
+        ("by_layer(top_rank:1; top_rank:2; top_rank:2)", "augmented"),
+        ("contribution_energy:0.7", None),
+    ),
+    "svda": (
+        None,
+        ("energy_retention:0.8", None),
+        ("total_rank:0.5", None),
+        ("effective_rank & remove_heads:0.9,0.9", None),
+        ("top_rank:2 | shrinkage:0.3", None),
+    ),
+}
+VALUES = (
+    None,
+    "total_rank:0.5",
+    "uniform_rank:0.5,metric=weights",
+    "energy_retention:0.7",
+    "total_rank:0.4,scope=model",
+)
+MLP = (
+    None,
+    "uniform_rank:0.3",
+    "total_rank:3,metric=weights",
+    "energy_retention:0.5",
+    "by_layer(top_rank:2; top_rank:3; top_rank:4)",
+)
+TOKENS = (
+    None,
+    "attention_received:0.6@2",
+    "evit(scores=attention_received):0.5@2",
+    "tome:1@every",
+    "dynamicvit:0.5@2",
+    "random(seed=4):0.5@2",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model of three layers and its diagnosis; `form` selects the rules of its scores."""
+
+    form: str
+    model: nn.Module
+    diagnosis: Diagnosis
+
+
+@pytest.fixture(scope="module")
+def subjects() -> list[Subject]:
+    shape: dict[str, Any] = {"width": 12, "depth": 3, "heads": 3, **cases.TINY}
+    readings = (*rx.diagnostics.standard(), rx.diagnostics.Moments())
+    own = {form: cases.model(cases.ViTConfig.uniform(form, **shape)) for form in SCORES}
+    found = [
+        Subject(form, model, rx.diagnose(model, pixels(model.config, 12), diagnostics=readings))
+        for form, model in own.items()
+    ]
+    timm = rx.load(of_timm(VIT, img_size=8, patch_size=4, depth=3, num_classes=3))
+    colours = pixels(cases.ViTConfig.uniform("dense", **{**shape, "channels": 3}), 12)
+    return [*found, Subject("dense", timm, rx.diagnose(timm, colours, diagnostics=readings))]
+
+
+def prescribed(subject: Subject, draw: random.Random) -> Prescription:
+    """A random combination that changes something."""
+    while True:
+        scores = draw.choice(SCORES[subject.form])
+        maps: dict[str, Any] = {"values": draw.choice(VALUES), "mlp": draw.choice(MLP), "tokens": draw.choice(TOKENS)}
+        if maps["values"] is not None and scores is not None and "remove_heads" in scores[0]:
+            continue  # cannot be realized together
+        try:
+            return rx.prescribe(subject.diagnosis, *(scores or (None, None)), **maps)
+        except NothingChanged:
+            continue
+
+
+def layer_costs(model: nn.Module, prescription: Prescription) -> list[dict[str, Any]]:
+    return [layer.parts | {"tokens": layer.tokens} for layer in prescribed_costs(model, prescription).layers]
+
+
+def kept(prescription: Prescription) -> list[Any]:
+    """The chosen directions of every map, and the policy."""
+    tensors = [
+        tensor
+        for layer in prescription.layers
+        for tensor in (
+            layer.keep.double() * layer.strength,
+            *(each.encode for each in (layer.values, *layer.mlp) if each),
+        )
+    ]
+    return [*(tensor.tolist() for tensor in tensors), prescription.tokens and str(prescription.tokens.policy)]
+
+
+def test_controls_of_100_random_prescriptions_cost_equal_integers(subjects: list[Subject]) -> None:
+    draw = random.Random(0)
+    counts: dict[str, int] = dict.fromkeys(CONTROLS, 0)
+    for number in range(COMBINATIONS):
+        subject = subjects[number % len(subjects)]
+        prescription = prescribed(subject, draw)
+        controls = control_prescriptions(subject.diagnosis, prescription, draws=1, seed=number)
+        assert "random" in controls, prescription.rules
+        wanted = layer_costs(subject.model, prescription)
+        for kind, each in controls.items():
+            counts[kind] += 1
+            for control in each:
+                assert layer_costs(subject.model, control) == wanted, (kind, prescription.rules)
+                assert control.rules.keys() == prescription.rules.keys()
+        if number % 20 == 0:  # as realized, too
+            models = [rx.realize(subject.model, each) for each in (prescription, controls["random"][0])]
+            one, other = ([layer.parts for layer in family_of(model).costs(model).layers] for model in models)
+            assert one == other
+    assert min(counts.values()) > COMBINATIONS // 4, counts
+
+
+@pytest.mark.parametrize(
+    ("maps", "kinds"),
+    [
+        ({"values": "total_rank:0.5"}, {"random", "largest", "uniform"}),
+        ({"mlp": "uniform_rank:0.3"}, {"random", "largest"}),
+        ({"tokens": "evit(scores=attention_received):0.5@2"}, {"random"}),
+    ],
+    ids=["values", "mlp", "tokens"],
+)
+def test_every_map_alone_has_controls(subjects: list[Subject], maps: dict[str, str], kinds: set[str]) -> None:
+    subject = subjects[-1]
+    prescription = rx.prescribe(subject.diagnosis, **maps)  # type: ignore[arg-type]
+    controls = control_prescriptions(subject.diagnosis, prescription, draws=2)
+    assert controls.keys() == kinds
+    assert all(kept(control) != kept(prescription) for each in controls.values() for control in each)
+    assert kept(controls["random"][0]) != kept(controls["random"][1])
+
+
+def test_shared_directions_have_random_controls_only(subjects: list[Subject]) -> None:
+    subject = subjects[0]
+    prescription = rx.prescribe(subject.diagnosis, "shared_rank:5,sweeps=1,form=cp,start=water_filling")
+    assert control_prescriptions(subject.diagnosis, prescription, draws=1).keys() == {"random"}
+    with pytest.raises(NotSupported, match="uniform_matched"):
+        control_prescriptions(subject.diagnosis, prescription, ("uniform",))
+
+
+def test_controls_of_a_model_with_shared_directions_use_as_many(subjects: list[Subject]) -> None:
+    dense = subjects[0]
+    shared = rx.realize(
+        dense.model, rx.prescribe(dense.diagnosis, "shared_rank:6,sweeps=1,form=cp,start=water_filling")
+    )
+    found = rx.diagnose(shared, pixels(dense.model.config, 12))  # type: ignore[arg-type]
+    prescription = rx.prescribe(found, "top_rank:2")
+    (control,) = control_prescriptions(found, prescription, ("random",), draws=1)["random"]
+    assert [layer.kept for layer in control.layers] == [layer.kept for layer in prescription.layers]
+    assert layer_costs(shared, control) == layer_costs(shared, prescription)
+
+
+def test_kinds_are_checked(subjects: list[Subject]) -> None:
+    subject = subjects[0]
+    prescription = rx.prescribe(subject.diagnosis, tokens="attention_received:0.5@2")
+    with pytest.raises(InvalidInput, match="choose kinds from"):
+        control_prescriptions(subject.diagnosis, prescription, ("smallest",))
+    with pytest.raises(NotSupported, match="does not exist for tokens"):
+        control_prescriptions(subject.diagnosis, prescription, ("largest",))
