@@ -93,8 +93,8 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
         weight_decay=0.0,
         losses=(rx.losses.Task(0.0),),
         augmentation=rx.data.Augmentation(padding=0, flip=False),
-        strength_init=start.strength,
-        strength_learning_rate=start.factor,
+        strength_init=float(start.strength),
+        strength_learning_rate=float(start.factor),
         precision="fp32",
         seed=seed,
     )

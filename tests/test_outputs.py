@@ -329,7 +329,7 @@ def test_a_folder_moved_aside_by_a_killed_process_comes_back(here: SimpleNamespa
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 import attnrx as rx
 from attnrx.cli import main
 from pathlib import Path
@@ -342,6 +342,7 @@ def slow(self, path):
     return rx.storage.write_atomically(path, write)
 
 rx.Prescription.save = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -76,7 +76,7 @@ def test_evidence_survives_saving(tmp_path: Path) -> None:
 
 
 def test_a_limit_needs_a_verdict() -> None:
-    with pytest.raises(InvalidInput, match="go together"):
+    with pytest.raises(InvalidInput, match="the outcome"):
         Finding("accuracy", "the change", 0.1, limit=0.0)
 
 

@@ -115,7 +115,7 @@ def test_about_says_how_it_was_taken_and_survives_the_disk(tmp_path: Path) -> No
     found = diagnose(vit, images, images=6, seed=4, diagnostics=(SpectralShape(0.3), PerturbationResponse(images=2)))
     assert found.about["data"] == {"name": "speckles", "images": 6, "fingerprint": images.take(6).fingerprint}
     assert found.about["perturbed_images"] == 2 and found.about["seed"] == 4
-    assert found.about["diagnostics"][0] == {"type": "SpectralShape", "epsilon": 0.3, "absolute": False}
+    assert found.about["diagnostics"][0] == {"type": "SpectralShape", "relative": 0.3, "absolute": None}
     found.save(tmp_path / "diagnosis")
     loaded = Diagnosis.load(tmp_path / "diagnosis")
     assert loaded.about == found.about

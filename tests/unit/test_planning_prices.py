@@ -171,7 +171,7 @@ def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, 
 def test_token_stages_are_spread_over_the_layers_and_prune_half_of_the_patches(
     space: Space, depth: int, patches: int, stages: int | None, leaving: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Space, "depth", depth)
+    monkeypatch.setitem(vars(space), "depth", depth)  # a cached property
     monkeypatch.setattr(Space, "patches", patches)
     choices = _some_at(space, stages)
     assert {layer: count for layer, count in enumerate(choices.leaving) if count} == leaving

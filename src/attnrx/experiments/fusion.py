@@ -78,7 +78,7 @@ def _fusion(experiment: FusionExperiment, attention: Attention, share: float, la
     spectrum = attention.spectrum()
     heads = len(spectrum.strength)
     rows = {name: getattr(spectrum, name).expand(heads, -1, -1) for name in ("query", "key")}
-    spectrum = replace(spectrum, **rows)  # where the heads share their rows, they are told once
+    spectrum = replace(spectrum, **rows, shared=False)  # shared rows are repeated for every head
     tensor = JointForm(LayerDiagnosis(spectrum, {}), experiment.metric).tensor
     if _shared(attention):
         mix, error = spectrum.strength.double(), {}

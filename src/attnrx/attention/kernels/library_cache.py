@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 
 from attnrx.errors import CheckpointError
-from attnrx.storage import check_schema, json_text, write_atomically
+from attnrx.storage import check_schema, json_text
 
 KIND, SCHEMA = "attnrx compiled library", 1
 OTHERS_CAN_WRITE = 0o022
@@ -132,8 +132,14 @@ def _build_into(folder: Path, recipe: Recipe) -> None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    def write(temporary: Path) -> None:
-        temporary.touch(0o600)
-        temporary.write_bytes(content)
-
-    write_atomically(path, write)
+    """Replaces a file by one that only this user can read; a link is replaced, not followed, and permissions are new."""
+    descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
