@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from attnrx import flow
 from attnrx.attention import Attention
 from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
@@ -90,39 +88,3 @@ def test_readings_that_overflow_are_refused_before_anything_is_saved() -> None:
     diagnose(vit, speckles(CONFIG))
     with pytest.raises(InvalidInput, match=r"output_\w+ of layer 0 overflowed.*float64"):
         diagnose(vit.float(), speckles(CONFIG))
-
-
-DEAD: dict[str, Callable[[Any, nn.Sequential], list[nn.Module]]] = {
-    "query, key and value": lambda attention, mlp: [attention.scores.query, attention.scores.key, attention.value],
-    "first map of the MLP": lambda attention, mlp: [mlp[0]],
-    "second map of the MLP": lambda attention, mlp: [mlp[1]],
-}
-REQUESTS: dict[str, dict[str, str]] = {
-    "scores": {"rule": "total_rank:0.5"},
-    "scores, equal ranks": {"rule": "uniform_rank:0.5,metric=weights"},
-    "scores, shared": {"rule": "shared_rank:5,form=cp,sweeps=5"},
-    "values": {"values": "total_rank:0.5"},
-    "values, plain SVD": {"values": "uniform_rank:0.5,metric=weights"},
-    "MLP": {"mlp": "uniform_rank:0.3"},
-    "MLP, plain SVD": {"mlp": "uniform_rank:0.3,metric=weights"},
-}
-
-
-@pytest.mark.parametrize("which", DEAD)
-def test_a_dead_layer_does_not_keep_the_others_from_being_prescribed(which: str) -> None:
-    vit, shown = model(CONFIG), images(CONFIG)
-    family = family_of(vit)
-    with torch.no_grad():
-        for dead_map in DEAD[which](family.attention(vit)[1], family.mlp(vit)[1]):
-            for parameter in dead_map.parameters():
-                parameter.zero_()
-    found = diagnose(vit, speckles(CONFIG))
-    assert all(bool(reading.isfinite().all()) for layer in found.layers for reading in layer.readings.values())
-    for request in REQUESTS.values():
-        given = flow.prescribe(found, **request)
-        slim = realize(vit, given)(shown)
-        assert bool(slim.isfinite().all())
-        if "shared" not in request.get("rule", ""):  # directions that heads share have no mask
-            torch.testing.assert_close(slim, realize(vit, given, by="mask")(shown), rtol=0, atol=1e-9)
-        living = given.layers[0]
-        assert any(map(bool, (living.values, *living.mlp))) or not bool(living.keep.all()) or living.basis is not None

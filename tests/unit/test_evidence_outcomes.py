@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_so_many_images_as_are_named_decide(lost: int, gained: int) -> None:
 
 
 def test_limits_and_outcomes_go_together() -> None:
-    for fields in ({"limit": 1.0}, {"outcome": "holds"}, {"limit": 1.0, "outcome": "maybe"}):
+    wrong: tuple[dict[str, Any], ...] = ({"limit": 1.0}, {"outcome": "holds"}, {"limit": 1.0, "outcome": "maybe"})
+    for fields in wrong:
         with pytest.raises(InvalidInput, match="the outcome"):
             Finding("accuracy", "change", 0.0, **fields)
 

@@ -132,7 +132,7 @@ def _build_into(folder: Path, recipe: Recipe) -> None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Replaces a file by one that only this user can read; a link is replaced, not followed, and permissions are new."""
+    """Replaces a file by one of this user alone; a link is replaced, not followed, and permissions are new."""
     descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as handle:
