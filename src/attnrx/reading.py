@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args, get_origin
 
 from attnrx.errors import InvalidInput, UnknownName
 
+LONGEST_NUMBER = 40
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
@@ -44,7 +45,7 @@ class Language:
     def tokens(self, text: str) -> Iterator[Token]:
         """Cuts a text into tokens, or says what cannot be read."""
         pattern = re.compile(
-            r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
+            r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
             rf"|(?P<sign>[{re.escape(self.signs)}]))"
         )
         end, position = len(text.rstrip()), 0
@@ -54,6 +55,8 @@ class Language:
                 start = position + len(text[position:]) - len(text[position:].lstrip())
                 raise self.problem(text, start, f"{text[start:].split()[0]!r} cannot be read")
             kind, said = match.lastgroup, match.group(match.lastgroup)
+            if kind == "number" and len(said) > LONGEST_NUMBER:
+                raise self.problem(text, match.start(kind), f"a number of {len(said)} characters is too long")
             yield Token(said if kind == "sign" else kind, said, match.start(kind))
             position = match.end()
         yield Token("end", "the end", end)

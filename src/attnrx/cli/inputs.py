@@ -1,12 +1,12 @@
 """From the words of a command to models and images."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attnrx as rx
 from attnrx.errors import InvalidInput
-from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,11 +84,9 @@ def placed(model: "nn.Module", device: str | None) -> "nn.Module":
 Number = TypeVar("Number", int, float)
 
 
-def numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
-    """Reads numbers with commas between them."""
+def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Reads numbers with commas between them, each of one of the types of `options`."""
     try:
-        read: Any = share if kind is float else kind
-        return tuple(read(part) for part in text.split(","))
-    except ValueError as error:
-        what = "whole numbers" if kind is int else "numbers"
-        raise InvalidInput(f"{option} {text!r}: give {what} with commas between them.") from error
+        return tuple(kind(part) for part in text.split(","))
+    except ArgumentTypeError as error:
+        raise InvalidInput(f"{option} {text!r}: {error}; give numbers with commas between them.") from error

@@ -14,6 +14,7 @@ from types import FrameType
 
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
+from attnrx.cli.options import require_environment
 from attnrx.cli.outcome import Outcome, Say, show
 from attnrx.cli.outputs import require_out
 from attnrx.cli.parser import Parser, UsageError
@@ -93,8 +94,17 @@ def _guarded(words: list[str]) -> int:
     except (AttnrxError, OSError) as error:
         return _complain(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
+        if _is_out_of_memory(error):
+            said = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
+            return _complain(words, error, said, BAD_INPUT)
         said = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
         return _complain(words, error, said, DEFECT)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
+    )
 
 
 def _run(words: list[str]) -> int:
@@ -112,6 +122,7 @@ def _run(words: list[str]) -> int:
 
 def outcome_of(words: Sequence[str], say: Say) -> Outcome:
     """Runs the command that the words name, whatever it raises, and gives its answer."""
+    require_environment()
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")

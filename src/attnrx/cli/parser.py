@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from attnrx.cli.options import BATCH, COUNT, SEED, device, require_text
 from attnrx.cli.outputs import FILE
 from attnrx.errors import AttnrxError, nearest
 
@@ -35,6 +36,14 @@ class Parser(argparse.ArgumentParser):
         options = [option for option in self._option_string_actions if option.startswith("--")]
         hint = f": {nearest(strange[1], options)}" if strange else "."
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
+
+    def parse_args(self, *given: Any, **named: Any) -> Any:
+        """Parses the words and refuses empty texts, and texts that are not UTF-8."""
+        found = super().parse_args(*given, **named)
+        for action in self._actions:
+            option = action.option_strings[-1] if action.option_strings else action.dest
+            require_text(option, getattr(found, action.dest, None))
+        return found
 
 
 # How a policy of tokens is written, for the help of the commands that take one.
@@ -84,19 +93,19 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
 def add_split(parser: Parser, default: str) -> None:
     """Adds which images of the dataset are used, and how."""
     parser.add_argument("--split", choices=("train", "validation", "test"), default=default, help=f"({default})")
-    parser.add_argument("--images", type=int, metavar="N", help="use the first N images only, balanced over classes")
+    parser.add_argument("--images", type=COUNT, metavar="N", help="use the first N images only, balanced over classes")
 
 
 def add_running(parser: Parser, batch_size: int) -> None:
     """Adds how a model is run."""
-    parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=f"({batch_size})")
-    parser.add_argument("--seed", type=int, default=0, help="feeds every random draw (0)")
+    parser.add_argument("--batch-size", type=BATCH, default=batch_size, metavar="N", help=f"({batch_size})")
+    parser.add_argument("--seed", type=SEED, default=0, help="feeds every random draw (0)")
     add_device(parser)
 
 
 def add_device(parser: Parser) -> None:
     """Adds where a model is run."""
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
+    parser.add_argument("--device", type=device, metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
 
 
 def add_backend(parser: Parser) -> None:

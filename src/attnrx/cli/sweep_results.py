@@ -3,11 +3,13 @@
 import csv
 import io
 from argparse import Namespace
+from typing import Any
 
 import attnrx as rx
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 FORMATS = ("table", "markdown", "csv")
 ERROR_SHOWN = 100  # characters of an error in the table of jobs
 
@@ -69,8 +71,14 @@ def every_number(store: "rx.results.Store") -> str:
     labels = list(dict.fromkeys(name for result in results for name in result.labels))
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([*labels, "metric", "value", "low", "high", "n", "unit"])
+    writer.writerow([*map(_cell, labels), "metric", "value", "low", "high", "n", "unit"])
     for result in results:
         told = [result.labels.get(name) for name in labels]
-        writer.writerow([*told, result.metric, result.value, result.low, result.high, result.n, result.unit])
+        row = [*told, result.metric, result.value, result.low, result.high, result.n, result.unit]
+        writer.writerow(map(_cell, row))
     return lines.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A cell that spreadsheets do not take for a formula: texts that begin like one get an apostrophe before them."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in FORMULA else value

@@ -5,6 +5,8 @@ import math
 from attnrx.errors import InvalidRule
 from attnrx.rules.rule import Rule, rule_name
 
+MOST = 2**31 - 1
+
 
 def require_share(rule: Rule, knob: str, value: float) -> None:
     """Refuses what is not a share: a number in (0, 1]."""
@@ -22,13 +24,13 @@ def require_positive(rule: Rule, knob: str, value: float) -> None:
 
 def require_count(rule: Rule, knob: str, value: int, least: int = 0) -> None:
     """Refuses what is not a whole number from `least` on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number, {least} or more.")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number in {least}..{MOST}.")
 
 
 def require_rank(rule: Rule, knob: str, value: int | float) -> None:
     """Refuses what is neither a whole number of directions nor a share of them: a float in (0, 1]."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
     if not whole and not (isinstance(value, float) and 0 < value <= 1):
         raise InvalidRule(
             f"{_asked(rule, knob, value)}: give a whole number of directions, or a share of them in (0, 1], e.g. 0.5."

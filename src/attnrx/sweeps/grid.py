@@ -1,7 +1,7 @@
 """A sweep as text: the words of one command, and the values that some of them take, in every combination."""
 
 import itertools
-import json
+import math
 import re
 import shlex
 import tomllib
@@ -10,11 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.results import Job, Label, require_labels
+from attnrx.storage import read_json
+from attnrx.validation import JSON_OBJECT, Anything, Items, Record, Text, below, require_regular, validated
 
 OUT = "out"  # {out} stands for a folder of the job's own, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
+
+MOST_JOBS = 100_000
+
+
+def _check_command(value: Mapping[str, Any], where: str) -> None:
+    if not isinstance(value["command"], str):
+        Items(Text(), 1).check(value["command"], below(where, "command"))
+
+
+RECORD = Record({"command": Anything()}, {"grid": JSON_OBJECT}, then=_check_command)
 
 Words = tuple[str, ...]
 
@@ -54,13 +66,11 @@ class Sweep:
         """Reads TOML or JSON: `command`, as one text or a list of words, and `grid`."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            record = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except (OSError, ValueError) as error:
+            is_json = path.suffix == ".json"
+            record = read_json(path) if is_json else tomllib.loads(require_regular(path).read_text(encoding="utf-8"))
+            validated(record, RECORD, path)
+        except (OSError, ValueError, RecursionError, CheckpointError) as error:
             raise InvalidInput(f"{path} cannot be read as a sweep ({error}); it has {FORM}.") from error
-        strange = sorted(record.keys() - {"command", "grid"})
-        if strange or not isinstance(record.get("grid", {}), Mapping) or "command" not in record:
-            raise InvalidInput(f"{path} has {', '.join(record) or 'nothing'}; a sweep has {FORM}, and no more.")
         return cls.of(record["command"], record.get("grid", {}))
 
     @classmethod
@@ -69,7 +79,7 @@ class Sweep:
 
         An axis is a list of values, or a table of names and values; a value is a text, a number, or a list of words.
         """
-        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        words = _split(command) if isinstance(command, str) else [str(word) for word in command]
         if words[:1] == ["attnrx"]:
             words = words[1:]
         return cls(tuple(words), {name: _values(name, given) for name, given in grid.items()})
@@ -77,11 +87,21 @@ class Sweep:
     @property
     def jobs(self) -> tuple[Job, ...]:
         """Every combination, the last axis changing fastest."""
+        count = math.prod(map(len, self.grid.values()))
+        if count > MOST_JOBS:
+            raise InvalidInput(f"the axes have {count:,} combinations; a sweep has at most {MOST_JOBS:,} jobs.")
         chosen = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return tuple(
             Job(tuple(word for part in self.command for word in _filled(part, values)), _labels(values))
             for values in chosen
         )
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:  # a quote that is not closed
+        raise InvalidInput(f"the command {command!r} cannot be cut into words: {str(error).lower()}.") from error
 
 
 def _values(name: str, given: Any) -> tuple[Value, ...]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
+from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, device
 from attnrx.cli.outcome import Outcome, Say, Table
 from attnrx.cli.parser import Parser, add_backend, add_contenders, add_model, add_out
 
@@ -31,30 +32,30 @@ def add(parser: Parser) -> None:
         help="what runs all models, the shipped one too: eager, compiled (torch.compile), or a format that `attnrx "
         "export` writes, e.g. onnx for ONNX Runtime (eager)",
     )
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="rounds in which all take turns (20)")
+    parser.add_argument("--rounds", type=ROUNDS, default=20, metavar="N", help="rounds in which all take turns (20)")
     parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
     add_backend(parser)
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (cuda where there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="feeds fresh weights and every random draw (0)")
+    parser.add_argument("--device", type=device, help="cpu, cuda or cuda:N (cuda where there is one)")
+    parser.add_argument("--seed", type=SEED, default=0, help="feeds fresh weights and every random draw (0)")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Diagnoses on noise, makes every contender, and times all in turns beside the model that the library ships."""
-    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
-    shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
+    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
+    shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
     model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    device = str(next(model.parameters()).device)
-    conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
+    placed = str(next(model.parameters()).device)
+    conditions = rx.costs.Conditions(placed, arguments.precision, None, arguments.runtime == "compiled")
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
-    threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, int)
+    threads = (None,) if arguments.threads is None else numbers("--threads", arguments.threads, THREADS)
     protocols = tuple(
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
     rates = rx.experiments.Rates(
-        numbers("--batches", arguments.batches, int), protocols, shares, macs, runtime, arguments.backend
+        numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime, arguments.backend
     )
     bench = rx.experiments.noise_bench(model.to("cpu"), arguments.seed)
     speeds = rx.experiments.compare_speeds(bench, contenders, rates, say, arguments.out)

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, load_model, numbers, splits_for
+from attnrx.cli.options import COUNT, SHARE
 from attnrx.cli.outcome import Outcome, Say, Table
 from attnrx.cli.parser import Parser, add_contenders, add_data, add_model, add_out, add_running, add_split
 
@@ -23,14 +24,14 @@ def add(parser: Parser) -> None:
     add_running(parser, 64)
     add_contenders(parser, SHARES)
     parser.add_argument(
-        "--calibration-images", type=int, default=96, metavar="N", help="training images to diagnose on (96)"
+        "--calibration-images", type=COUNT, default=96, metavar="N", help="training images to diagnose on (96)"
     )
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:
     """Diagnoses once, then prescribes, realizes and measures every contender at every share, or at equal MACs."""
-    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, float)
-    shares = () if macs else numbers("--shares", arguments.shares or SHARES, float)
+    macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
+    shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
     contenders = [rx.experiments.Contender.parse(text) for text in arguments.contenders]
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)

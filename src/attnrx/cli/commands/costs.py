@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
+from attnrx.cli.options import RANK, SHARE_REMOVED
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import POLICY, Parser, add_trust
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
-from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +27,7 @@ def add(parser: Parser) -> None:
     smaller.add_argument("--prescription", metavar="FILE", help="price the model that this would leave")
     smaller.add_argument(
         "--removed-share",
-        type=share,
+        type=SHARE_REMOVED,
         metavar="SHARE",
         help="price the removal of this share of the directions, 0 to 1, the same in every layer",
     )
@@ -44,8 +44,8 @@ def add(parser: Parser) -> None:
         help="query and key: full, truncatt:R (R directions for each head), cp:R (R that all heads share), "
         "irratt:R (R in all, as many for each head as it needs)",
     )
-    forms.add_argument("--vo", type=int, metavar="R", help="value and output: R features for each head")
-    forms.add_argument("--mlp", type=int, metavar="R", help="MLP: each of its two maps written as two of rank R")
+    forms.add_argument("--vo", type=RANK, metavar="R", help="value and output: R features for each head")
+    forms.add_argument("--mlp", type=RANK, metavar="R", help="MLP: each of its two maps written as two of rank R")
     forms.add_argument(
         "--tokens",
         metavar="POLICY",

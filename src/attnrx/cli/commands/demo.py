@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli.options import COUNT, SEED
 from attnrx.cli.outcome import Outcome, Say, Table
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_out
@@ -13,8 +14,8 @@ EXAMPLE = "attnrx demo --data digits --out runs/demo"
 def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="instead of what suits the dataset")
-    parser.add_argument("--seed", type=int, default=42, help="(42)")
+    parser.add_argument("--epochs", type=COUNT, metavar="N", help="instead of what suits the dataset")
+    parser.add_argument("--seed", type=SEED, default=42, help="(42)")
     add_out(parser, "the folder of everything", "runs/demo", writes=FOLDER)
 
 

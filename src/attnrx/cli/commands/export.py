@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.options import OPSET, batch
 from attnrx.cli.outcome import Outcome, Say, Table
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.errors import InvalidInput
@@ -28,9 +29,13 @@ def add(parser: Parser) -> None:
     )
     add_out(parser, "the file; its facts go beside it, into PATH.json", kind="attnrx exported model")
     parser.add_argument(
-        "--batch", default="dynamic", metavar="N", help="images at once, or dynamic for any number (dynamic)"
+        "--batch",
+        type=batch,
+        default="dynamic",
+        metavar="N",
+        help="images at once, or dynamic for any (dynamic)",
     )
-    parser.add_argument("--opset", type=int, metavar="N", help="the version of ONNX's operators, 18 to 23 (20)")
+    parser.add_argument("--opset", type=OPSET, metavar="N", help="the version of ONNX's operators, 18 to 23 (20)")
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), help="of weights and images (the model's own)"
     )
@@ -49,7 +54,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         model,
         arguments.out,
         form,
-        batch=_batch(arguments.batch),
+        batch=arguments.batch,
         precision=arguments.precision,
         calibration=calibration,
     )
@@ -62,8 +67,8 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         )
         for each in facts["parity"]
     )
-    batch = facts["images"]["batch"]
-    shape = " x ".join(map(str, (batch or "N", *facts["images"]["shape"])))
+    size = facts["images"]["batch"]
+    shape = " x ".join(map(str, (size or "N", *facts["images"]["shape"])))
     told = f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json"
     record = {"exported": str(arguments.out), **facts}
     return Outcome(record, (Table(("parity", "value", "limit"), rows), told, f"exported: {arguments.out}"))
@@ -76,7 +81,3 @@ def _format(arguments: Namespace) -> "rx.exporting.Format":
     if "opset" not in {field.name for field in fields(form)}:  # type: ignore[arg-type]
         raise InvalidInput(f"--opset {arguments.opset} goes with onnx and int8; {form.name} has no operators of ONNX.")
     return replace(form, opset=arguments.opset)  # type: ignore[type-var]
-
-
-def _batch(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running
@@ -35,16 +36,16 @@ def add(parser: Parser) -> None:
     chosen.add_argument("--reducer", default="ward", metavar="REDUCER", help="how tokens leave, untrained (ward)")
     sought = parser.add_argument_group("how it is sought")
     sought.add_argument("--diagnosis", metavar="FILE", help="of this model (made on the first 96 training images)")
-    sought.add_argument("--images", type=int, default=1024, metavar="N", help="training images to plan by (1024)")
-    sought.add_argument("--other-images", type=int, default=256, metavar="N", help="images to promise by (256)")
-    sought.add_argument("--trials", type=int, default=48, metavar="N", help="plans to make and measure (48)")
+    sought.add_argument("--images", type=COUNT, default=1024, metavar="N", help="training images to plan by (1024)")
+    sought.add_argument("--other-images", type=COUNT, default=256, metavar="N", help="images to promise by (256)")
+    sought.add_argument("--trials", type=TRIALS, default=48, metavar="N", help="plans to make and measure (48)")
     sought.add_argument("--storage", metavar="PLACE", help="where trials are kept: a file, or an address of Optuna")
     clock = parser.add_argument_group("the clock, for latency")
-    clock.add_argument("--batch", type=int, default=32, metavar="N", help="images at once (32)")
-    clock.add_argument("--threads", type=int, metavar="N", help="CPU threads (as many as torch takes)")
+    clock.add_argument("--batch", type=BATCH, default=32, metavar="N", help="images at once (32)")
+    clock.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (as many as torch takes)")
     clock.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
     clock.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
-    clock.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds in which every block is timed (7)")
+    clock.add_argument("--rounds", type=ROUNDS, default=7, metavar="N", help="rounds in which every block is timed (7)")
     add_running(parser, 32)
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
+from attnrx.cli.options import SHARE
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.parser import POLICY, Parser, add_out, add_trust
 from attnrx.errors import InvalidInput
-from attnrx.reading import share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +69,7 @@ def add(parser: Parser) -> None:
     )
     budget.add_argument(
         "--macs",
-        type=share,
+        type=SHARE,
         metavar="SHARE",
         help="what is left may cost this share of the original's MACs: 0.7, 70%%",
     )

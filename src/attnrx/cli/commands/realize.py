@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.making import REFINED_ON, made
+from attnrx.cli.options import COUNT, STEPS
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
@@ -41,7 +42,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument(
         "--refine",
-        type=int,
+        type=STEPS,
         default=0,
         metavar="STEPS",
         help="bring the queries and keys of every layer nearer to the original's attention afterwards, on --data and "
@@ -50,7 +51,7 @@ def add(parser: Parser) -> None:
     add_data(parser, "for --norms refit and --refine, whose training images are used", required=False)
     parser.add_argument(
         "--calibration-images",
-        type=int,
+        type=COUNT,
         default=512,
         metavar="N",
         help=f"training images for --norms refit (512); the first {REFINED_ON} of them for --refine",
@@ -74,8 +75,6 @@ def run(arguments: Namespace, say: Say) -> Outcome:
 
 
 def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
-    if arguments.refine < 0:
-        raise InvalidInput(f"--refine {arguments.refine}: give a number of steps, e.g. 200, or 0 for none.")
     if not arguments.refine and (arguments.by != "compress" or arguments.norms != "refit"):
         return None
     if arguments.data is None:

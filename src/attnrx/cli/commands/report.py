@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.options import COUNT
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
 from attnrx.errors import CheckpointError, InvalidInput
@@ -39,7 +40,7 @@ def add(parser: Parser) -> None:
     )
     maps.add_argument("--reference", metavar="MODEL", help="the model the candidate was made from")
     maps.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
-    maps.add_argument("--samples", type=int, default=6, metavar="N", help="test images to show (6)")
+    maps.add_argument("--samples", type=COUNT, default=6, metavar="N", help="test images to show (6)")
     add_data(parser, "whose test images are shown", required=False)
     add_device(parser)
 

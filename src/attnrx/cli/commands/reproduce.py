@@ -4,9 +4,10 @@ from argparse import Namespace
 from typing import Any
 
 import attnrx as rx
+from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, seeds
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import Parser, UsageError, add_out
+from attnrx.cli.parser import Parser, add_out
 
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
@@ -34,21 +35,21 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
     )
-    parser.add_argument("--seeds", type=_seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
+    parser.add_argument("--seeds", type=seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
     parser.add_argument(
         "--tiny",
         action="store_true",
         help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side, a process each (1)")
+    parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
     add_out(parser, "the folder of all runs and tables", "runs", writes=FOLDER)
     knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
-    knobs.add_argument("--epochs", type=int, metavar="N", help="epochs of training or fine-tuning")
-    knobs.add_argument("--draws", type=int, metavar="N", help="random controls for each prescription")
-    knobs.add_argument("--test-images", type=int, metavar="N", help="measure on fewer test images")
-    knobs.add_argument("--control-images", type=int, metavar="N", help="measure the controls on fewer test images")
-    knobs.add_argument("--calibration-images", type=int, metavar="N", help="diagnose on so many training images")
-    knobs.add_argument("--batch-size", type=int, metavar="N", help="images in a step of training")
+    knobs.add_argument("--epochs", type=COUNT, metavar="N", help="epochs of training or fine-tuning")
+    knobs.add_argument("--draws", type=DRAWS, metavar="N", help="random controls for each prescription")
+    knobs.add_argument("--test-images", type=COUNT, metavar="N", help="measure on fewer test images")
+    knobs.add_argument("--control-images", type=COUNT, metavar="N", help="measure the controls on fewer test images")
+    knobs.add_argument("--calibration-images", type=COUNT, metavar="N", help="diagnose on so many training images")
+    knobs.add_argument("--batch-size", type=BATCH, metavar="N", help="images in a step of training")
     knobs.add_argument("--model", metavar="MODEL", help="a pre-trained model: timm:NAME, hf:ID or a saved folder")
     knobs.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
     knobs.add_argument("--data", dest="dataset", metavar="NAME", help="a known name, hf:owner/name, or a path")
@@ -83,13 +84,6 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     )
     shown = (table.to_markdown(), *off, f"also in {arguments.out}/{table.name}{kinds}")
     return Outcome(table.to_records(), shown, 1 if table.off else 0)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(seed) for seed in text.split(","))
-    except ValueError:
-        raise UsageError(f"--seeds {text}: give whole numbers set apart by commas, e.g. 42,43,44.") from None
 
 
 def _value(given: Any) -> Any:

@@ -1,10 +1,10 @@
 """attnrx sweep: one command over seeds, datasets and rules; every number of every job in one results store."""
 
-import shlex
 from argparse import Namespace
 from typing import Any
 
 import attnrx as rx
+from attnrx.cli.options import NOT_NEGATIVE, THREADS
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser
 from attnrx.cli.sweep_results import add_results, show_results, show_status
@@ -32,9 +32,9 @@ def add(parser: Parser) -> None:
         "--over", action="append", default=[], metavar="AXIS=V,V", help="an axis, with --command; may be repeated"
     )
     run.add_argument("--engine", choices=("processes", "ray"), default="processes", help="(processes)")
-    run.add_argument("--workers", type=int, default=1, metavar="N", help="jobs side by side (1)")
-    run.add_argument("--threads", type=int, metavar="N", help="CPU threads of a job (the processors, shared evenly)")
-    run.add_argument("--gpus", type=float, default=0.0, metavar="X", help="GPUs reserved for a job, with ray (0)")
+    run.add_argument("--workers", type=THREADS, default=1, metavar="N", help="jobs side by side (1)")
+    run.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads of a job (an even share)")
+    run.add_argument("--gpus", type=NOT_NEGATIVE, default=0.0, metavar="X", help="GPUs of a job, with ray (0)")
     run.add_argument("--retry", action="store_true", help="run failed jobs again, too")
     add_results(parser)
 
@@ -78,7 +78,7 @@ def _sweep(arguments: Namespace) -> "rx.sweeps.Sweep | None":
         return None if arguments.place is None else rx.sweeps.Sweep.load(arguments.place)
     if arguments.place is not None:
         raise InvalidInput(f"{arguments.place} and --command are both sweeps; give one of them.")
-    return rx.sweeps.Sweep.of(shlex.split(arguments.command), dict(_axis(text) for text in arguments.over))
+    return rx.sweeps.Sweep.of(arguments.command, dict(_axis(text) for text in arguments.over))
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

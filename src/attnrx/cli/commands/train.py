@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import load_splits, splits_for
 from attnrx.cli.losses import parse_losses
+from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, SEED
 from attnrx.cli.outcome import Outcome, Say, Table, percent
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
@@ -19,24 +20,24 @@ EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 
 
 # Knobs of TrainingConfig that are one number: the option, its type, its help with the default.
 KNOBS = (
-    ("epochs", int, "passes over the training images (80)"),
-    ("batch_size", int, "images of one step, over all processes (256, or less where there are fewer images)"),
-    ("accumulate", int, "parts that every step runs in, one after another, for less memory (1)"),
-    ("learning_rate", float, "peak of the warm-up and cosine (0.001)"),
-    ("min_learning_rate", float, "where the cosine ends (0)"),
-    ("warmup_learning_rate", float, "where the warm-up begins (0)"),
-    ("layer_decay", float, "factor on the learning rate for every block before the last (1.0)"),
-    ("joining", float, "share of the run over which blocks begin to train, the last first (0: all at once)"),
-    ("weight_decay", float, "on matrices; never on biases, norms or strengths (0.05)"),
-    ("warmup_epochs", float, "epochs of rising learning rate (5, at most a tenth of the run)"),
-    ("gradient_clip", float, "largest norm of a gradient (1.0)"),
-    ("strength_init", float, "set every strength to this first; larger lets attention sharpen sooner (1.0)"),
-    ("strength_decay", float, "weight decay of the strengths; pulls the weak ones to zero (0)"),
-    ("strength_learning_rate", float, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
-    ("predictor_learning_rate", float, "factor on the learning rate of the predictors of tokens that leave (10)"),
-    ("ema", float, "decay of a running mean of the weights, which is then saved (off)"),
-    ("seed", int, "weights, order, augmentation and noise (42)"),
-    ("checkpoint_every", int, "steps between checkpoints (500)"),
+    ("epochs", COUNT, "passes over the training images (80)"),
+    ("batch_size", BATCH, "images of one step, over all processes (256, or less where there are fewer images)"),
+    ("accumulate", BATCH, "parts that every step runs in, one after another, for less memory (1)"),
+    ("learning_rate", NUMBER, "peak of the warm-up and cosine (0.001)"),
+    ("min_learning_rate", NUMBER, "where the cosine ends (0)"),
+    ("warmup_learning_rate", NUMBER, "where the warm-up begins (0)"),
+    ("layer_decay", NUMBER, "factor on the learning rate for every block before the last (1.0)"),
+    ("joining", NUMBER, "share of the run over which blocks begin to train, the last first (0: all at once)"),
+    ("weight_decay", NUMBER, "on matrices; never on biases, norms or strengths (0.05)"),
+    ("warmup_epochs", NUMBER, "epochs of rising learning rate (5, at most a tenth of the run)"),
+    ("gradient_clip", NUMBER, "largest norm of a gradient (1.0)"),
+    ("strength_init", NUMBER, "set every strength to this first; larger lets attention sharpen sooner (1.0)"),
+    ("strength_decay", NUMBER, "weight decay of the strengths; pulls the weak ones to zero (0)"),
+    ("strength_learning_rate", NUMBER, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
+    ("predictor_learning_rate", NUMBER, "factor on the learning rate of the predictors of tokens that leave (10)"),
+    ("ema", NUMBER, "decay of a running mean of the weights, which is then saved (off)"),
+    ("seed", SEED, "weights, order, augmentation and noise (42)"),
+    ("checkpoint_every", COUNT, "steps between checkpoints (500)"),
 )
 
 
@@ -54,7 +55,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--tensorboard", action="store_true", help="log to TensorBoard in --out too")
     knobs = parser.add_argument_group("training")
     for name, kind, said in KNOBS:
-        knobs.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=said)
+        knobs.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is NUMBER else "N", help=said)
     knobs.add_argument("--precision", choices=("bf16", "fp32"), help="of the forward pass (bf16)")
     knobs.add_argument(
         "--parallel",
@@ -73,8 +74,8 @@ def add(parser: Parser) -> None:
     knobs.add_argument("--teacher-weights", metavar="FILE", help="the weights of a teacher timm:NAME, in a local file")
     knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="parameters that stay, e.g. 'source.patch_embed'")
     knobs.add_argument("--nonnegative-fusion", action="store_true", help="keep shared directions' strengths above zero")
-    knobs.add_argument("--mixup", type=float, metavar="A", help="blend images, shares from Beta(A, A) (off)")
-    knobs.add_argument("--cutmix", type=float, metavar="A", help="paste parts of images, shares from Beta(A, A) (off)")
+    knobs.add_argument("--mixup", type=NOT_NEGATIVE, metavar="A", help="blend images, shares from Beta(A, A) (off)")
+    knobs.add_argument("--cutmix", type=NOT_NEGATIVE, metavar="A", help="paste parts, shares from Beta(A, A) (off)")
 
 
 def run(arguments: Namespace, say: Say) -> Outcome:

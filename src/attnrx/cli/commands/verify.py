@@ -12,6 +12,7 @@ import attnrx as rx
 from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.making import kind_of, made
+from attnrx.cli.options import DRAWS, POINTS
 from attnrx.cli.outcome import Outcome, Say
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
 from attnrx.errors import InvalidInput
@@ -43,8 +44,8 @@ def add(parser: Parser) -> None:
         "transfer(per_class=50); promises, of a plan (all but controls, promises and transfer)",
     )
     chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
-    chosen.add_argument("--draws", type=int, default=10, metavar="N", help="random controls (10)")
-    chosen.add_argument("--most-drop", type=float, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
+    chosen.add_argument("--draws", type=DRAWS, default=10, metavar="N", help="random controls (10)")
+    chosen.add_argument("--most-drop", type=POINTS, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
     add_backend(parser)
     add_split(parser, "test")
     add_running(parser, 256)
