@@ -54,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prescription = rx.prescribe(diagnosis, RULE, values=RULE, mlp="uniform_rank:2", tokens="random:0.5@2")
     prescription.save(root / "prescription.json")
     rx.prescribe(diagnosis, RULE).save(root / "plain.json")
-    findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, holds=True, low=-0.9, high=0.1, n=100),)
+    findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
     Evidence(findings, {"rule": {"type": "TopRank"}}).save(root / "evidence.json")
     write_export(root / "model.pt2")
     (root / "sweep.toml").write_text('command = "costs {model}"\n[grid]\nmodel = ["svda:digits"]\n')

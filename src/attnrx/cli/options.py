@@ -79,7 +79,10 @@ def batch(text: str) -> int | str:
 
 def seeds(text: str) -> tuple[int, ...]:
     """The type of several seeds with commas between them, each once."""
-    found = tuple(SEED(part) for part in text.split(","))
+    try:
+        found = tuple(SEED(part) for part in text.split(","))
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; give seeds with commas between them") from error
     if len(set(found)) < len(found):
         raise ArgumentTypeError(f"{text!r} gives a seed twice")
     return found
