@@ -5,13 +5,16 @@ Everything runs in this process through the function behind the command `attnrx`
 
 import importlib
 import io
+import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -22,13 +25,15 @@ from attnrx.cli import main
 from attnrx.cli.commands import COMMANDS
 from attnrx.cli.parser import Parser
 from attnrx.config import to_dict
+from attnrx.errors import AttnrxError
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
-from attnrx.storage import file_sha256, write_json
-from pictures import write_folder
+from attnrx.storage import SEAL, file_sha256, read_json, sealed, write_json
+from edits import ABSENT, edited
+from pictures import encoded, rows, write_folder, write_parquet
 
-SECONDS = 10
+SECONDS = 60
 NAN, INFINITY = float("nan"), float("inf")
 RULE = "total_rank:0.5"
 
@@ -145,6 +150,54 @@ def test_a_value_outside_the_type_of_an_option_is_refused(command: str, option: 
         refused([command, option, text], f"argument {option}")
 
 
+COMPLETE = {
+    "bench": "svda:digits --contenders a=total_rank:0.5 --out {out}",
+    "compare": "{model} --data {data} --contenders a=total_rank:0.5 --out {out}",
+    "costs": "svda:digits",
+    "demo": "--out {out}",
+    "diagnose": "{model} --data {data} --out {out}",
+    "diff": "{plain} {plain}",
+    "export": "{model} --to program --out {out}.pt2",
+    "plan": "{model} --target macs=0.5x --data {data} --out {out}",
+    "prescribe": "{diagnosis} --rule total_rank:0.5 --out {out}.json",
+    "push": "{model} owner/name",
+    "realize": "{model} --prescription {plain} --out {out}",
+    "report": "--prescription {plain} --out {out}.html",
+    "reproduce": "svda/table1 --out {out}",
+    "sweep": "run {sweep} --store {out}.sqlite",
+    "train": "{model} --data {data} --out {out}",
+    "verify": "{model} --reference {model} --data {data} --out {out}.json",
+}
+
+
+def texts() -> list[tuple[str, str]]:
+    """Every option that takes a text."""
+    found = []
+    for name in COMMANDS:
+        parser = Parser(name, "a", "b")
+        importlib.import_module(f"attnrx.cli.commands.{name}").add(parser)
+        free = (each for each in parser._actions if each.option_strings and each.nargs is None and not each.choices)
+        found += [(name, each.option_strings[-1]) for each in free if each.type is None]
+    return found
+
+
+def test_every_command_has_a_complete_line() -> None:
+    assert COMPLETE.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize(("command", "option"), texts())
+def test_an_empty_text_is_refused(files: Path, tmp_path: Path, command: str, option: str) -> None:
+    words = [command, *filled(COMPLETE[command], files, tmp_path), option, ""]
+    refused(words, f"{option} is empty")
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udcff", " "])
+@pytest.mark.parametrize("command", ["costs", "train", "sweep"])
+def test_texts_that_are_no_names_are_refused(files: Path, tmp_path: Path, command: str, text: str) -> None:
+    option = {"costs": "--qk", "train": "--data", "sweep": "--store"}[command]
+    refused([command, *filled(COMPLETE[command], files, tmp_path), option, text], option)
+
+
 # Texts -----------------------------------------------------------------------------------------------------------
 
 TEXTS: dict[str, tuple[str, ...]] = {
@@ -165,6 +218,58 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "/dev/null",
         "..",
     ),
+    "prescribe {diagnosis} --rule {value} --out {out}.json": (
+        "nothing",
+        "top_rank",
+        "top_rank:",
+        "top_rank:-1",
+        "top_rank:" + "9" * 30,
+        "top_rank:" + "9" * 5000,
+        "top_rank:2147483648",
+        "top_rank:1.5",
+        "top_rank:nan",
+        "top_rank:²",
+        "top_rank:1,2",
+        "top_rank:k=3,k=4",
+        "top_rank(top_rank:1):2",
+        "energy_retention:0",
+        "energy_retention:1.1",
+        "energy_retention:1e999",
+        "energy_retention:-0.5",
+        "threshold:0",
+        "threshold:1e999",
+        "total_rank:0",
+        "total_rank:-3",
+        "uniform_rank:9.5",
+        "random_matched",
+        "random_matched()",
+        "random_matched(top_rank:1):seed=1e3",
+        "&",
+        "top_rank:1 &",
+        "(top_rank:1",
+        "(" * 60 + "top_rank:1" + ")" * 60,
+        "top_rank:1 | | total_rank:0.5",
+        "total_rank:0.5,metric=nothing",
+        "top_rank=3",
+        "top_rank:1;",
+        "largest_matched(nothing:3)",
+        "top_rank:3 # 4",
+        "{share}",
+        "energy_retention:{share}",
+    ),
+    "prescribe {diagnosis} --values {value} --out {out}.json": (
+        "nothing:1",
+        "total_rank:0.5,metric=softmax",
+        "threshold:0",
+        "norm_clip:1",
+    ),
+    "prescribe {diagnosis} --mlp {value} --out {out}.json": (
+        "nothing:1",
+        "uniform_rank:8,metric=mix",
+        "uniform_rank:-8",
+        "remove_heads",
+    ),
+    "prescribe {diagnosis} --rule total_rank:0.5 --metric {value} --out {out}.json": ("nothing", "Weights", "1"),
     "costs svda:digits --tokens {value}": (
         "evit",
         "evit:0.7",
@@ -198,6 +303,97 @@ TEXTS: dict[str, tuple[str, ...]] = {
         ":",
     ),
     "costs svda:digits --qk {value}": ("nothing", "cp", "cp:", "cp:0", "cp:-1", "cp:x", "cp:1.5", "irratt:²", "full:3"),
+    "verify {model} --reference {model} --data {data} --out {out}.json --checks {value}": (
+        "nothing",
+        "accuracy,",
+        "accuracy,accuracy",
+        "accuracy(nothing=1)",
+        "robustness(severities=9)",
+        "robustness(corruptions=hail)",
+        "transfer(per_class=0)",
+        "accuracy(",
+        ",",
+    ),
+    "compare {model} --data {data} --out {out} --contenders {value}": (
+        "a",
+        "a=",
+        "=total_rank:0.5",
+        "a=nothing:1",
+        "a=top_rank:2@nothing",
+        "a=peer:nothing",
+        "a=peer:svd+maps=nothing",
+        "a=tokens=nothing:1",
+        "a=top_rank:2+refine=-1",
+        "a=top_rank:2+more=1",
+    ),
+    "compare {model} --data {data} --out {out} --contenders a=total_rank:{{share}} --shares {value}": (
+        "0",
+        "1.1",
+        "nan",
+        "0.5,,0.2",
+        "half",
+        "-0.5",
+        "0.5;0.2",
+    ),
+    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --batches {value}": (
+        "0",
+        "-1",
+        "1,x",
+        "²",
+        "1.5",
+        ",",
+    ),
+    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --threads {value}": ("0", "99999", "two"),
+    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --runtime {value}": (
+        "nothing",
+        "onnx(opset=3)",
+        "int8(",
+    ),
+    "train {model} --data {data} --out {out} --losses {value}": (
+        "nothing",
+        "target_rank",
+        "target_rank:x",
+        "target_rank:-1",
+        "target_rank:nan",
+        "target_rank:1:2:3:4:5",
+        "target_rank:rank=1:rank=2",
+        "task:2",
+        "task:-1",
+        "distillation",
+        "distillation:/nowhere",
+        "keep_ratio:nan",
+        "perturbation_robustness:-1",
+        "task:0.1:0.2:0.3",
+    ),
+    "plan {model} --data {data} --out {out} --target {value}": (
+        "latency",
+        "latency=2x",
+        "latency=0x",
+        "latency=0.5pt",
+        "macs=-1x",
+        "macs=nanx",
+        "macs=1e999x",
+        "macs=.",
+        "x",
+        "speed=0.5x",
+        "max-drop=101pt",
+        "max-drop=1x",
+        "macs=0..5x",
+    ),
+    "plan {model} --data {data} --out {out} --target macs=0.5x --axes {value}": ("nothing", "scores,", "scores,scores"),
+    "plan {model} --data {data} --out {out} --target macs=0.5x --reducer {value}": ("nothing", "evit:0.7", "tome(a=1)"),
+    "export {model} --out {out}.onnx --to {value}": (
+        "nothing",
+        "onnx(",
+        "onnx(opset=3)",
+        "onnx(opset=x)",
+        "onnx(nothing=1)",
+        "int8(images=0)",
+        "int8(method=none)",
+    ),
+    "reproduce {value} --out {out}": ("nothing", "svda", "svda/table99", "../svda/table1", "/etc/passwd"),
+    "reproduce svda/table1 --out {out} --only {value}": ("nothing", "CIFAR"),
+    "push {model} {value}": ("name", "a/b/c", "owner/", "/name", "own er/name"),
 }
 
 
@@ -207,6 +403,426 @@ TEXTS: dict[str, tuple[str, ...]] = {
 )  # fmt: skip
 def test_a_bad_text_is_refused(files: Path, tmp_path: Path, words: str, value: str) -> None:
     check(words, files, tmp_path, value)
+
+
+LINES = (
+    "", "nothing", "train", "costs svda:digits --nothing", "diff {plain}", "diff {plain} {diagnosis}",
+    "diff {pipe} {pipe}",
+    "diff /nowhere {plain}", "diff {model} {model}", "diff {text} {text}", "diff {deep} {deep}",
+    "diff {diagnosis} {diagnosis} --reading nothing", "realize {model} --prescription {plain} --out {model}",
+    "realize svda:digits --prescription {plain} --out {out}", "realize {model} --prescription {pipe} --out {out}",
+    "realize {model} --prescription /dev/null --out {out}", "realize {model} --prescription {model} --out {out}",
+    "realize {model} --prescription {diagnosis} --out {out}",
+    "realize {model} --prescription {plain} --out {out} --norms refit",
+    "realize {model} --prescription {plain} --out {out} --refine 3",
+    "realize {model} --prescription {plain} --out {out} --device meta",
+    "diagnose {model} --data {data} --out {out} --device meta",
+    "diagnose {model} --data {data} --out {out} --device cuda:99",
+    "diagnose {model} --data {data} --out {out} --images 9999",
+    "diagnose {model} --data {data} --out {out} --divergence nothing",
+    "diagnose {pipe} --data {data} --out {out}", "diagnose {model} --data {pipe} --out {out}",
+    "diagnose timm:vit_tiny_patch16_224 --weights {pipe} --data {data} --out {out}",
+    "diagnose timm:vit_tiny_patch16_224 --weights /nowhere --data {data} --out {out}",
+    "diagnose timm:vit_tiny_patch16_224 --weights {plain} --data {data} --out {out}",
+    "diagnose {model} --weights {plain} --data {data} --out {out}",
+    "diagnose lvvit:s --weights {plain} --data {data} --out {out}",
+    "prescribe {diagnosis} --out {out}", "prescribe {pipe} --rule total_rank:0.5 --out {out}.json",
+    "prescribe {diagnosis} --rule total_rank:0.5 --macs 0.5 --out {out}",
+    "prescribe {diagnosis} --rule total_rank:0.5 --of qk --out {out}",
+    "prescribe {model} --rule total_rank:0.5 --out {out}.json",
+    "prescribe {diagnosis} --predictors {model} --out {out}.json",
+    "prescribe {diagnosis} --weights {plain} --rule total_rank:0.5 --out {out}.json",
+    "costs {model} --prescription {plain} --removed-share 0.5", "costs {model} --removed-share 0.5 --convention irratt",
+    "costs {model} --qk cp:3 --prescription {plain}",
+    "costs {model} --tokens random:0.5@2 --prescription {prescription}",
+    "costs svda:digits --prescription {plain}", "report --evidence {plain} --out {out}",
+    "report --diagnosis {evidence} --out {out}",
+    "report --training {data} --out {out}", "report --comparison {plain} --out {out}", "report {plain} --out {out}",
+    "report {pipe} --out {out}", "report --trade-off {evidence} --out {out}", "report --weights {plain} --out {out}",
+    "report --reference {model} --out {out}", "report --candidate /nowhere --out {out}",
+    "report --evidence {deep} --out {out}",
+    "report --candidate {model} --data {data} --out {out}", "report --evidence /dev/zero --out {out}",
+    "report --training {pipe} --out {out}",
+    "verify {model} --reference /nowhere --data {data} --out {out}",
+    "verify /nowhere --reference {model} --data {data}",
+    "verify {export} --reference {model} --data {data} --prescription {pipe} --out {out}",
+    "verify {model} --reference svda:digits --data {data} --out {out}",
+    "verify {model} --reference {model} --data {data} --controls --out {out}",
+    "verify {model} --reference {model} --data {data} --checks promises --out {out}",
+    "verify {model} --reference {model} --data {data} --diagnosis {deep} --out {out}",
+    "export {model} --to program --out {out}.onnx", "export {model} --to int8 --out {out}.onnx",
+    "export {model} --to program --opset 18 --out {out}.pt2",
+    "export /nowhere --out {out}.onnx", "export {pipe} --out {out}.onnx",
+    "train svda:digits --data {data} --out {out} --batch-size 3 --accumulate 2",
+    "train {model} --data {data} --out {out} --epochs 0",
+    "train {model} --data {data} --out {out} --learning-rate -1",
+    "train {model} --data {data} --out {out} --learning-rate 0",
+    "train {model} --data {data} --out {out} --ema 1", "train {model} --data {data} --out {out} --warmup-epochs 99",
+    "train {model} --data {data} --out {out} --layer-decay 2", "train {model} --data {data} --out {out} --joining 1",
+    "train {model} --data {data} --out {out} --frozen nothing", "train {model} --data {data} --out {out} --no-task",
+    "train {model} --data {data} --out {out} --teacher {model}",
+    "train {model} --data {data} --out {out} --gradient-clip -1",
+    "train {model} --data {data} --out {out} --strength-init 0",
+    "train {model} --data {data} --out {out} --weight-decay -1",
+    "train {model} --data {data} --out {out} --min-learning-rate 1", "train {model} --data {data} --out {plain}",
+    "plan {model} --data {data} --out {out} --target macs=0.5x --spend latency",
+    "plan {model} --data {data} --out {out} --target macs=0.5x --diagnosis {plain}",
+    "plan svda:digits --data {data} --out {out} --target macs=0.5x --diagnosis {diagnosis}",
+    "plan {model} --data {data} --out {out} --target macs=0.5x",
+    "sweep status", "sweep status /nowhere", "sweep status {pipe}", "sweep status {plain}",
+    "sweep results {model}",
+    "sweep run {sweep}", "sweep run {pipe} --store {out}", "sweep run {plain} --store {out}",
+    "sweep run {deep} --store {out}", "sweep run {sweep} --store {pipe}",
+    "sweep run {sweep} --store {out} --workers 0",
+    "sweep run {sweep} --over a=1 --store {out}",
+    "sweep run {sweep} --command costs --store {out}", "sweep run --command costs --over a --store {out}",
+    "sweep run --command costs --over a=1 --store {out}",
+    "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
+    "demo --data {pipe} --out {out}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_a_line_that_makes_no_sense_is_refused(files: Path, tmp_path: Path, words: str) -> None:
+    if not words:
+        assert main([]) == 2
+        return
+    check(words, files, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["costs 'svda:digits", 'costs "', "", "costs {nothing}"])
+def test_a_command_of_a_sweep_that_cannot_be_cut_into_words_is_refused(tmp_path: Path, command: str) -> None:
+    words = ["sweep", "run", "--command", command, "--over", "model=svda:digits", "--store", str(tmp_path / "s.sqlite")]
+    refused(words)
+    assert not list(tmp_path.glob("s*"))
+
+
+GRIDS = (
+    [], {}, 3, {"command": 5}, {"command": []}, {"command": [1, 2]}, {"command": "costs", "grid": 3},
+    {"command": "costs", "more": 1},
+    {"command": "costs {a}", "grid": {"a": []}}, {"command": "costs {a}", "grid": {"a": 3}}, {"command": "costs {a}",
+    "grid": {"a": [{}]}},
+    {"command": "costs {a}", "grid": {}}, {"command": "costs '{a}", "grid": {"a": [1]}}, {"command": "costs {a}",
+    "grid": {"a": [[]]}},
+    {"command": "costs {a} {b} {c}", "grid": {name: list(range(1000)) for name in "abc"}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: Any) -> None:
+    path = write_json(tmp_path / "grid.json", grid) if isinstance(grid, dict) else tmp_path / "grid.json"
+    path.write_text(json.dumps(grid))
+    refused(["sweep", "run", str(path), "--store", str(tmp_path / "s.sqlite")])
+
+
+# Files that were edited ------------------------------------------------------------------------------------------
+
+HEAD, SPEC, OUTPUT = "layers[1].heads[0]", "model.attention.tuple[1]", "layers[1].outputs.values.units[0]"
+EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "prescription": (
+        (f"{HEAD}.keep[0]", -1), (f"{HEAD}.keep[0]", 99), (f"{HEAD}.keep[0]", 0.5), (f"{HEAD}.keep[0]", True),
+        (f"{HEAD}.keep[0]", None), (f"{HEAD}.keep", [0, 0]), (f"{HEAD}.keep", "all"), (f"{HEAD}.rank", 99),
+        (f"{HEAD}.rank", -1), (f"{HEAD}.strength[0]", NAN), (f"{HEAD}.strength[0]", INFINITY),
+        (f"{HEAD}.strength[0]", 1e39),
+        (f"{HEAD}.strength", []), (f"{HEAD}.stays", 2), (f"{HEAD}.why", 3), (HEAD, None), ("layers[1]", ABSENT),
+        ("layers[1].heads", []), ("layers[1].heads[1]", ABSENT), ("layers[1].directions", -1),
+        ("layers[1].directions", 10**15),
+        ("layers", []), ("layers", {}), ("rule", "top_rank"), ("about", None), ("tokens.policy", "random:0.5@99"),
+        ("tokens.policy", "nothing"), ("tokens.seed", -1), ("tokens.seed", 2**80), ("tokens.reasons", "why"),
+        ("tokens.trained", True),
+        ("tensors_sha256", "0"), ("tensors_sha256", ABSENT), ("tensors_sha256", 3), ("fingerprint", "0" * 16),
+        ("fingerprint", None),
+        ("kind", "attnrx plan"), ("schema", 99), ("removed_share", 2), (f"{OUTPUT}.rank", 99), (f"{OUTPUT}.rank", -1),
+        (f"{OUTPUT}.strength[0]", NAN), (OUTPUT, {}), ("layers[1].outputs.values", {}), ("layers[1].outputs.query",
+        {}), ("more", 1),
+    ),
+    "diagnosis": (
+        ("layers[1]", ABSENT), ("layers[1].heads", [0]), ("layers[1].heads", [0, 0]), ("layers[1].heads[0]", -1),
+        ("layers[1].heads", "01"),
+        ("layers[1].scale", NAN), ("layers[1].scale", -1.0), ("layers[1].norms", "other"),
+        ("layers[1].mlp[0].inputs", 0),
+        ("layers[1].mlp[0].metrics", ["nothing"]), ("layers[1].mlp", 3), ("fingerprint", 3), ("tensors_sha256", ""),
+        ("about", []), ("schema", 0),
+    ),
+    "evidence": (
+        ("findings[0].value", "high"), ("findings[0].value", INFINITY), ("findings[0].n", -1),
+        ("findings[0].low", 7.0), ("findings[0].claim", ABSENT),
+        ("findings[0].outcome", 3), ("findings[0].limit", None), ("findings", 3), ("about", None), ("outcome", None),
+        ("findings[0].details", []),
+    ),
+    "config": (
+        ("model.attention.tuple[1]", ABSENT), ("model.attention", 3), ("model.attention.tuple", []),
+        ("model.image_size", 10**6), ("model.image_size", 0),
+        ("model.image_size", 16.5), ("model.patch_size", 0), ("model.patch_size", 5), ("model.classes", -1),
+        ("model.classes", 10**9), ("model.classes", 4),
+        ("model.channels", 1), ("model.mlp_ratio", 1e300), ("model.mlp_ratio", "2"), ("model.mean", [0.5]),
+        ("model.std.tuple[0]", 0), ("model.type", "Other"),
+        ("model.type", []), ("model.more", 1), ("model.mlp_ranks", {"tuple": [{"tuple": [1, 1]}]}),
+        (f"{SPEC}.width", 10**7), (f"{SPEC}.heads", 3),
+        (f"{SPEC}.ranks.tuple[0]", -1), (f"{SPEC}.scale", 0), (f"{SPEC}.form", "other"), (f"{SPEC}.norms", "kept"),
+        (f"{SPEC}.biases", {"tuple": ["x"]}),
+        ("tokens", {"policy": {"type": "x"}, "by": "mask", "heads": 2}), ("tokens", 3), ("family", "other"),
+        ("family", 3), ("weights_sha256", "0"), ("notes", 3),
+        ("model", None), ("schema", 99), ("kind", ABSENT),
+    ),
+    "export": (
+        ("files", {}),
+        ("format", {"type": "Other"}), ("format", 3), ("kind", "x"),
+        ("images", None), 
+    ),
+}  # fmt: skip
+USES = {
+    "prescription": "realize {model} --prescription FILE --out {out}",
+    "diagnosis": "prescribe FILE --rule total_rank:0.5 --values total_rank:0.5 --mlp uniform_rank:2 --out {out}.json",
+    "evidence": "report --evidence FILE --out {out}.html",
+    "config": "costs FOLDER",
+    "export": "verify FILE --reference {model} --data {data} --out {out}.json",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"), [(kind, *edit) for kind, edits in EDITS.items() for edit in edits], ids=str
+)
+def test_an_edited_file_is_refused(files: Path, tmp_path: Path, kind: str, field: str, value: Any) -> None:
+    place = write_edited_copy(files, tmp_path, kind, field, value)
+    words = filled(USES[kind].replace("FILE", "{{place}}").replace("FOLDER", "{{place}}"), files, tmp_path)
+    refused([str(place) if word == "{place}" else word for word in words])
+    assert not list(tmp_path.glob("out*"))
+
+
+def write_edited_copy(files: Path, tmp_path: Path, kind: str, field: str, value: Any) -> Path:
+    """An edited copy beside copies of what belongs to it; a config is sealed anew, as somebody who knows how would."""
+    if kind == "config":
+        folder = tmp_path / "edited"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes((files / "model/model.safetensors").read_bytes())
+        record = edited(read_json(files / "model/config.json"), field, value)
+        record.pop(SEAL)
+        (folder / "config.json").write_text(json.dumps(sealed(record)))
+        return folder
+    name = "model.pt2.json" if kind == "export" else f"{kind}.json"
+    beside = "model.pt2" if kind == "export" else f"{kind}.safetensors"
+    (tmp_path / name).write_text(json.dumps(edited(read_json(files / name), field, value)))
+    if (files / beside).exists():
+        (tmp_path / beside).write_bytes((files / beside).read_bytes())
+    return tmp_path / (beside if kind == "export" else name)
+
+
+@pytest.mark.parametrize("layers", [3000, 99_000])
+def test_a_resealed_config_of_many_layers_is_refused_before_it_is_built(
+    files: Path, tmp_path: Path, layers: int
+) -> None:
+    layer = read_json(files / "model/config.json")["model"]["attention"]["tuple"][0]
+    folder = write_edited_copy(files, tmp_path, "config", "model.attention.tuple", [layer] * layers)
+    refused(["costs", str(folder)], "config.json")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "pipe", "missing", "flipped", "other"])
+def test_damaged_weights_are_refused(files: Path, tmp_path: Path, damage: str) -> None:
+    folder = write_edited_copy(files, tmp_path, "config", "notes", {})
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    if damage == "pipe":
+        os.mkfifo(weights)
+    elif damage != "missing":
+        flipped = bytes([content[-1] ^ 1])
+        kinds = {"truncated": content[:-9], "empty": b"", "text": b"weights", "flipped": content[:-1] + flipped}
+        weights.write_bytes(kinds.get(damage, content + b"0"))
+    refused(["costs", str(folder)])
+
+
+# Datasets --------------------------------------------------------------------------------------------------------
+
+
+def dataset(kind: str, root: Path) -> str:
+    """A dataset with one thing wrong, or a name that is none."""
+    folder = root / "set"
+    makers: dict[str, Callable[[], object]] = {
+        "pipe in a class": lambda: os.mkfifo(write_folder(folder, {"train": 4}) / "train/dog/pipe.png"),
+        "text as an image": lambda: (write_folder(folder, {"train": 4}) / "train/dog/000.png").write_text("no image"),
+        "cut image": lambda: (write_folder(folder, {"train": 4}) / "train/dog/000.png").write_bytes(encoded(0)[:40]),
+        "link to nowhere": lambda: (write_folder(folder, {"train": 4}) / "train/dog/l.png").symlink_to("/nowhere"),
+        "no train": lambda: write_folder(folder, {"test": 4}),
+        "class in test only": lambda: (write_folder(folder, {"train": 4, "test": 2}) / "train/dog").rename(root / "dog"),  # noqa: E501
+        "not UTF-8": lambda: (write_folder(folder, {"train": 4}) / "train/dog").rename(folder / "train/d\udcffg"),
+        "empty folder": folder.mkdir,
+        "few images": lambda: write_folder(folder, {"": 2}),
+        "text": lambda: folder.write_text("no dataset"),
+        "pipe": lambda: os.mkfifo(folder),
+        "pipe.parquet": lambda: os.mkfifo(root / "set.parquet"),
+        "cut parquet": lambda: write_bytes(root / "set.parquet", write_parquet(root / "a.parquet", rows(30)).read_bytes()[:-99]),  # noqa: E501
+        "label of 2^40": lambda: write_parquet(root / "set.parquet", labelled(2**40), names=None),
+        "label of 10^7": lambda: write_parquet(root / "set.parquet", labelled(10**7), names=None),
+        "negative label": lambda: write_parquet(root / "set.parquet", labelled(-1), names=None),
+        "label of a class that is not there": lambda: write_parquet(root / "set.parquet", labelled(7)),
+        "fraction": lambda: write_parquet(root / "set.parquet", [{**row, "label": 0.5} for row in rows(30)], names=None),  # noqa: E501
+        "no label": lambda: write_parquet(root / "set.parquet", [{"image": row["image"]} for row in rows(9)], names=None),  # noqa: E501
+        "no image": lambda: write_parquet(root / "set.parquet", [{"label": 1}] * 9, names=None),
+        "paths": lambda: write_parquet(root / "set.parquet", [{**row, "image": "/dev/zero"} for row in rows(9)], names=None),  # noqa: E501
+        "rows of /dev/zero": lambda: write_parquet(root / "set.parquet", stored("/dev/zero"), names=None),
+        "empty tar": lambda: write_bytes(root / "set.tar", b""),
+        "no tar": lambda: write_bytes(root / "set.tar", b"no tar" * 999),
+        "tar label of 2^40": lambda: write_tar(root / "set.tar", str(2**40).encode()),
+        "tar label of words": lambda: write_tar(root / "set.tar", b"cat"),
+        "tar without label": lambda: write_tar(root / "set.tar", None),
+        "index of a pipe": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "pipe:ls", "nsamples": 3}], "class_names": ["a"]}'),  # noqa: E501
+        "index of minus one": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "a.tar", "nsamples": -1}], "class_names": ["a"]}'),  # noqa: E501
+        "index of nothing": lambda: write_bytes(root / "set.json", b'{"shardlist": [], "class_names": ["a"]}'),
+        "index without names": lambda: write_bytes(root / "set.json", b'{"shardlist": [{"url": "a.tar", "nsamples": 1}]}'),  # noqa: E501
+        "index nested": lambda: write_bytes(root / "set.json", b"[" * 100_000),
+        "csv": lambda: write_bytes(root / "set.csv", b"image,label"),
+    }  # fmt: skip
+    makers[kind]()
+    return str(next(path for path in sorted(root.iterdir()) if path.name.startswith("set")))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def labelled(label: int) -> list[dict[str, Any]]:
+    content = [{key: row[key] for key in ("image", "label")} for row in rows(30)]
+    content[5]["label"] = label
+    return content
+
+
+def stored(path: str) -> list[dict[str, Any]]:
+    return [{"image": {"bytes": None, "path": path}, "label": row["label"]} for row in rows(30)]
+
+
+def write_tar(path: Path, label: bytes | None) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in (("a.png", encoded(0)), ("a.cls", label)):
+            if content is not None:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+KINDS = re.findall(r'^        "([^"]+)": (?:lambda|folder)', Path(__file__).read_text(), re.MULTILINE)
+NAMES = (
+    "nothing", "/nowhere", "/dev/null", "/dev/zero", "train-{0..3}.tar", "t-{0..999999999}.tar", "s3://bucket/a.tar",
+    "pipe:ls", "hf:",
+    "~nobody-of-this-name/set", "x" * 5000, "cifar11", "[", "{", "http://", "digits.parquet",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *NAMES], ids=lambda text: text[:40])
+def test_a_bad_dataset_is_refused(files: Path, tmp_path: Path, kind: str) -> None:
+    name = dataset(kind, tmp_path) if kind in KINDS else kind
+    refused(["diagnose", str(files / "model"), "--data", name, "--out", str(tmp_path / "out.json")])
+    assert not list(tmp_path.glob("out*"))
+
+
+# The environment -------------------------------------------------------------------------------------------------
+
+VARIABLES = (
+    {"WORLD_SIZE": "two"}, {"RANK": "first"}, {"RANK": "-1"}, {"RANK": "3", "WORLD_SIZE": "2"}, {"RANK": "1"},
+    {"LOCAL_RANK": "x"},
+    {"WORLD_SIZE": ""}, {"ATTNRX_MEASURE": "maybe"}, {"ATTNRX_DATA": "/nowhere"}, {"ATTNRX_DATA": "/dev/null"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variables", VARIABLES, ids=str)
+def test_a_bad_environment_is_refused(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused(
+        ["diagnose", str(files / "model"), "--data", "cifar10", "--out", str(tmp_path / "out")], next(iter(variables))
+    )
+
+
+# Python ----------------------------------------------------------------------------------------------------------
+
+
+def tied() -> torch.nn.Module:
+    model: Any = small_model()
+    model.layers[1].attention = model.layers[0].attention
+    return model
+
+
+def shared_weight() -> torch.nn.Module:
+    model: Any = small_model()
+    model.layers[1].mlp[0].weight = model.layers[0].mlp[0].weight
+    return model
+
+
+def mixed() -> torch.nn.Module:
+    model: Any = small_model()
+    model.layers[1].mlp[0].weight.data = model.layers[1].mlp[0].weight.data.double()
+    return model
+
+
+class Packed(torch.nn.Linear):
+    """A linear map whose state is no tensor, as that of a map which torch quantized."""
+
+    def get_extra_state(self) -> Any:
+        return ("packed", 8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def quantized() -> torch.nn.Module:
+    model: Any = small_model()
+    model.layers[1].mlp[0] = Packed(16, 32)
+    return model
+
+
+def on_meta() -> torch.nn.Module:
+    return small_model().to("meta")
+
+
+MODELS = (tied, shared_weight, mixed, quantized, on_meta)
+VERBS: dict[str, Callable[[torch.nn.Module, Any, Path], object]] = {
+    "save": lambda model, splits, folder: rx.save(model, folder / "out"),
+    "diagnose": lambda model, splits, folder: rx.diagnose(model, splits.train),
+    "verify": lambda model, splits, folder: rx.verify(model, small_model(), splits.test),
+    "prescribe": lambda model, splits, folder: rx.prescribe(model, tokens="tome:2@every"),
+    "train": lambda model, splits, folder: rx.train(model, splits, rx.TrainingConfig(epochs=1, batch_size=4), folder / "out"),  # noqa: E501
+    "export": lambda model, splits, folder: rx.export(model, folder / "out.pt2", "program"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_model_without_ordinary_weights_is_refused(
+    files: Path, tmp_path: Path, make: Callable[[], torch.nn.Module], verb: str
+) -> None:
+    splits = rx.matching(rx.load_data(files / "data", image_size=16), small_model())
+    with pytest.raises(AttnrxError, match=r"shares one tensor|mixes floating-point types|is no tensor|no weights"):
+        VERBS[verb](make(), splits, tmp_path)
+    assert not list(tmp_path.glob("out*"))
+
+
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "load(None)": (lambda: rx.load(None), "load(None)"),  # type: ignore[arg-type]
+    "load(3)": (lambda: rx.load(3), "load(3)"),  # type: ignore[arg-type]
+    "load of an empty text": (lambda: rx.load(""), "load('')"),
+    "load of a linear map": (lambda: rx.load(torch.nn.Linear(2, 2)), "Linear"),
+    "load_data(None)": (lambda: rx.load_data(None), "load_data(None)"),  # type: ignore[arg-type]
+    "load_data of an empty text": (lambda: rx.load_data(""), "load_data('')"),
+    "image_size": (lambda: rx.load_data("digits", image_size=-1), "image_size=-1"),
+    "seed of a config": (lambda: rx.TrainingConfig(seed=-1), "seed"),
+    "learning rate": (lambda: rx.TrainingConfig(learning_rate=NAN), "learning_rate"),
+    "infinite learning rate": (lambda: rx.TrainingConfig(learning_rate=INFINITY), "learning_rate"),
+    "patch_size": (lambda: rx.ViTConfig.uniform(patch_size=0), "patch_size"),
+    "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
+    "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
+    "budget": (lambda: rx.Budget(NAN), "macs=nan"),
+    "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
+    "sweep": (lambda: rx.sweeps.Sweep.of("costs 'a", {}), "cannot be cut into words"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_a_bad_argument_is_refused(name: str) -> None:
+    call, expected = CALLS[name]
+    with pytest.raises(AttnrxError, match=re.escape(expected)):
+        call()
 
 
 # Tables ----------------------------------------------------------------------------------------------------------
