@@ -324,6 +324,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "a=peer:svd+maps=nothing",
         "a=tokens=nothing:1",
         "a=top_rank:2+refine=-1",
+        "a=top_rank:2+refine=²",
         "a=top_rank:2+more=1",
     ),
     "compare {model} --data {data} --out {out} --contenders a=total_rank:{{share}} --shares {value}": (
@@ -566,7 +567,9 @@ EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("model", None), ("schema", 99), ("kind", ABSENT),
     ),
     "export": (
-        ("files", {}),
+        ("files", {}), ("files", {"../model.pt2": "0"}), ("files", {"model.pt2": 3}), ("images.shape", [3]),
+        ("images.shape", "3"), ("images.precision", "int3"), ("images.batch", 0), ("images.device", "meta"),
+        ("normalization", 3), ("class_names", 3),
         ("format", {"type": "Other"}), ("format", 3), ("kind", "x"),
         ("images", None), 
     ),

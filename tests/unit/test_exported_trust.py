@@ -19,6 +19,7 @@ def planted(folder: Path, form: str) -> Path:
     path.write_bytes(b"content")
     images = {"shape": [3, 8, 8], "precision": "float32", "batch": None, "device": "cpu"}
     facts = {"kind": "attnrx exported model", "schema": 1, "format": to_dict(FORMATS[form]()), "images": images}
+    facts |= {"normalization": {"mean": [0.5] * 3, "std": [0.5] * 3}, "class_names": []}
     write_json(folder / f"{path.name}.json", {**facts, "files": {path.name: file_sha256(path)}})
     return path
 

@@ -72,7 +72,7 @@ class Contender:
                 )
             parts[kind] = value
         steps = parts.get("refine", "0")
-        if not steps.isdigit():
+        if not (steps.isascii() and steps.isdigit()):
             raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
         rule, _, metric = parts.get("rule", "").partition("@")
         is_peer, peer = rule.startswith("peer:"), rule.removeprefix("peer:")

@@ -1,6 +1,7 @@
 """An exported file as a model: the same answers from what runs the file."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,52 @@ from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.exporting.format import PRECISIONS, Format, Run
 from attnrx.shapes import Float, Tensor
 from attnrx.storage import check_schema, file_sha256, read_json
+from attnrx.validation import (
+    JSON_OBJECT,
+    Choice,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    below,
+    validated,
+)
 
 KIND, SCHEMA = "attnrx exported model", 1
+
+
+def _device(text: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:\d{1,4})?", text) is None:
+        raise InvalidInput("it must be cpu, cuda or cuda:N.")
+
+
+def _require_file_names(files: Mapping[str, Any], where: str) -> None:
+    """Every file of an export is beside it, with the hash of its content."""
+    for name, sha256 in files.items():
+        if Path(name).name != name or not isinstance(sha256, str):
+            raise Invalid(below(where, name), "is no file name with its sha256 as text")
+
+
+RECORD = Record(
+    {
+        "format": JSON_OBJECT,
+        "images": Record(
+            {
+                "shape": Items(Integer(1, 2**16), 3, 3),
+                "precision": Choice(tuple(PRECISIONS)),
+                "batch": Optional(Integer(1, 2**31 - 1)),
+                "device": Text(parse=_device),
+            }
+        ),
+        "files": Record(open=True, then=_require_file_names),
+        "normalization": Record({"mean": Items(Number(), 1), "std": Items(Number(), 1)}),
+        "class_names": Items(Text()),
+    },
+    open=True,
+)
 
 
 @dataclass(frozen=True)
@@ -137,8 +182,9 @@ def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: 
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
+    validated(facts, RECORD, facts_path(path))
     try:
-        facts = _of_present_files(path, facts)
+        facts = validated(_of_present_files(path, facts), RECORD, facts_path(path))
         form = from_dict(facts["format"], formats.values())
         told = facts["images"]
         images = Images(tuple(told["shape"]), told["precision"], told["batch"], told["device"])
