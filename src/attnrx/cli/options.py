@@ -74,7 +74,12 @@ def device(text: str) -> str:
 
 def batch(text: str) -> int | str:
     """The type of the batch of an exported file: a number of images, or any."""
-    return text if text == "dynamic" else BATCH(text)
+    if text == "dynamic":
+        return text
+    try:
+        return BATCH(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; give a number of images, or dynamic for any") from None
 
 
 def seeds(text: str) -> tuple[int, ...]:
