@@ -227,7 +227,7 @@ def test_an_output_that_is_no_regular_file_is_refused(
             listening.bind(str(out))
     before = out.lstat().st_mode if kind != "nothing" else None
     done = call(*command.format(**vars(made)).split(), "--out", "" if kind == "nothing" else out)
-    said = "names nothing" if kind == "nothing" else "cannot be written"
+    said = "--out is empty" if kind == "nothing" else "cannot be written"
     assert done.code == 2 and said in done.err and "Traceback" not in done.err
     assert kind == "nothing" or out.lstat().st_mode == before
     assert Path("/dev/null").is_char_device()

@@ -177,7 +177,7 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         Sweep.of("train {seed}", {"seed": []})
     file = tmp_path / "sweep.toml"
     file.write_text('comand = "train"')
-    with pytest.raises(InvalidInput, match="comand"):
+    with pytest.raises(InvalidInput, match="command is missing"):
         Sweep.load(file)
     file.write_text('command = "train {seed}"\n[grid]\nseed = [0, 1]\n')
     assert [job.words for job in Sweep.load(file).jobs] == [("train", "0"), ("train", "1")]

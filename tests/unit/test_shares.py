@@ -4,6 +4,7 @@ import pytest
 
 from attnrx.cli.inputs import numbers
 from attnrx.cli.losses import parse_losses
+from attnrx.cli.options import SHARE
 from attnrx.errors import InvalidInput
 from attnrx.planning.target import Target
 from attnrx.rules import parse_rule
@@ -30,9 +31,9 @@ def test_rules_and_policies() -> None:
 
 
 def test_options() -> None:
-    assert numbers("--macs", "90%,0.5", float) == (0.9, 0.5)
+    assert numbers("--macs", "90%,0.5", SHARE) == (0.9, 0.5)
     assert parse_losses(("keep_ratio:20%",), {}, True) == parse_losses(("keep_ratio:0.2",), {}, True)
     shares = [record("costs", "svda:digits", "--removed-share", text) for text in ("25%", "0.25")]
     assert shares[0] == shares[1]
     with pytest.raises(InvalidInput, match="numbers with commas"):
-        numbers("--macs", "90%%", float)
+        numbers("--macs", "90%%", SHARE)
