@@ -24,6 +24,7 @@ import pretrained
 from attnrx.budget import prescribed_costs
 from attnrx.data import Columns
 from attnrx.models import family_of
+from attnrx.prescription import LINEAR_MAPS, LayerPrescription
 from attnrx.rules import Template
 
 RECORD = Path(__file__).with_name("behaviour.json")
@@ -41,7 +42,6 @@ class Setting:
     rules: Mapping[str, str]
     by: str = "compress"
     norms: str = "renormalized"
-    metric: str | None = None
     macs: float | None = None
     """With a share of the MACs, `{share}` in the rules becomes the largest that fits."""
 
@@ -49,12 +49,11 @@ class Setting:
     def name(self) -> str:
         rules = " ".join(f"{name}={rule}" for name, rule in self.rules.items())
         how = [self.by if self.by == "mask" else self.norms]
-        how += [] if self.metric is None else [f"metric={self.metric}"]
         how += [] if self.macs is None else [f"macs={self.macs}"]
         return f"{self.model}: {rules} ({', '.join(how)})"
 
 
-EVERY = {"qk": "total_rank:0.6", "vo": "total_rank:0.75", "mlp": "total_rank:0.4"}
+EVERY = {"qk": "total_rank:0.6", "vo": "total_rank:0.75", "fc1": "total_rank:0.4", "fc2": "total_rank:0.4"}
 
 SETTINGS = [
     *(Setting("svda", {"qk": "energy_retention:0.8"}, norms=norms) for norms in ("exact", "renormalized", "refit")),
@@ -70,14 +69,14 @@ SETTINGS = [
     ),
     Setting("timm", {"tokens": "spot:0.5@2"}),
     Setting("dense", {"qk": "total_rank:0.6"}),
-    Setting("dense", {"qk": "uniform_rank:0.5"}, metric="weights"),
-    Setting("dense", {"qk": "total_rank:0.5"}, metric="softmax"),
-    Setting("dense", {"qk": "contribution_energy:0.8"}, metric="centered"),
+    Setting("dense", {"qk": "uniform_rank:0.5,metric=weights"}),
+    Setting("dense", {"qk": "total_rank:0.5,metric=softmax"}),
+    Setting("dense", {"qk": "contribution_energy:0.8,metric=centered"}),
     Setting("dense", {"qk": "shared_rank:5,form=tied,joint=centered,sweeps=20"}),
     Setting("dense", {"qk": "shared_rank:5,form=cp,sweeps=20"}),
     Setting("dense", {"qk": "fusion_rank:6,sweeps=20"}),
     Setting("dense", {"vo": "uniform_rank:0.5,metric=weights"}),
-    Setting("dense", {"mlp": "total_rank:0.4"}),
+    Setting("dense", {"fc1": "total_rank:0.4", "fc2": "total_rank:0.4"}),
     Setting("dense", {**EVERY, "tokens": "tome:0.5@2"}),
     Setting("dense", {**EVERY, "tokens": "tome:0.5@2"}, by="mask"),
     Setting("lvvit", {"qk": "total_rank:0.6", "tokens": "class_attention:0.5@2"}),
@@ -87,9 +86,21 @@ SETTINGS = [
         for by in ("compress", "mask")
     ),
     Setting("timm", {"tokens": "zero_tprune:0.5@2"}),
-    Setting("timm", {"qk": "total_rank:{share}", "vo": "total_rank:{share}", "mlp": "total_rank:{share}"}, macs=0.7),
+    Setting(
+        "timm",
+        {
+            "qk": "total_rank:{share}",
+            "vo": "total_rank:{share}",
+            "fc1": "total_rank:{share}",
+            "fc2": "total_rank:{share}",
+        },
+        macs=0.7,
+    ),
     Setting("vit-tiny", {"qk": "total_rank:0.5"}),
-    Setting("vit-tiny", {"qk": "uniform_rank:0.5", "vo": "total_rank:0.75", "mlp": "uniform_rank:0.6"}),
+    Setting(
+        "vit-tiny",
+        {"qk": "uniform_rank:0.5", "vo": "total_rank:0.75", "fc1": "uniform_rank:0.6", "fc2": "uniform_rank:0.6"},
+    ),
     Setting("vit-tiny", {"tokens": "tome:0.7@4,7,10"}),
     Setting("vit-tiny", {"qk": "total_rank:0.75", "tokens": "ward:0.7@4,7,10"}),
     Setting("vit-tiny", {"tokens": "tome:{share}@4,7,10", "qk": "total_rank:{share}"}, macs=0.6),
@@ -138,17 +149,8 @@ def prescribed(setting: Setting) -> rx.Prescription:
     """Prescribes what the setting states."""
     given = subject(setting.model)
     if setting.macs is not None:
-        names = {"qk": "rule", "vo": "values"}
-        template = Template(**{names.get(name, name): rule for name, rule in setting.rules.items()})
-        return rx.prescribe_within(given.model, given.diagnosis, template, rx.Budget(setting.macs))
-    return rx.prescribe(
-        given.diagnosis,
-        setting.rules.get("qk"),
-        setting.metric,
-        values=setting.rules.get("vo"),
-        mlp=setting.rules.get("mlp"),
-        tokens=setting.rules.get("tokens"),
-    )
+        return rx.prescribe_within(given.model, given.diagnosis, Template(setting.rules), rx.Budget(setting.macs))
+    return rx.prescribe(given.diagnosis, setting.rules)
 
 
 def measured(setting: Setting) -> dict[str, Any]:
@@ -160,10 +162,10 @@ def measured(setting: Setting) -> dict[str, Any]:
     costs = family_of(small).costs(small)
     found = {
         "ranks": [list(ranks) for ranks in prescription.ranks],
-        "kept": [[torch.nonzero(row).flatten().tolist() for row in layer.keep] for layer in prescription.layers],
-        "strength": [float(layer.strength.abs().sum()) for layer in prescription.layers],
-        "value_ranks": [None if layer.values is None else list(layer.values.ranks) for layer in prescription.layers],
-        "mlp_ranks": [[None if one is None else list(one.ranks) for one in layer.mlp] for layer in prescription.layers],
+        "kept": [[torch.nonzero(row).flatten().tolist() for row in layer.qk.keep] for layer in prescription.layers],
+        "strength": [float(layer.qk.strength.abs().sum()) for layer in prescription.layers],
+        "value_ranks": [ranks(layer, "vo") for layer in prescription.layers],
+        "mlp_ranks": [[ranks(layer, name) for name in LINEAR_MAPS] for layer in prescription.layers],
         "tokens": None if prescription.tokens is None else str(prescription.tokens.policy),
         "removed_share": prescription.removed_share,
         "macs": costs.macs,
@@ -176,6 +178,11 @@ def measured(setting: Setting) -> dict[str, Any]:
         priced = prescribed_costs(given.model, prescription, setting.norms)
         assert (priced.macs, priced.params) == (costs.macs, costs.params)
     return found
+
+
+def ranks(layer: LayerPrescription, name: str) -> list[int] | None:
+    """Returns the ranks of a map, None where it stays whole."""
+    return list(layer.outputs[name].ranks) if name in layer.outputs else None
 
 
 def logits(model: nn.Module, images: Any) -> Tensor:

@@ -34,7 +34,7 @@ from attnrx.models import (
     model_fingerprint,
 )
 from attnrx.models.transformer import Model
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision
 from attnrx.realization import realize
 from attnrx.rules import (
     ContributionEnergy,
@@ -235,13 +235,13 @@ def prescription(vit: Transformer, pattern: Pattern, seed: int = 0) -> Prescript
         stays = torch.ones(heads, dtype=torch.bool)
         if pattern.removes_head:
             stays[0] = heads == 1
-        layers.append(LayerPrescription(keep, spectrum.strength, stays, ("because",) * heads))
-    return Prescription(tuple(layers), {"scores": {"rule": "test", "metric": "own"}}, model_fingerprint(vit), {})
+        layers.append(LayerPrescription({"qk": ScoreDecision(keep, spectrum.strength, stays, ("because",) * heads)}))
+    return Prescription(tuple(layers), {"qk": "top_rank:1"}, model_fingerprint(vit), {})
 
 
 def with_strength(given: Prescription, factor: float) -> Prescription:
     """The same prescription with every strength multiplied."""
-    layers = (replace(layer, strength=layer.strength * factor) for layer in given.layers)
+    layers = (layer.with_scores(replace(layer.qk, strength=layer.qk.strength * factor)) for layer in given.layers)
     return replace(given, layers=tuple(layers))
 
 

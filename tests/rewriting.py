@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.rewriting import rewritten
 
 
-def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:
+def whole(found: Diagnosis, metric: str) -> tuple[ScoreDecision, ...]:
     """Every direction of every layer, told in a metric."""
     told, bases = rewritten(found, metric)
     return tuple(

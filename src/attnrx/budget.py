@@ -12,9 +12,9 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.examination import told_or_read
 from attnrx.models import family_of, rank_of, require_all_tokens
-from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
-from attnrx.rules import Rule, Template, by_layer, parse_rule, prescribe
+from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe
 from attnrx.tokens import parse_policy
 
 # Shares are multiples of 1 / GRID: finer than a direction of any layer, and exact in binary.
@@ -23,7 +23,7 @@ GRID = 4096
 # What a budget may be about: the parts of a layer's costs. "model" is everything, with one share for all layers.
 PARTS: dict[str, tuple[str, ...]] = {
     "qk": ("query_key", "scores", "diagonal", "fusion"),
-    "values": ("value_output", "read_out"),
+    "vo": ("value_output", "read_out"),
     "attention": ATTENTION,
     "mlp": ("mlp",),
 }
@@ -35,8 +35,8 @@ class Budget:
     """At most this share of the original's MACs: of the whole model, or of a part of every layer.
 
     A part is the local target of IrrAtt (Section 3.4): FLOPs(R) / FLOPs_orig <= CR with the same CR for every layer, R
-    being a rank or a total rank: "qk" (query-key projections and scores), "values" (value-output projections and what
-    is read out), "attention" (both) or "mlp". MACs are those of `ModelCosts.macs`.
+    being a rank or a total rank: "qk" (query-key projections and scores), "vo" (value-output projections and the
+    product of attention and values), "attention" (both) or "mlp". MACs are those of `ModelCosts.macs`.
     """
 
     macs: float
@@ -66,7 +66,7 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 def least_share(model: nn.Module, template: Template) -> float:
     """Gives the smallest share that can be prescribed: where it is that of the tokens, some patch must be left."""
-    if not template.drops_by_share:
+    if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
     layout, depth = family.token_layout(model), len(family.attention(model))
@@ -74,7 +74,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
     def is_too_small(share: float) -> bool:
         try:
-            parse_policy(template.at(share)["tokens"]).require(layout, depth)
+            parse_policy(template.at(share)[TOKENS]).require(layout, depth)
         except InvalidInput:
             return True
         return False
@@ -91,8 +91,8 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
     specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
-            rank_of(linear) if output is None else sum(output.ranks)
-            for linear, output in zip(pair, layer.mlp, strict=True)
+            sum(layer.outputs[name].ranks) if name in layer.outputs else rank_of(linear)
+            for name, linear in zip(LINEAR_MAPS, pair, strict=True)
         )
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
@@ -101,9 +101,10 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
 
 
 def prescribe_within(
-    model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template, budget: Budget
+    model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template | str, budget: Budget
 ) -> Prescription:
-    """Prescribes the largest share that the budget allows; the model is only priced, and may lie on the meta device.
+    """Prescribes the largest {share} of a text such as "qk=total_rank:{share} vo=total_rank:{share}" that the budget
+    allows; the model is only priced, and may lie on the meta device.
 
     Where the budget is about a part of every layer, every layer has the largest share that its own part allows, and the
     rules say so (`by_layer`). A template of tokens alone needs no diagnosis, and takes the model in its place. What was
@@ -114,23 +115,19 @@ def prescribe_within(
         NotSupported: not even the smallest share is cheap enough.
         NothingChanged: everything may stay.
     """
+    template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
-    if template.drops_by_share and budget.of != "model":
+    if template.has_token_share and budget.of != "model":
         raise InvalidInput(
-            f"tokens={template.tokens}: a layer cannot choose a share of the tokens of its own; give a keep ratio "
-            f"instead of {{share}}, or a budget of the whole model."
+            f"tokens={template.texts[TOKENS]}: a layer has no share of the tokens of its own; give a keep ratio "
+            f"instead of {SHARE}, or a budget of the whole model."
         )
-    diagnosis = told_or_read(diagnosis, *template.texts.values(), template.metric)
+    diagnosis = told_or_read(diagnosis, *(text for name, text in template.texts.items() if name != TOKENS))
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
-    rules = {
-        kind: None if text is None else by_layer([_rule(template, kind, share) for share in shares])
-        for kind, text in template.texts.items()
-    }
-    tokens = _policy(template, shares[0], model)
-    found = prescribe(
-        diagnosis, rules["rule"], template.metric, values=rules["values"], mlp=rules["mlp"], tokens=tokens
-    )
+    each = [parse_rules(template.at(share))[0] for share in shares]
+    rules = {name: by_layer([own[name] for own in each]) for name in each[0]}
+    found = prescribe(diagnosis, rules, _policy(template, shares[0], model))
     spent = _amounts(prescribed_costs(model, found), budget.of)
     told = {
         "macs": budget.macs,
@@ -176,32 +173,20 @@ class _Search:
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
     """Prices what the template leaves at one share: the whole model where nothing would change."""
-    rules = {kind: None if text is None else _rule(template, kind, share) for kind, text in template.texts.items()}
+    rules, _ = parse_rules(template.at(share))
     try:
-        found = prescribe(
-            diagnosis,
-            rules["rule"],
-            template.metric,
-            values=rules["values"],
-            mlp=rules["mlp"],
-            tokens=_policy(template, share, model),
-        )
+        found = prescribe(diagnosis, rules, _policy(template, share, model))
     except NothingChanged:
         return family_of(model).costs(model)
     return prescribed_costs(model, found)
 
 
-def _rule(template: Template, kind: str, share: float) -> Rule:
-    return parse_rule(template.at(share)[kind])
-
-
 def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
-    text = template.at(share)["tokens"]
-    if text is None:
-        return None
-    policy, family = parse_policy(text), family_of(model)
-    policy.on(family.token_layout(model), len(family.attention(model)))
-    return TokenPrescription.of(policy)
+    _, tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)})
+    if tokens is not None:
+        family = family_of(model)
+        tokens.policy.on(family.token_layout(model), len(family.attention(model)))
+    return tokens
 
 
 def _amounts(costs: ModelCosts, of: str) -> tuple[int, ...]:

@@ -32,14 +32,13 @@ from attnrx.models import (
 )
 from attnrx.models.checkpoint import load_weights
 from attnrx.planning import plan
-from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.prescription import Prescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
 from attnrx.reports import completed_card, model_card
-from attnrx.rules import Rule, control_prescriptions, parse_rule
+from attnrx.rules import RulesLike, control_prescriptions, parse_rules
 from attnrx.rules import prescribe as prescribe_with
 from attnrx.storage import write_text
-from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import train
 
 __all__ = [
@@ -108,29 +107,17 @@ def matching(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | No
     return fit_labels(fitted, heads[0].out_features, label_map)
 
 
-def prescribe(
-    diagnosis: Diagnosis | nn.Module,
-    rule: Rule | str | None = None,
-    metric: str | None = None,
-    *,
-    values: Rule | str | None = None,
-    mlp: Rule | str | None = None,
-    tokens: TokenPrescription | TokenPolicy | str | None = None,
-) -> Prescription:
-    """Decides what every layer can do without; a rule may be its text, e.g. `energy_retention:0.90`.
+def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
+    """Decides what every layer can do without.
 
-    `rule` is about the scores: the model's own directions, or those that are the best in a `metric` (for models without
-    norms; see `rules.METRICS`). `values` is about what the heads read out, and `mlp` about the maps of the MLP; a rule
-    may state its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.OUTPUT_METRICS`).
-    `tokens` lets tokens leave between the layers: a policy or its text, e.g. `evit:0.7@4,7,10`, or what was prescribed
-    before, with trained predictors (`prescribed_tokens`). They alone need no diagnosis: the model may stand in its
-    place.
+    `rules` names the rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule alone is about qk, the scores. Every rule may state its metric,
+    e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk, `rules.OUTPUT_METRICS` for vo,
+    fc1 and fc2). The rule of tokens is a policy, or what was prescribed before, with trained predictors
+    (`prescribed_tokens`); it alone needs no diagnosis: the model may stand in its place.
     """
-    read = [parse_rule(asked) if isinstance(asked, str) else asked for asked in (rule, values, mlp)]
-    policy = parse_policy(tokens) if isinstance(tokens, str) else tokens
-    leaving = TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
-    told = told_or_read(diagnosis, rule, metric, values, mlp)
-    return prescribe_with(told, read[0], metric, values=read[1], mlp=read[2], tokens=leaving)
+    read, tokens = parse_rules(rules)
+    return prescribe_with(told_or_read(diagnosis, *read.values()), read, tokens)
 
 
 def verify(

@@ -31,10 +31,20 @@ from attnrx.validation import (
     validated,
 )
 
-KIND, SCHEMA = "attnrx prescription", 3
+KIND, SCHEMA = "attnrx prescription", 4
 
-MAPS = ("scores", "values", "mlp")
-"""What rules decide about."""
+LINEAR_MAPS = ("fc1", "fc2")
+"""The two linear maps of an MLP, in their order."""
+
+OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
+"""Maps that are reduced by their outputs: the value rows with the output projection, and those of the MLP."""
+
+LAYER_MAPS = ("qk", *OUTPUT_MAPS)
+"""The maps of a layer that rules decide about; "qk" are the query rows with the key rows of every head."""
+
+TOKENS = "tokens"
+MAPS = (*LAYER_MAPS, TOKENS)
+"""Everything that a prescription holds a decision about, by the names of its text form."""
 
 
 def _lay_out(part: Any, *fields: str) -> None:
@@ -68,8 +78,8 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class OutputPrescription:
-    """What a linear map's outputs are reduced to: y becomes decode @ encode @ (y - center) + center.
+class OutputDecision:
+    """The decision about one of OUTPUT_MAPS: its outputs y become decode @ encode @ (y - center) + center.
 
     For the values of a layer y is what its heads read out, one head after the other; for a map of the MLP it is the
     map's result, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` of them, one unit
@@ -95,12 +105,12 @@ class OutputPrescription:
 
 
 @dataclass(frozen=True)
-class LayerPrescription:
-    """One layer: the directions that stay, their strengths, the heads that stay, and one reason per head.
+class ScoreDecision:
+    """The decision about "qk": the directions that stay, their strengths, the heads that stay, and a reason per head.
 
     `strength` is what the kept directions get (their old one unless the rule changes it). A head that stays with no
     directions attends uniformly; a head that does not stay outputs nothing. The directions are the model's own, or
-    those of a `basis`. `values` and `mlp` say what is prescribed for the other maps of the layer, if anything.
+    those of a `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]
@@ -108,8 +118,6 @@ class LayerPrescription:
     heads: Bool[Tensor, "heads"]
     reasons: tuple[str, ...]
     basis: Basis | None = None
-    values: OutputPrescription | None = None
-    mlp: tuple[OutputPrescription | None, OutputPrescription | None] = (None, None)
 
     def __post_init__(self):
         if self.keep.shape != self.strength.shape or self.heads.shape[0] != self.keep.shape[0]:
@@ -153,6 +161,49 @@ class LayerPrescription:
         return int(staying.any(0).sum() if self.is_shared else staying.sum())
 
 
+Decision = ScoreDecision | OutputDecision
+
+
+@dataclass(frozen=True)
+class LayerPrescription:
+    """The decisions about one layer, by map: "qk" always, and those of OUTPUT_MAPS that are reduced."""
+
+    decisions: Mapping[str, Decision]
+
+    def __post_init__(self):
+        unknown = [name for name in self.decisions if name not in LAYER_MAPS]
+        if unknown or "qk" not in self.decisions:
+            raise InvalidInput(
+                f"a layer was given decisions about {', '.join(self.decisions) or 'nothing'}: give one about qk, and "
+                f"others about {', '.join(OUTPUT_MAPS)}."
+            )
+
+    @property
+    def qk(self) -> ScoreDecision:
+        """The decision about the scores."""
+        found = self.decisions["qk"]
+        assert isinstance(found, ScoreDecision)
+        return found
+
+    def with_scores(self, decision: ScoreDecision) -> "LayerPrescription":
+        """Returns the layer with another decision about qk."""
+        return LayerPrescription({**self.decisions, "qk": decision})
+
+    @property
+    def outputs(self) -> dict[str, OutputDecision]:
+        """The decisions about maps that are reduced by their outputs."""
+        return {name: found for name, found in self.decisions.items() if isinstance(found, OutputDecision)}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored beside the JSON file, by name."""
+        basis = self.qk.basis
+        found = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
+        for name, output in self.outputs.items():
+            found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class TokenPrescription:
     """Which tokens leave on their way through the model: the policy, one reason per stage, and what was learned.
@@ -194,20 +245,30 @@ class TokenPrescription:
 class Prescription:
     """Every layer of the model with this fingerprint, the rules that decided, and the data they decided on.
 
-    `rules` holds, for each of MAPS that is prescribed, {"rule": its text, from which `parse_rule` makes the rule,
-    "metric": the metric it decided in}. `tokens` is the prescribed token policy, or None.
+    `rules` holds the rule of every map that is prescribed, as the text from which `parse_rules` makes it, with the
+    metric that it decided in. `tokens` is the prescribed token policy, or None.
     """
 
     layers: tuple[LayerPrescription, ...]
-    rules: Mapping[str, Mapping[str, str]]
+    rules: Mapping[str, str]
     fingerprint: str
     about: Mapping[str, Any]
     tokens: TokenPrescription | None = None
 
+    def __post_init__(self):
+        rules = {name: rule for name, rule in self.rules.items() if name != TOKENS}
+        if self.tokens is not None:
+            rules[TOKENS] = str(self.tokens.policy)
+        object.__setattr__(self, "rules", rules)
+
+    def __str__(self) -> str:
+        """The rules as one text, from which `prescribe` decides the same again."""
+        return " ".join(f"{name}={rule}" for name, rule in self.rules.items())
+
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Kept directions per layer and head."""
-        return tuple(layer.ranks for layer in self.layers)
+        return tuple(layer.qk.ranks for layer in self.layers)
 
     @property
     def removed_share(self) -> float:
@@ -217,13 +278,13 @@ class Prescription:
         though every head computes scores with it, so the products of queries and keys may cost more than before:
         compare forms by their MACs (`Family.costs`).
         """
-        total = sum(layer.directions for layer in self.layers)
-        return 1 - sum(layer.kept for layer in self.layers) / total if total else 0.0
+        total = sum(layer.qk.directions for layer in self.layers)
+        return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
     @property
     def is_rewritten(self) -> bool:
         """Whether any decision is about other directions than the model's own, or about another map than the scores."""
-        return any(_tensors(layer) for layer in self.layers)
+        return any(layer.tensors for layer in self.layers)
 
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file; floats are written so that they read back bit for bit.
@@ -235,17 +296,17 @@ class Prescription:
             "kind": KIND,
             "schema": SCHEMA,
             "fingerprint": self.fingerprint,
-            "rules": {of: dict(rule) for of, rule in self.rules.items()},
+            "rules": dict(self.rules),
             "about": dict(self.about),
             "removed_share": self.removed_share,
             "layers": [_to_record(layer) for layer in self.layers],
         }
         if self.tokens is not None:
-            record["tokens"] = _tokens_record(self.tokens)
+            record[TOKENS] = _tokens_record(self.tokens)
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
-            for name, tensor in _tensors(layer).items()
+            for name, tensor in layer.tensors.items()
         }
         if self.tokens is not None:
             learned = self.tokens.predictors or {}
@@ -266,7 +327,7 @@ class Prescription:
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
                 for index, layer in enumerate(record["layers"])
             )
-            tokens = _tokens_from_record(record["tokens"], tensors) if "tokens" in record else None
+            tokens = _tokens_from_record(record, tensors)
         except KeyError as error:
             raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; make it again.") from None
         except InvalidInput as error:
@@ -290,21 +351,28 @@ class Prescription:
 
 def _tokens_record(tokens: TokenPrescription) -> dict[str, Any]:
     return {
-        "policy": str(tokens.policy),
         "reasons": list(tokens.reasons),
         "seed": tokens.seed,
         "trained": tokens.predictors is not None,
     }
 
 
-def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription:
-    learned = _beginning_with("tokens.", tensors) if record["trained"] else None
-    return TokenPrescription(parse_policy(record["policy"]), tuple(record["reasons"]), learned, record["seed"])
+def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription | None:
+    if TOKENS not in record:
+        return None
+    tokens, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
+    learned = _beginning_with("tokens.", tensors) if tokens["trained"] else None
+    return TokenPrescription(policy, tuple(tokens["reasons"]), learned, tokens["seed"])
 
 
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
+    outputs = {name: _output_record(output) for name, output in layer.outputs.items()}
+    return {"qk": _score_record(layer.qk), **outputs}
+
+
+def _score_record(decision: ScoreDecision) -> dict[str, Any]:
     record: dict[str, Any] = {
-        "directions": layer.keep.shape[1],
+        "directions": decision.keep.shape[1],
         "heads": [
             {
                 "stays": bool(stays),
@@ -314,32 +382,17 @@ def _to_record(layer: LayerPrescription) -> dict[str, Any]:
                 "why": why,
             }
             for stays, rank, keep, strength, why in zip(
-                layer.heads, layer.ranks, layer.keep, layer.strength, layer.reasons, strict=True
+                decision.heads, decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
             )
         ],
     }
-    outputs = {name: _output_record(output) for name, output in _outputs(layer).items()}
-    if layer.basis is not None:
-        record["basis"] = {"shared": layer.basis.shared}
-    return record | ({"outputs": outputs} if outputs else {})
+    return record if decision.basis is None else record | {"basis": {"shared": decision.basis.shared}}
 
 
-def _output_record(output: OutputPrescription) -> dict[str, Any]:
+def _output_record(output: OutputDecision) -> dict[str, Any]:
     strengths = output.strength.tolist()
     units = zip(output.ranks, strengths, output.reasons, strict=True)
     return {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
-
-
-def _outputs(layer: LayerPrescription) -> dict[str, OutputPrescription]:
-    named = {"values": layer.values, "mlp.0": layer.mlp[0], "mlp.1": layer.mlp[1]}
-    return {name: output for name, output in named.items() if output is not None}
-
-
-def _tensors(layer: LayerPrescription) -> dict[str, Tensor]:
-    found = {} if layer.basis is None else {"basis.left": layer.basis.left, "basis.right": layer.basis.right}
-    for name, output in _outputs(layer).items():
-        found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
-    return found
 
 
 def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -347,30 +400,28 @@ def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
+    decisions: dict[str, Decision] = {"qk": _scores(record["qk"], tensors)}
+    for name in OUTPUT_MAPS:
+        if name in record:
+            decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
+    return LayerPrescription(decisions)
+
+
+def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDecision:
     heads = record["heads"]
     keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
     stays = torch.tensor([head["stays"] for head in heads], dtype=torch.bool)
-    outputs = {
-        name: _output(output, _beginning_with(f"{name}.", tensors))
-        for name, output in record.get("outputs", {}).items()
-    }
-    return LayerPrescription(
-        keep,
-        strength.reshape(keep.shape),
-        stays,
-        tuple(head["why"] for head in heads),
-        Basis(tensors["basis.left"], tensors["basis.right"], **record["basis"]) if "basis" in record else None,
-        outputs.get("values"),
-        (outputs.get("mlp.0"), outputs.get("mlp.1")),
-    )
+    reasons = tuple(head["why"] for head in heads)
+    basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"]) if "basis" in record else None
+    return ScoreDecision(keep, strength.reshape(keep.shape), stays, reasons, basis)
 
 
-def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputPrescription:
+def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputDecision:
     units = record["units"]
-    return OutputPrescription(
+    return OutputDecision(
         tuple(unit["rank"] for unit in units),
         tensors["encode"],
         tensors["decode"],
@@ -380,12 +431,12 @@ def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputP
     )
 
 
-def _require_ranks(layer: Mapping[str, Any], where: str) -> None:
-    """Checks what the fields of a layer must agree on: directions, and the rank of every head."""
-    directions = layer["directions"]
+def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
+    """Checks what the fields must agree on: directions, and the rank of every head."""
+    directions = scores["directions"]
     keep = Items(Integer(0, directions - 1), 0, directions, unique=True)
     strength = Items(Number(), directions, directions)
-    for index, head in enumerate(layer["heads"]):
+    for index, head in enumerate(scores["heads"]):
         place = f"{below(where, 'heads')}[{index}]"
         keep.check(head["keep"], below(place, "keep"))
         strength.check(head["strength"], below(place, "strength"))
@@ -409,24 +460,32 @@ RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
 HEAD = Record({"stays": Flag(), "rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
 UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
 OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
-LAYER = Record(
+SCORES = Record(
     {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
-    {"basis": Record({"shared": Flag()}), "outputs": Record(more=dict.fromkeys(("values", "mlp.0", "mlp.1"), OUTPUT))},
+    {"basis": Record({"shared": Flag()})},
     then=_require_ranks,
 )
-TOKENS = Record(
-    {"policy": Text(parse_policy), "reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()}
-)
-RULE = Record({"rule": Text(), "metric": Text()})
+LAYER = Record({"qk": SCORES}, dict.fromkeys(OUTPUT_MAPS, OUTPUT))
+POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
+
+
+def _require_tokens(record: Mapping[str, Any], where: str) -> None:
+    """Checks that a policy comes with its reasons, and reasons with their policy."""
+    if (TOKENS in record["rules"]) != (TOKENS in record):
+        here, there = ("rules.tokens", "tokens") if TOKENS in record["rules"] else ("tokens", "rules.tokens")
+        raise Invalid(below(where, there), f"is missing, and {here} is given")
+
+
 RECORD: Field = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
         "fingerprint": Text(),
-        "rules": Record(more=dict.fromkeys(MAPS, RULE)),
+        "rules": Record(more={**dict.fromkeys(LAYER_MAPS, Text()), TOKENS: Text(parse_policy)}),
         "about": JSON_OBJECT,
         "removed_share": Number(0.0, 1.0),
         "layers": Items(LAYER, 0, MOST_LAYERS),
     },
-    {"tokens": TOKENS, "tensors_sha256": Text()},
+    {TOKENS: POLICY, "tensors_sha256": Text()},
+    then=_require_tokens,
 )

@@ -15,8 +15,8 @@ class Spectrum:
     `owners` is the number of heads, or 1 where all heads share their directions (`shared`). Rows are padded to the
     largest rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of
     query and key: over the kept directions ("kept") or over all original ones ("original"). `heads` names the original
-    head of every row. Rules see the other maps of a layer as the same tables; `of` says which: "scores", "values" or
-    "mlp".
+    head of every row. Rules see the other maps of a layer as the same tables; `of` is
+    the name of the map.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -26,7 +26,7 @@ class Spectrum:
     scale: float
     norms: str
     heads: tuple[int, ...]
-    of: str = "scores"
+    of: str = "qk"
     shared: bool = False
 
     def __post_init__(self):

@@ -8,7 +8,7 @@ import cases
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.models import VisionTransformer, family_of
-from attnrx.prescription import LayerPrescription, OutputPrescription
+from attnrx.prescription import ScoreDecision, OutputDecision
 from comparisons import pixels
 
 DEAD = 1  # the layer
@@ -88,7 +88,7 @@ def test_dead_values_and_mlp_are_decided_alone(
     assert bool(logits.isfinite().all())
 
 
-def output_of(layer: LayerPrescription, which: str) -> OutputPrescription:
+def output_of(layer: ScoreDecision, which: str) -> OutputDecision:
     output = layer.values if which == "values" else layer.mlp[0]
     assert output is not None
     return output

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules import (
     ContributionEnergy,
     EnergyRetention,
@@ -41,11 +41,11 @@ KNOBS: dict[str, tuple[Callable[[float], Rule], list[float]]] = {
 }
 
 
-def same(a: LayerPrescription, b: LayerPrescription) -> bool:
+def same(a: ScoreDecision, b: ScoreDecision) -> bool:
     return torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength) and torch.equal(a.heads, b.heads)
 
 
-def within(less: LayerPrescription, more: LayerPrescription) -> bool:
+def within(less: ScoreDecision, more: ScoreDecision) -> bool:
     """Whether everything that `less` keeps `more` keeps too, at least as strong."""
     kept = not (less.keep & ~more.keep).any() and not (less.heads & ~more.heads).any()
     return kept and bool((less.strength.abs() <= more.strength.abs()).all())
@@ -112,7 +112,7 @@ def test_controls_match_the_rank_of_every_head(name: str, ragged: bool) -> None:
 def test_rules_combine_like_sets(a: str, b: str) -> None:
     found, first, second, third = diagnosis(), RULES[a], RULES[b], RULES["top_rank"]
 
-    def decide(rule: Rule) -> LayerPrescription:
+    def decide(rule: Rule) -> ScoreDecision:
         return rule.decide(found, 1)
 
     both, either = decide(first & second), decide(first | second)

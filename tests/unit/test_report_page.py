@@ -13,7 +13,7 @@ import report_content
 from attnrx.costs import LatencyComparison
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence, Finding
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.realization import realize
 from attnrx.reports import AttentionSamples, ReportContent, sample_attention, write_report
 from attnrx.reports.numbers import TIMES
@@ -238,7 +238,7 @@ def test_a_compressed_model_with_removed_heads_is_reported():
     assert content.prescription is not None
     layers = list(content.prescription.layers)
     heads = torch.tensor([True, False, True, True])
-    layers[1] = LayerPrescription(layers[1].keep, layers[1].strength, heads, layers[1].reasons)
+    layers[1] = ScoreDecision(layers[1].keep, layers[1].strength, heads, layers[1].reasons)
     prescription = replace(content.prescription, layers=tuple(layers))
     slim = realize(model, prescription, by="compress")
     attention = sample_attention({"original": model, "compressed": slim}, torch.zeros(1, 1, 16, 16))

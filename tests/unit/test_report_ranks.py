@@ -10,7 +10,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import suited
 from attnrx.examination import diagnose
 from attnrx.models import family_of
-from attnrx.prescription import Basis, LayerPrescription, Prescription
+from attnrx.prescription import Basis, ScoreDecision, Prescription
 from attnrx.realization import realize
 from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
@@ -63,7 +63,7 @@ def test_shared_directions_are_one_rank_for_all_heads() -> None:
 def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
     keep = torch.tensor([[True, True, False], [False, False, True]])
     basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), shared=True)
-    layer = LayerPrescription(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
+    layer = ScoreDecision(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
     assert (layer.kept, layer.directions) == (2, 8)
     assert Prescription((layer,), {}, "", {}).removed_share == 1 - 2 / 8
     assert (replace(layer, basis=None).kept, replace(layer, basis=None).directions) == (2, 6)

@@ -107,8 +107,7 @@ class Controls(Check):
 
 
 def _decided(control: Prescription) -> dict[str, Any]:
-    tokens = {} if control.tokens is None else {"tokens": str(control.tokens.policy)}
-    return {"rules": {of: own["rule"] for of, own in control.rules.items()}, **tokens}
+    return {"rules": dict(control.rules)}
 
 
 def tallied(

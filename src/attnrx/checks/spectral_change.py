@@ -70,7 +70,8 @@ def _after(comparison: Comparison) -> list[tuple[Tensor, Tensor]] | None:
     """The strengths that stay, and the heads that stay, per layer."""
     if comparison.prescription is not None:
         comparison.prescription.require(model_fingerprint(comparison.reference))
-        return [(layer.strength.double() * layer.keep, layer.heads) for layer in comparison.prescription.layers]
+        decisions = [layer.qk for layer in comparison.prescription.layers]
+        return [(own.strength.double() * own.keep, own.heads) for own in decisions]
     if comparison.masked is None:
         return None
     spectra = [layer.spectrum() for layer in family_of(comparison.masked).attention(comparison.masked)]

@@ -132,10 +132,10 @@ def add_contenders(parser: Parser, shares: str) -> None:
         "--contenders",
         nargs="+",
         required=True,
-        metavar="NAME=RULE",
-        help="each NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS], where {share} stands "
-        "for the share kept (once for all rules, and as the keep ratio in a POLICY such as evit:{share}@4,7,10), or "
-        "NAME=peer:PEER[+maps=MAP,MAP]: svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
+        metavar="NAME=RULES",
+        help="each 'NAME=RULES [refine=STEPS]', with the rules of `attnrx prescribe`, e.g. 'both=qk=total_rank:{share} "
+        "tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule without a map is that of qk), or "
+        "'NAME=peer:PEER [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
         "query, key, value, output, fc1 and fc2, or torch_pruning",
     )
     points = parser.add_mutually_exclusive_group()

@@ -1,5 +1,6 @@
 """Contenders: ways of compressing a model as text, and as something that prices and makes the model at any share."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -20,34 +21,29 @@ from attnrx.realization import realize_tokens_
 from attnrx.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
 
-KINDS = ("values", "mlp", "tokens", "refine", "maps")
+EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of compressing: the texts of its rules, in which {share} stands for the share that is kept, or a peer.
+    """One way of compressing: the text of its rules, in which {share} stands for the share that is kept, or a peer.
 
-    `tokens` is the text of a policy, whose ratio may be {share} too.
     `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `peer` is
     one of PEERS, and `maps` the linear maps that it writes as two (all, if none is named).
     """
 
     name: str
-    rule: str | None = None
-    metric: str | None = None
-    values: str | None = None
-    mlp: str | None = None
+    rules: str = ""
     refined: int = 0
     peer: str | None = None
     maps: tuple[str, ...] = ()
-    tokens: str | None = None
 
     def __post_init__(self):
         if self.peer is None:
             if self.maps:
                 raise InvalidInput(f"{self.name}: maps={','.join(self.maps)} goes with a peer, e.g. peer:svd.")
             return
-        if self.has_rules or self.refined:
+        if self.rules or self.refined:
             raise InvalidInput(
                 f"{self.name}: a peer takes no rules and no refinement; make them contenders of their own."
             )
@@ -55,49 +51,28 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> "Contender":
-        """Reads `NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS]`, or
-        `NAME=peer:PEER[+maps=MAP,MAP]`.
-        """
+        """Reads `NAME=RULES [refine=STEPS]`, RULES being those of `prescribe`, or `NAME=peer:PEER [maps=MAP,MAP]`."""
         name, equals, rest = text.partition("=")
-        if not equals or not name or not rest:
-            raise InvalidInput(f"the contender {text!r} is not NAME=RULE, e.g. mix=total_rank:{SHARE}.")
-        parts: dict[str, str] = {}
-        for part in rest.split("+"):
-            kind, given, value = part.partition("=")
-            if not given or kind not in KINDS:
-                kind, value = "rule", part
-            if kind in parts or not value:
-                raise InvalidInput(
-                    f"{part!r} in {text!r}: give one RULE, and after + values=, mlp=, tokens= or refine= once."
-                )
-            parts[kind] = value
-        steps = parts.get("refine", "0")
+        if not equals or not name.strip() or not rest.strip():
+            raise InvalidInput(f"the contender {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
+        found = EXTRAS.findall(rest)
+        extras, rules = dict(found), EXTRAS.sub("", rest).strip()
+        if len(extras) < len(found) or not all(extras.values()):
+            raise InvalidInput(f"{text!r}: give refine=STEPS or maps=MAP,MAP once.")
+        steps = extras.get("refine", "0")
         if not (steps.isascii() and steps.isdigit()):
             raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
-        rule, _, metric = parts.get("rule", "").partition("@")
-        is_peer, peer = rule.startswith("peer:"), rule.removeprefix("peer:")
-        maps = tuple(parts["maps"].split(",")) if "maps" in parts else ()
-        return cls(
-            name,
-            None if is_peer else rule or None,
-            metric or None,
-            parts.get("values"),
-            parts.get("mlp"),
-            int(steps),
-            peer if is_peer else None,
-            maps,
-            parts.get("tokens"),
-        )
-
-    @property
-    def has_rules(self) -> bool:
-        """Whether it has any rule."""
-        return any(text is not None for text in (self.rule, self.metric, self.values, self.mlp, self.tokens))
+        maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
+        if rules.startswith("peer:"):
+            return cls(name.strip(), refined=int(steps), peer=rules.removeprefix("peer:"), maps=maps)
+        made = cls(name.strip(), rules, int(steps), maps=maps)
+        made.template  # noqa: B018, refuses maps that do not exist
+        return made
 
     @property
     def template(self) -> Template:
         """Its rules, the share still open."""
-        return Template(self.rule, self.metric, self.values, self.mlp, self.tokens)
+        return Template.parse(self.rules)
 
     @property
     def varies(self) -> bool:
@@ -153,7 +128,7 @@ class RuleMaker(Maker):
         """
         bench, contender = self.bench, self.contender
         try:
-            found = prescribe(bench.diagnosis, **contender.template.at(share))
+            found = prescribe(bench.diagnosis, contender.template.at(share))
         except NothingChanged:
             if not contender.varies:
                 raise

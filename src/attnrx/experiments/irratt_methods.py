@@ -60,8 +60,8 @@ class Method:
         ranks = self.compression(spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, metric=metric, seed=seed) if form in RULES else None
-        values, mlp = (None if own is None else f"uniform_rank:{own}" for own in (ranks.vo, ranks.mlp))
-        return prescribe(diagnosis, scores, values=values, mlp=mlp)
+        vo, mlp = (None if own is None else f"uniform_rank:{own}" for own in (ranks.vo, ranks.mlp))
+        return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
     def candidate(self, model: nn.Module, diagnosis: Diagnosis, metric: str, seed: int) -> nn.Module:
         """Gives the smaller model; the original itself where nothing is to be done."""

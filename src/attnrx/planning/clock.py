@@ -80,10 +80,10 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, clock, grid)
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
-    for scores in (0, *space.available("scores")):
-        for values in (0, *space.available("values")):
-            attention[scores, values] = timer.block({"scores": scores, "values": values})
-        say(f"prices: scores at {space.levels[scores]:g}")
+    for qk in (0, *space.available("qk")):
+        for vo in (0, *space.available("vo")):
+            attention[qk, vo] = timer.block({"qk": qk, "vo": vo})
+        say(f"prices: qk at {space.levels[qk]:g}")
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in space.available("mlp"):

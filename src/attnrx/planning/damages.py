@@ -15,7 +15,7 @@ from attnrx.models.blocks import block_names
 from attnrx.planning.answers import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.resuming import as_output, recorded, resumed
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.prescription import OutputPrescription
+from attnrx.prescription import OutputDecision
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import ALL_LAYERS, TokenPolicy
@@ -169,18 +169,13 @@ def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarr
 def _errors(space: Space, axis: str, level: int) -> list[float]:
     piece = space.piece(axis, level)
     assert piece is not None
-    if axis == "scores":  # what a prescription says of directions that leave need not be their strengths
+    if axis == "qk":  # what a prescription says of directions that leave need not be their strengths
         layers = zip(space.spectra, piece.layers, strict=True)
-        return [float((own.strength.square() * own.used * ~layer.keep).sum()) for own, layer in layers]
-    return [_left_out(layer.mlp if axis == "mlp" else (layer.values,)) for layer in piece.layers]
+        return [float((own.strength.square() * own.used * ~layer.qk.keep).sum()) for own, layer in layers]
+    return [sum(_removed_energy(own) for own in layer.outputs.values()) for layer in piece.layers]
 
 
-def _left_out(outputs: tuple[OutputPrescription | None, ...]) -> float:
-    """The energy of the directions that some maps do without."""
-    return sum(_beyond(output) for output in outputs if output is not None)
-
-
-def _beyond(output: OutputPrescription) -> float:
+def _removed_energy(output: OutputDecision) -> float:
     energies = output.strength.square().sort(dim=-1, descending=True).values
     return sum(float(own[rank:].sum()) for own, rank in zip(energies, output.ranks, strict=True))
 

@@ -14,10 +14,10 @@ def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
     What a level saves adds up over scores and values, but for what it only saves where both are as low: a kernel may
     pad the one to the other. Few steps through many times quiet the clock.
     """
-    scores, values = space.available("scores"), space.available("values")
-    pairs = [(one, other) for one in (0, *scores) for other in (0, *values)]
+    qk, vo = space.available("qk"), space.available("vo")
+    pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
     steps = [
-        [*_reached(one, scores), *_reached(other, values), *_reached(min(one, other), set(scores) & set(values))]
+        [*_reached(one, qk), *_reached(other, vo), *_reached(min(one, other), set(qk) & set(vo))]
         for one, other in pairs
     ]
     found, at = attention.copy(), tuple(zip(*pairs, strict=True))

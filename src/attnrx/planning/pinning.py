@@ -50,15 +50,15 @@ def _everywhere(space: Space, axis: str) -> Choices:
 
 
 def _saving(prices: Prices, factors: Mapping[str, float]) -> Prices:
-    """Lets every axis save so many times as much; what scores and values only save together, as the lesser of them."""
+    """Lets every axis save so many times as much; what qk and vo only save together, as the lesser of them."""
     attention, mlp = prices.attention, prices.mlp
-    scores, values = factors.get("scores", 1.0), factors.get("values", 1.0)
+    qk, vo = factors.get("qk", 1.0), factors.get("vo", 1.0)
     none = attention[:, :1, :1]
     one, other = attention[:, :, :1] - none, attention[:, :1] - none
     both = attention - none - one - other
     return replace(
         prices,
-        attention=none + scores * one + values * other + min(scores, values) * both,
+        attention=none + qk * one + vo * other + min(qk, vo) * both,
         mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
     )
 

@@ -14,8 +14,8 @@ from attnrx.tokens import Shape
 
 # The parts of a layer's costs that a level of an axis decides about, and which of them grow with the tokens' square.
 PARTS = {
-    "scores": ("query_key", "diagonal", "scores", "fusion"),
-    "values": ("value_output", "read_out"),
+    "qk": ("query_key", "diagonal", "scores", "fusion"),
+    "vo": ("value_output", "read_out"),
     "mlp": ("mlp",),
 }
 SQUARE = ("scores", "fusion", "read_out")
@@ -25,7 +25,7 @@ SQUARE = ("scores", "fusion", "read_out")
 class Prices:
     """The cost of every layer by ranks and tokens, in one unit; `whole` is that of the original.
 
-    `attention` is [layer, level of scores, level of values, tokens], `mlp` [layer, level, tokens], with a place for
+    `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with a place for
     every number of tokens from none to all. `stages` is [layer, tokens seen] for letting tokens leave before a layer.
     """
 
@@ -47,7 +47,7 @@ class Prices:
         """Prices one layer."""
         tokens = self.prefix + self.patches - gone
         return float(
-            self.attention[layer, choices.scores[layer], choices.values[layer], tokens]
+            self.attention[layer, choices.qk[layer], choices.vo[layer], tokens]
             + self.mlp[layer, choices.mlp[layer], tokens]
         )
 
@@ -71,7 +71,7 @@ def counted_prices(space: Space, of: str) -> Prices:
     tokens = before.layers[0].tokens
     steps = np.arange(tokens + 1) / tokens
     tables = {axis: _by_level(space, before, axis, of, steps) for axis in RANKS}
-    attention = tables["scores"][:, :, None] + tables["values"][:, None]
+    attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, of))
     inside = sum(
         getattr(layer.parts[part], of) for layer in before.layers for parts in PARTS.values() for part in parts

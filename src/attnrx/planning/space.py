@@ -1,4 +1,4 @@
-"""What a plan may choose: in every layer the ranks of scores, values and MLP, and the patches that leave before it."""
+"""What a plan may choose: in every layer the ranks of qk, vo and the MLP, and the patches that leave before it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,13 +9,13 @@ from torch import nn
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.models import family_of, shape_of
-from attnrx.prescription import Prescription, TokenPrescription
-from attnrx.rules import Rule, by_layer, parse_rule, prescribe, rewritten
+from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
+from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe, rewritten
 from attnrx.spectrum import Spectrum
 from attnrx.tokens import Reducer, Shape, TokenPolicy
 
-RANKS = ("scores", "values", "mlp")
-TOKENS = "tokens"
+# The maps that every axis of ranks decides about, at one level.
+RANKS = {"qk": ("qk",), "vo": ("vo",), "mlp": LINEAR_MAPS}
 AXES = (*RANKS, TOKENS)
 
 # Eighths of what there is: of 64 directions multiples of 8, which the kernels like.
@@ -32,8 +32,8 @@ class Choices:
     before it.
     """
 
-    scores: tuple[int, ...]
-    values: tuple[int, ...]
+    qk: tuple[int, ...]
+    vo: tuple[int, ...]
     mlp: tuple[int, ...]
     leaving: tuple[int, ...]
 
@@ -160,11 +160,10 @@ class Space:
 
     def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
         tokens = None if policy is None else TokenPrescription.of(policy)
-        scores = rules.get("scores")
-        metric = self.metric if scores is not None else None
-        return prescribe(
-            self.diagnosis, scores, metric, values=rules.get("values"), mlp=rules.get("mlp"), tokens=tokens
-        )
+        by_map = {name: rule for axis, rule in rules.items() for name in RANKS[axis]}
+        if "qk" in by_map and self.metric is not None:
+            by_map["qk"] = in_metric(by_map["qk"], self.metric)
+        return prescribe(self.diagnosis, by_map, tokens)
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
         """Gives every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""

@@ -20,10 +20,10 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
     """
     family = family_of(model)
     attentions = family.attention(model)
-    fits = [StrengthFit(*layer.keep.shape) for layer in prescription.layers]
+    fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
     def observe(index: int, seen: Observation) -> None:
-        keep = prescription.layers[index].keep.to(seen.query.device)
+        keep = prescription.layers[index].qk.keep.to(seen.query.device)
         has_norms = attentions[index].spec.norms != "none"
         left, right = _kept_rows(seen.query, keep, has_norms), _kept_rows(seen.key, keep, has_norms)
         fits[index].observe(left, right, seen.scores, seen.scale)
@@ -50,10 +50,10 @@ def nearest(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet)
 
 
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
-    solved = fit.solve(layer.keep, layer.strength).to(layer.strength.dtype)
-    touched = ~layer.keep.all(-1, keepdim=True)
-    strength = torch.where(touched & layer.keep, solved, layer.strength)
-    return replace(layer, strength=strength)
+    own = layer.qk
+    solved = fit.solve(own.keep, own.strength).to(own.strength.dtype)
+    touched = ~own.keep.all(-1, keepdim=True)
+    return layer.with_scores(replace(own, strength=torch.where(touched & own.keep, solved, own.strength)))
 
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:

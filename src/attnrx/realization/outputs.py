@@ -8,12 +8,12 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput
 from attnrx.models import LowRankLinear
-from attnrx.prescription import OutputPrescription
+from attnrx.prescription import OutputDecision
 from attnrx.realization.own_directions import value_features
 from attnrx.shapes import Float, Tensor
 
 
-def compress_values_(target: Attention, source: Attention, values: OutputPrescription, order: Sequence[int]) -> None:
+def compress_values_(target: Attention, source: Attention, values: OutputDecision, order: Sequence[int]) -> None:
     """Writes the reduced values of `source` into a layer that was built for them, its heads in this order."""
     value, output, bias = reduced(source, values)
     kept = torch.arange(sum(values.ranks)).split(values.ranks)
@@ -21,7 +21,7 @@ def compress_values_(target: Attention, source: Attention, values: OutputPrescri
     _write_(target, value[features], output[:, features], bias)
 
 
-def mask_values_(attention: Attention, values: OutputPrescription) -> None:
+def mask_values_(attention: Attention, values: OutputDecision) -> None:
     """Writes the reduced values over the first features of every head, and zeros over the rest; every shape stays."""
     value, output, bias = reduced(attention, values)
     spec = attention.spec
@@ -39,7 +39,7 @@ def mask_values_(attention: Attention, values: OutputPrescription) -> None:
 
 
 def reduced(
-    attention: Attention, values: OutputPrescription
+    attention: Attention, values: OutputDecision
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
     """Gives the reduced value rows, output columns and output bias, in float64.
 
@@ -66,7 +66,7 @@ def reduced(
     return augmented[:, :-1], output, bias
 
 
-def _centers(values: OutputPrescription, attention: Attention) -> Sequence[Tensor]:
+def _centers(values: OutputDecision, attention: Attention) -> Sequence[Tensor]:
     return values.center.double().split(attention.spec.reads)
 
 
@@ -79,7 +79,7 @@ def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> N
         target.output.bias.copy_(bias)
 
 
-def compressed_linear(linear: nn.Linear, output: OutputPrescription) -> LowRankLinear:
+def compressed_linear(linear: nn.Linear, output: OutputDecision) -> LowRankLinear:
     """Gives the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + what is constant."""
     first, second, bias = _factors(linear, output)
     result = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
@@ -90,7 +90,7 @@ def compressed_linear(linear: nn.Linear, output: OutputPrescription) -> LowRankL
     return result.train(linear.training)
 
 
-def mask_linear_(linear: nn.Linear, output: OutputPrescription) -> None:
+def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
     """Writes the product of the two factors over the map."""
     first, second, bias = _factors(linear, output)
     if linear.bias is None:
@@ -99,7 +99,7 @@ def mask_linear_(linear: nn.Linear, output: OutputPrescription) -> None:
     linear.bias.copy_(bias)
 
 
-def _factors(linear: nn.Linear, output: OutputPrescription) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(linear: nn.Linear, output: OutputDecision) -> tuple[Tensor, Tensor, Tensor]:
     weight = linear.weight.detach().cpu().double()
     own = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
     encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()

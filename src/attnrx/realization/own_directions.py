@@ -5,12 +5,12 @@ import torch
 from attnrx.attention import Attention
 from attnrx.attention.forms import DenseForm
 from attnrx.attention.head_linear import HeadLinear
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import AttentionSpec
 
 
-def mask_own_(attention: Attention, layer: LayerPrescription) -> None:
+def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
     """Writes zeros into the strengths, or, where the form has none, into the query rows."""
     spec = attention.spec
     strength = torch.where(layer.keep & layer.heads[:, None], layer.strength, 0)
@@ -21,7 +21,7 @@ def mask_own_(attention: Attention, layer: LayerPrescription) -> None:
         own.copy_(strength if own.ndim > 1 else _flat(strength, spec))
 
 
-def copy_own_(target: Attention, source: Attention, layer: LayerPrescription, order: list[int]) -> None:
+def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
     """Writes the rows that stay into a layer that was built for them, its heads in this order."""
     spec, small = source.spec, target.spec
     keep_all = small.norms == "original" and spec.norms != "original"
@@ -51,7 +51,7 @@ def copy_values_(target: Attention, source: Attention, order: list[int]) -> None
         target.output.bias.copy_(source.output.bias)
 
 
-def _give_strengths_(result: Attention, layer: LayerPrescription, order: list[int]) -> None:
+def _give_strengths_(result: Attention, layer: ScoreDecision, order: list[int]) -> None:
     if isinstance(result.scores, DenseForm):
         kept = [layer.strength[head, layer.keep[head]] for head in order]
         _scale_rows_(result.scores.query, torch.cat([layer.strength.new_zeros(0), *kept]))
@@ -68,9 +68,7 @@ def _flat(strength: Float[Tensor, "heads directions"], spec: AttentionSpec) -> F
     return torch.cat([row[:rank] for row, rank in zip(strength, spec.ranks, strict=True)])
 
 
-def _direction_rows(
-    spec: AttentionSpec, layer: LayerPrescription, order: list[int], keep_all: bool
-) -> Int[Tensor, "rows"]:
+def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int], keep_all: bool) -> Int[Tensor, "rows"]:
     """Names the rows of query and key that are stored, kept directions first; with `keep_all` the others follow, for
     the norms.
     """

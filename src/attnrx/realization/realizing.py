@@ -10,7 +10,7 @@ from attnrx.attention import Attention
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.prescription import LINEAR_MAPS, LayerPrescription, Prescription
 from attnrx.realization.fitting import nearest, refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
 from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
@@ -45,9 +45,9 @@ def realize(
     Where strengths have spread, "exact" and the mask are nearer to the original than either (docs/exact.md).
 
     Dense attention has no norms: there "exact" and "renormalized" are the same model. Keeping everything gives
-    identical logits. What is prescribed for values and MLP is realized as well. Then tokens leave, in the same way:
-    masked in their places, or gone. What a reducer sees of the attention is the same in both; of keys (ToMe) it is not,
-    as the mask still has those that the compressed model has lost.
+    identical logits. The decisions about vo, fc1 and fc2 are realized as well. Then tokens are pruned or merged, in the
+    same way: masked in their places, or removed. The attention that a reducer takes is the same in both; the keys
+    (ToMe) are not, as the mask still has those that the compressed model has lost.
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
@@ -84,8 +84,8 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     if len(specs) != len(prescription.layers):
         raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
     for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):
-        found, wanted = tuple(layer.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
-        if layer.basis is None and found != wanted:
+        found, wanted = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
+        if layer.qk.basis is None and found != wanted:
             raise InvalidInput(
                 f"layers[{index}] of the prescription has (heads, directions) {found}, and that of the model {wanted}."
             )
@@ -96,7 +96,7 @@ def _require_refittable(prescription: Prescription, calibration: ImageSet | None
         raise InvalidInput(
             "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
         )
-    if any(layer.basis is not None for layer in prescription.layers):
+    if any(layer.qk.basis is not None for layer in prescription.layers):
         raise NotSupported(
             "norms='refit' solves for the strengths of the model's own directions, and this prescription is about "
             "rewritten ones, whose strengths the metric has set already; leave it out."
@@ -105,35 +105,36 @@ def _require_refittable(prescription: Prescription, calibration: ImageSet | None
 
 
 def _mask_(attention: Attention, layer: LayerPrescription) -> None:
-    spec = attention.spec
-    if layer.values is not None:
+    spec, values = attention.spec, layer.outputs.get("vo")
+    if values is not None:
         compressed_spec(spec, layer)  # refuses what cannot be realized
-        mask_values_(attention, layer.values)
-    if layer.basis is None:
-        mask_own_(attention, layer)
+        mask_values_(attention, values)
+    if layer.qk.basis is None:
+        mask_own_(attention, layer.qk)
     else:
-        mask_rewritten_(attention, layer, layer.basis)
-    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
+        mask_rewritten_(attention, layer.qk, layer.qk.basis)
+    removed = (~layer.qk.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
     attention.output.weight[:, removed] = 0
 
 
 def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:
-    order, weight = head_order(layer), attention.value.weight
-    small = compressed_spec(attention.spec, layer, norms)
+    order, weight = head_order(layer.qk), attention.value.weight
+    small, values = compressed_spec(attention.spec, layer, norms), layer.outputs.get("vo")
     result = Attention(small, attention.backend).to(weight.device, weight.dtype)
-    if layer.basis is None:
-        copy_own_(result, attention, layer, order)
+    if layer.qk.basis is None:
+        copy_own_(result, attention, layer.qk, order)
     else:
-        copy_rewritten_(result, attention, layer, layer.basis, order)
-    if layer.values is None:
+        copy_rewritten_(result, attention, layer.qk, layer.qk.basis, order)
+    if values is None:
         copy_values_(result, attention, order)
     else:
-        compress_values_(result, attention, layer.values, order)
+        compress_values_(result, attention, values, order)
     return result.train(attention.training)
 
 
 def _realize_mlp_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:
-    for which, output in enumerate(layer.mlp):
+    for which, name in enumerate(LINEAR_MAPS):
+        output = layer.outputs.get(name)
         if output is None:
             continue
         linear = family.mlp(model)[index][which]

@@ -5,12 +5,12 @@ import torch
 from attnrx.attention import Attention
 from attnrx.attention.head_linear import HeadLinear
 from attnrx.errors import NotSupported
-from attnrx.prescription import Basis, LayerPrescription
+from attnrx.prescription import Basis, ScoreDecision
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
 
-def mask_rewritten_(attention: Attention, layer: LayerPrescription, basis: Basis) -> None:
+def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
     """Writes the kept directions over the rows of their head, and zeros over the rest; every shape stays."""
     spec = attention.spec
     if basis.shared:
@@ -24,9 +24,7 @@ def mask_rewritten_(attention: Attention, layer: LayerPrescription, basis: Basis
         _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
 
 
-def copy_rewritten_(
-    target: Attention, source: Attention, layer: LayerPrescription, basis: Basis, order: list[int]
-) -> None:
+def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:
     """Writes the kept directions into a layer that was built for them; the root of a strength goes to either side."""
     shared = target.spec.form == "shared"
     kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
@@ -50,7 +48,7 @@ def _combined(
     return table @ (padded.flatten(0, 1) if shared else padded)
 
 
-def _kept_rows(rows: Tensor, layer: LayerPrescription, order: list[int]) -> Float[Tensor, "rows augmented"]:
+def _kept_rows(rows: Tensor, layer: ScoreDecision, order: list[int]) -> Float[Tensor, "rows augmented"]:
     parts = [layer.strength[head, layer.keep[head]].sqrt()[:, None] * rows[head, layer.keep[head]] for head in order]
     return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])
 

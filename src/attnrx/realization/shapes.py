@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 
 from attnrx.errors import NotSupported
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import LayerPrescription, OutputDecision, ScoreDecision
 from attnrx.spec import BIASES, AttentionSpec
 
 
-def head_order(layer: LayerPrescription) -> list[int]:
+def head_order(decision: ScoreDecision) -> list[int]:
     """Names the heads that stay as the compressed layer stores them: by falling rank, so that equals are neighbours."""
-    staying = torch.nonzero(layer.heads).flatten().tolist()
-    return sorted(staying, key=lambda head: -layer.ranks[head])
+    staying = torch.nonzero(decision.heads).flatten().tolist()
+    return sorted(staying, key=lambda head: -decision.ranks[head])
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
@@ -21,13 +21,13 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
     Rewritten directions need no key bias, which the softmax cannot see, and rewritten values none of their own, which
     the output's takes over.
     """
-    order = head_order(layer)
+    order = head_order(layer.qk)
     heads = tuple(spec.heads[head] for head in order)
-    small = _with_values(_with_directions(spec, layer, order, norms), layer, order)
+    small = _with_values(_with_directions(spec, layer.qk, order, norms), layer.outputs.get("vo"), order)
     return replace(small, heads=heads)
 
 
-def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[int], norms: str) -> AttentionSpec:
+def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int], norms: str) -> AttentionSpec:
     heads = tuple(spec.heads[head] for head in order)
     if layer.is_shared:
         rank = int(layer.keep[order].any(0).sum()) if order else 0
@@ -50,15 +50,15 @@ def _with_directions(spec: AttentionSpec, layer: LayerPrescription, order: list[
     return spec.with_ranks(ranks, heads, "original")
 
 
-def _with_values(spec: AttentionSpec, layer: LayerPrescription, order: list[int]) -> AttentionSpec:
-    if layer.values is None:
+def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list[int]) -> AttentionSpec:
+    if values is None:
         return spec
-    if len(order) != len(layer.values.ranks):
+    if len(order) != len(values.ranks):
         raise NotSupported(
             "the values are prescribed for all heads together, and some heads are removed: realize the removal first, "
             "and diagnose the smaller model."
         )
-    reads = tuple(layer.values.ranks[head] for head in order)
+    reads = tuple(values.ranks[head] for head in order)
     present = (*spec.biases, "output")
     kept = tuple(name for name in BIASES if name in present and name != "value")
     return replace(spec, value_ranks=reads, biases=kept)

@@ -10,7 +10,6 @@ from attnrx.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
 from attnrx.reports.sections.findings import has_severity
-from attnrx.reports.sections.treatment import rule_text
 from attnrx.reports.sections.verdict import sentence
 
 COUNTED = 100_000  # whole numbers from here on are parameters or MACs, and get separators
@@ -101,10 +100,9 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
     if prescription is None:
         return []
     rows = ((str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks))
-    of = max((layer.keep.shape[1] for layer in prescription.layers), default=0)
-    rule = "".join(f"Rule of the {of}: `{rule_text(prescription, of)}`. " for of in prescription.rules)
-    tokens = "" if prescription.tokens is None else f"Tokens: `{prescription.tokens.policy}`. "
-    made = f"{rule}{tokens}For the model with the fingerprint `{prescription.fingerprint}`."
+    of = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
+    rules = f"Rules: `{prescription}`. " if prescription.rules else ""
+    made = f"{rules}For the model with the fingerprint `{prescription.fingerprint}`."
     return ["## Prescription", made, _table(("layer", f"directions that each head keeps, of {of}"), rows)]
 
 

@@ -1,6 +1,6 @@
 """The ranks of a compressed model, pathway by pathway: what each part of each layer keeps of what it had."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +8,8 @@ from torch import nn
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.models import family_of, rank_of
-from attnrx.prescription import LayerPrescription, OutputPrescription, Prescription
+from attnrx.prescription import LINEAR_MAPS, LayerPrescription, OutputDecision, Prescription, ScoreDecision
 
-MLP_NAMES = ("fc1", "fc2")
 SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 
 
@@ -56,17 +55,18 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
     The diagnosis knows which heads of the original model are meant, and how many directions each has.
     """
     layers = prescription.layers
-    heads = [tuple(range(len(layer.heads))) for layer in layers]
+    heads = [tuple(range(len(layer.qk.heads))) for layer in layers]
     used: list[list[int] | None] = [None] * len(layers)
     if diagnosis is not None:
         heads = [layer.spectrum.heads for layer in diagnosis.layers]
         used = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
-    found = [_pathway(SCORES, [_scores(*each) for each in zip(layers, used, strict=True)], heads)]
-    if any(layer.values is not None for layer in layers):
-        full = max(layer.values.strength.shape[1] for layer in layers if layer.values is not None)
+    found = [_pathway(SCORES, [_scores(layer.qk, own) for layer, own in zip(layers, used, strict=True)], heads)]
+    values = [layer.outputs["vo"] for layer in layers if "vo" in layer.outputs]
+    if values:
+        full = max(own.strength.shape[1] for own in values)
         found.append(_pathway(VALUES, [_values(layer, full) for layer in layers], heads))
-    if any(output is not None for layer in layers for output in layer.mlp):
-        found.append(PathwayRanks(MLP, MLP_NAMES, tuple(_mlp(layers))))
+    if any(name in layer.outputs for layer in layers for name in LINEAR_MAPS):
+        found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(_mlp(layers))))
     return tuple(found)
 
 
@@ -86,7 +86,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     pairs = family.mlp(model)
     if pairs:
         layers = tuple(tuple(_linear(linear) for linear in pair) for pair in pairs)
-        found.append(PathwayRanks(MLP, MLP_NAMES, layers))
+        found.append(PathwayRanks(MLP, LINEAR_MAPS, layers))
     return tuple(found)
 
 
@@ -106,7 +106,7 @@ def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[in
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
 
-def _scores(layer: LayerPrescription, used: Sequence[int] | None) -> list[Kept]:
+def _scores(layer: ScoreDecision, used: Sequence[int] | None) -> list[Kept]:
     if layer.is_shared:
         return [Kept(layer.kept, layer.directions)]
     full = [layer.keep.shape[1]] * len(layer.heads) if used is None else used
@@ -117,20 +117,20 @@ def _scores(layer: LayerPrescription, used: Sequence[int] | None) -> list[Kept]:
 
 
 def _values(layer: LayerPrescription, full: int) -> list[Kept]:
-    stays = layer.heads.tolist()
-    ranks = (full,) * len(stays) if layer.values is None else layer.values.ranks
+    stays, values = layer.qk.heads.tolist(), layer.outputs.get("vo")
+    ranks = (full,) * len(stays) if values is None else values.ranks
     return [Kept(rank if stay else None, full) for rank, stay in zip(ranks, stays, strict=True)]
 
 
-def _mlp(layers: Iterable[LayerPrescription]) -> list[tuple[Kept, ...]]:
-    pairs = [layer.mlp for layer in layers]
+def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[Kept, ...]]:
+    pairs = [tuple(layer.outputs.get(name) for name in LINEAR_MAPS) for layer in layers]
     sides = zip(*pairs, strict=True)
     full = [max((own.strength.shape[1] for own in side if own is not None), default=0) for side in sides]
-    full = [most or max(full) for most in full]  # where no layer tells; both maps have the same smaller side
+    full = [most or max(full) for most in full]  # a map that no layer reduces has the smaller side of the other one
     return [tuple(_output(own, most) for own, most in zip(pair, full, strict=True)) for pair in pairs]
 
 
-def _output(output: OutputPrescription | None, full: int) -> Kept:
+def _output(output: OutputDecision | None, full: int) -> Kept:
     return Kept(full, full, whole=True) if output is None else Kept(output.ranks[0], output.strength.shape[1])
 
 

@@ -4,12 +4,12 @@ import math
 
 import torch
 
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
 
-def score_bound(spectrum: Spectrum, decision: LayerPrescription) -> Float[Tensor, "heads"]:
+def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
     """Bounds how far the mask moves any score on the same tokens: max |change of strength| * scale (Theorem 1, Eq. 12).
 
     It holds because rows of unit length meet in the score, also where strengths are changed instead of removed.

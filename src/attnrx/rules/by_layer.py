@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.rule import Rule
 
 
@@ -23,7 +23,7 @@ class ByLayer(Rule):
         if not self.rules or not all(isinstance(rule, Rule) for rule in self.rules):
             raise InvalidRule(f"by_layer was given {self.rules!r}: give one rule for each layer.")
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Asks the rule of this layer."""
         if len(self.rules) != len(diagnosis.layers):
             raise InvalidRule(

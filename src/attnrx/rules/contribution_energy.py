@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_share
 from attnrx.rules.preconditions import read, read_spectrum
@@ -32,7 +32,7 @@ class ContributionEnergy(Rule):
     def __post_init__(self):
         require_share(self, "rho", self.rho)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Fills every head up to its share."""
         spectrum = read_spectrum(self, diagnosis, layer)
         moments = [read(self, diagnosis, layer, name, per="direction") for name in self.needs]

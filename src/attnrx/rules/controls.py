@@ -7,9 +7,9 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules.largest_matched import LargestMatched
-from attnrx.rules.parsing import parse_text
 from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
+from attnrx.rules.registry import parse_rules
 from attnrx.rules.rule import Rule
 from attnrx.rules.uniform_matched import UniformMatched
 from attnrx.shapes import Tensor
@@ -28,7 +28,7 @@ def control_prescriptions(
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns controls by kind: `draws` random ones, and one of each other kind.
 
-    A control decides anew about every map that the prescription has a rule for (scores, values, MLP). It keeps as many
+    A control decides anew about every map of the layers that the prescription has a rule for. It keeps as many
     directions of each head and map as the prescription, "uniform" as many of each layer and map, so every layer has the
     same MACs and parameters as exact integers. Removed heads and the token policy are the same.
 
@@ -38,7 +38,7 @@ def control_prescriptions(
 
     Without `kinds` these are all that exist. "largest" and "uniform" do not for tokens, for directions that all heads
     share, and for strengths that rank nothing (dense attention in its own directions), and "uniform" does not where it
-    is the prescription itself, as for the MLP alone.
+    is the prescription itself, as for fc1 and fc2 alone.
 
     Raises:
         InvalidInput: for unknown kinds, and for no draw.
@@ -63,17 +63,13 @@ def control_prescriptions(
 def _of_kind(
     kind: str, diagnosis: Diagnosis, prescription: Prescription, draws: int, seed: int
 ) -> Iterator[Prescription]:
-    if not prescription.rules:
+    rules, _ = parse_rules(prescription.rules)
+    if not rules:
         yield from _of_tokens(kind, prescription, draws, seed)
         return
-    from attnrx.rules import RULES
-
-    rules = {of: parse_text(own["rule"], RULES) for of, own in prescription.rules.items()}
     for draw in range(draws if kind == "random" else 1):
-        controls = {of: _control(kind, rule, seed + draw) for of, rule in rules.items()}
-        scores = controls.pop("scores", None)
-        metric = prescription.rules["scores"]["metric"] if scores is not None else None
-        yield prescribe(diagnosis, scores, metric, tokens=prescription.tokens, **controls)
+        controls = {name: _control(kind, rule, seed + draw) for name, rule in rules.items()}
+        yield prescribe(diagnosis, controls, prescription.tokens)
 
 
 def _control(kind: str, rule: Rule, seed: int) -> Rule:
@@ -102,15 +98,12 @@ def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
 def _same(one: Prescription, other: Prescription) -> bool:
     """Whether two prescriptions keep the same directions of every map."""
     for mine, theirs in zip(one.layers, other.layers, strict=True):
-        if mine.keep.shape != theirs.keep.shape or not bool((mine.keep == theirs.keep).all()):
+        if mine.decisions.keys() != theirs.decisions.keys() or not _equal(mine.qk.keep, theirs.qk.keep):
             return False
-        outputs = zip((mine.values, *mine.mlp), (theirs.values, *theirs.mlp), strict=True)
-        if any(not _equal(a and a.encode, b and b.encode) for a, b in outputs):
+        if any(not _equal(own.encode, theirs.outputs[name].encode) for name, own in mine.outputs.items()):
             return False
     return True
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())

@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 import torch
 
 from attnrx.diagnostics.spectral_shape import energy
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.bounds import score_bound
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.spectrum import Spectrum
@@ -21,7 +21,7 @@ def keep_only(
     keep: Bool[Tensor, "heads directions"],
     notes: Sequence[str] = (),
     heads: Bool[Tensor, "heads"] | None = None,
-) -> LayerPrescription:
+) -> ScoreDecision:
     """Decides that these directions stay as they are, and these heads (all, if not said); `notes` remarks on each head.
 
     What does not stay has strength zero, so that decisions can be compared and combined by strength alone.
@@ -36,14 +36,14 @@ def give_strengths(
     strength: Float[Tensor, "heads directions"],
     notes: Sequence[str] = (),
     heads: Bool[Tensor, "heads"] | None = None,
-) -> LayerPrescription:
+) -> ScoreDecision:
     """Decides that these directions stay, with these strengths, and these heads (all, if not said)."""
     stays = torch.ones(keep.shape[0], dtype=torch.bool) if heads is None else heads
-    decision = LayerPrescription(keep, strength, stays, ("",) * keep.shape[0])
+    decision = ScoreDecision(keep, strength, stays, ("",) * keep.shape[0])
     reasons = []
     for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
         note = f" ({notes[head]})" if notes else ""
-        promise = _promise(bound) if spectrum.of == "scores" else ""
+        promise = _promise(bound) if spectrum.of == "qk" else ""
         rest = _lost(spectrum, keep, head) + promise if stays[head] else ""
         reasons.append(_kept(spectrum, decision, head) + note + rest)
     return replace(decision, reasons=tuple(reasons))
@@ -54,14 +54,14 @@ def at_most(value: float) -> str:
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
 
 
-def _kept(spectrum: Spectrum, decision: LayerPrescription, head: int) -> str:
+def _kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
     rank, total = int(decision.keep[head].sum()), int(spectrum.used[head].sum())
     if not decision.heads[head]:
         return "is removed"
     if not total:
         return "has no directions"
     if not rank:
-        consequence = "attends uniformly" if spectrum.of == "scores" else "gives its mean"
+        consequence = "attends uniformly" if spectrum.of == "qk" else "gives its mean"
         return f"keeps none of {total} directions and {consequence}"
     return f"keeps all {total} directions" if rank == total else f"keeps {rank} of {total} directions"
 

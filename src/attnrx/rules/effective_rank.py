@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import spectral_shape
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
@@ -21,7 +21,7 @@ class EffectiveRank(Rule):
     learned strengths.
     """
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Rounds every head's effective rank up."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics.spectral_shape import energy
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_share
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -26,7 +26,7 @@ class EnergyRetention(Rule):
     def __post_init__(self):
         require_share(self, "rho", self.rho)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Fills every head up to its share."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         shares = energy(spectrum.strength.double(), spectrum.used)

@@ -8,7 +8,7 @@ import torch
 from attnrx.decompositions import Canonical, fusion_ranks
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NotSupported
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.preconditions import read_spectrum
 from attnrx.rules.rule import Rule
@@ -25,7 +25,7 @@ class FusionOwner(Rule):
 
     scores_only: ClassVar[bool] = True
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Reads the owners off the fusion matrix."""
         spectrum = read_spectrum(self, diagnosis, layer)
         heads = len(spectrum.heads)

@@ -9,7 +9,7 @@ from attnrx.decompositions import Schedule, cpd_epc, fusion_ranks
 from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.joint import JointForm
 from attnrx.rules.knobs import rank_among, require_count, require_rank
@@ -34,7 +34,6 @@ class FusionRank(Rule):
     scores_only: ClassVar[bool] = True
 
     rank: int | float
-    metric: str | None = None
     sweeps: int = 100
     seed: int = 0
     start: str = "best"
@@ -45,7 +44,7 @@ class FusionRank(Rule):
         if self.start not in STARTS:
             raise UnknownName("start of fusion_rank", self.start, STARTS)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_rule
 from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
@@ -24,7 +24,7 @@ class LargestMatched(Rule):
     def __post_init__(self):
         require_rule(self, self.rule)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Turns the order of the strengths round."""
         spectrum, matched = read_learned_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
         require_own_directions(self, spectrum, matched)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import give_strengths
 from attnrx.rules.knobs import require_positive
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -27,7 +27,7 @@ class NormClip(Rule):
     def __post_init__(self):
         require_positive(self, "limit", self.limit)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Brings every strength within the limit."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         before = spectrum.strength.double() * spectrum.used

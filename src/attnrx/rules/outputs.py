@@ -1,4 +1,4 @@
-"""Deciding about the other maps of a layer by the same rules: what its heads read out, and its MLP."""
+"""Deciding about vo, fc1 and fc2 by the same rules as about the scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +11,15 @@ from attnrx.decompositions.readout import Circuit, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.prescription import LayerPrescription, OutputPrescription
+from attnrx.prescription import LINEAR_MAPS, OutputDecision, ScoreDecision
 from attnrx.rules.deciding import NO_STRENGTH
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.rule import Rule, metric_of, parts_of
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
-# The metrics of values and MLP. centered: the mean square of the outputs about their mean on the data. weights: the
-# plain SVD of the weight, per head of W_O W_V for the values (TruncAtt), which needs no data.
+# The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
+# plain SVD of the weight, per head of W_O W_V for vo (TruncAtt), which needs no data.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
 
@@ -34,7 +34,7 @@ REMEDY = (
 
 
 def output_metric(rule: Rule, of: str) -> str:
-    """Gives the metric in which a rule decides about the values or the MLP: the one it states, or "centered".
+    """Returns the metric in which a rule decides about one of OUTPUT_MAPS: the one it states, or "centered".
 
     Raises:
         UnknownName: for a metric that does not exist.
@@ -42,7 +42,7 @@ def output_metric(rule: Rule, of: str) -> str:
     """
     if _is_scores_only(rule):
         raise InvalidRule(
-            f"{of}={str(rule)!r}: {rule} applies to the scores only; for {of} use e.g. total_rank:0.5, "
+            f"{of}={rule} applies to qk only; for {of} use e.g. total_rank:0.5, "
             "uniform_rank:0.5 or energy_retention:0.9."
         )
     metric = metric_of(rule) or CENTERED
@@ -50,33 +50,36 @@ def output_metric(rule: Rule, of: str) -> str:
         return metric
     if metric in (OWN, *METRICS):
         raise InvalidRule(
-            f"{of}={str(rule)!r}: metric={metric!r} exists for scores only; for {of} choose one of "
+            f"{of}={rule}: the metric {metric!r} exists for qk only; for {of} choose one of "
             f"{', '.join(OUTPUT_METRICS)}, or leave it out ({CENTERED})."
         )
     raise UnknownName(f"metric of {of}", metric, OUTPUT_METRICS)
 
 
-def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription | None]:
-    """Lets a rule choose what every head reads out; None where everything stays.
+def decide_outputs(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
+    """Decides about one of OUTPUT_MAPS in every layer; None where the map stays whole."""
+    return _decide_values(diagnosis, rule) if name == "vo" else _decide_linear(diagnosis, name, rule)
 
-    In the metric "centered" a head's directions are balanced between the covariance of what it reads out and its part
-    of the output projection, so a strength squared is what leaving the direction out costs the head alone; the output
+
+def _decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputDecision | None]:
+    """Chooses the value dimensions of every head; None where everything stays.
+
+    In the metric "centered" a head's directions are balanced between the covariance of its output and its part of the
+    output projection, so a strength squared is what leaving the direction out costs the head alone; the output
     projection is then refit to the kept directions of all heads together. In "weights" the directions are the singular
     ones of every head's W_O W_V, nothing is refit, and the value bias stays.
     """
-    metric = output_metric(rule, "values")
+    metric = output_metric(rule, "vo")
     missing = sorted({name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings})
     if missing:
-        raise InvalidRule(
-            f"{rule} for the values needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}"
-        )
+        raise InvalidRule(f"vo={rule} needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}")
     found = [_value_directions(layer, metric) for layer in diagnosis.layers]
     spectra = [
-        _spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "values")
+        _spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "vo")
         for each, layer in zip(found, diagnosis.layers, strict=True)
     ]
     view = _view(diagnosis, spectra)
-    decisions: list[OutputPrescription | None] = []
+    decisions: list[OutputDecision | None] = []
     for index, (layer, directions) in enumerate(zip(diagnosis.layers, found, strict=True)):
         chosen = rule.decide(view, index)
         if bool(chosen.keep.all()) or not chosen.heads.numel():
@@ -85,35 +88,38 @@ def decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputPrescription |
         circuit = _circuit(layer, metric)
         reduced = read_out(circuit, directions, chosen.keep, joint=metric == CENTERED)
         decisions.append(
-            OutputPrescription(
+            OutputDecision(
                 chosen.ranks,
                 torch.cat(reduced.projection),
                 reduced.weight,
                 circuit.mean,
                 directions.strength,
-                with_metric(chosen, metric, directions.rank),
+                metric_reasons(chosen, metric, directions.rank),
             )
         )
     return decisions
 
 
-def decide_mlp(diagnosis: Diagnosis, rule: Rule) -> list[tuple[OutputPrescription | None, OutputPrescription | None]]:
-    """Lets a rule choose the rank of both maps of every MLP; a map stays whole where two factors would not pay."""
-    metric = output_metric(rule, "mlp")
+def _decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
+    """Chooses the rank of one map of every MLP; it stays whole where two factors would not pay."""
+    metric = output_metric(rule, name)
     if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
         raise InvalidRule(
-            f"{rule} for the MLP needs an MLP of two linear maps in every layer, which the model does not have; "
-            "leave mlp out."
+            f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; leave "
+            f"{name} out."
         )
-    if any(found is not None and metric not in found.metrics for layer in diagnosis.layers for found in layer.mlp):
-        raise InvalidRule(
-            f"{rule} for the MLP needs the moments of its maps, which the diagnosis does not have: {REMEDY}"
-        )
-    sides = [_decide_maps(diagnosis, rule, which, metric) for which in range(2)]
-    return list(zip(*sides, strict=True))
+    maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
+    present = [found for found in maps if found is not None]
+    if any(metric not in found.metrics for found in present):
+        raise InvalidRule(f"{name}={rule} needs the moments of its map, which the diagnosis does not have: {REMEDY}")
+    tables = [found.metrics[metric] for found in present]
+    spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), name) for own in tables]
+    view = _view(replace(diagnosis, layers=diagnosis.layers[: len(present)]), spectra)
+    decided = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
+    return [None if found is None else next(decided) for found in maps]
 
 
-def with_metric(chosen: LayerPrescription, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
+def metric_reasons(chosen: ScoreDecision, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
     """Returns the reasons of a decision with its metric, in which the form of every head or map has these ranks."""
     dead = f"; {NO_STRENGTH}"
     return tuple(
@@ -122,24 +128,14 @@ def with_metric(chosen: LayerPrescription, metric: str, ranks: Sequence[int]) ->
     )
 
 
-def _decide_maps(diagnosis: Diagnosis, rule: Rule, which: int, metric: str) -> list[OutputPrescription | None]:
-    maps = [layer.mlp[which] for layer in diagnosis.layers]
-    present = [found for found in maps if found is not None]
-    tables = [found.metrics[metric] for found in present]
-    spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), "mlp") for own in tables]
-    view = _view(replace(diagnosis, layers=diagnosis.layers[: len(present)]), spectra)
-    decided = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
-    return [None if found is None else next(decided) for found in maps]
-
-
-def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputPrescription | None:
+def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputDecision | None:
     chosen, own = rule.decide(view, index), found.metrics[metric]
     (rank,) = chosen.ranks
     if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
     kept = own.directions[chosen.keep[0]].double()
-    return OutputPrescription(
-        (rank,), kept, kept.mT, own.center, own.strength[None], with_metric(chosen, metric, (rank,))
+    return OutputDecision(
+        (rank,), kept, kept.mT, own.center, own.strength[None], metric_reasons(chosen, metric, (rank,))
     )
 
 

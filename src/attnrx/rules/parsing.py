@@ -1,5 +1,6 @@
 """Rules as text: `energy_retention:0.90`, `threshold:0.1 & remove_heads`, `random_matched(top_rank:32):seed=3`.
 
+    maps    = map "=" rule { map "=" rule } | rule          a rule alone is about qk
     rule    = all { "|" all }              all   = single { "&" single }
     single  = "(" rule ")" | name [ "(" rule { ";" rule } ")" ] [ ":" knob { "," knob } ]
     knob    = [ name "=" ] number
@@ -13,10 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.errors import InvalidRule, UnknownName
+from attnrx.prescription import MAPS
 from attnrx.reading import Language, Reader, Token, share
-from attnrx.rules.rule import And, Or, Rule
+from attnrx.rules.rule import And, Or, Rule, knobs_of
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
+MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")
 DEEPEST = 50  # brackets, far from where nesting would exhaust Python's stack
 
 LANGUAGE = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
@@ -30,6 +33,30 @@ def parse_text(text: str, registry: Mapping[str, type[Rule]]) -> Rule:
     rule = reader.read_any()
     reader.expect("end", "'&', '|' or the end")
     return rule
+
+
+def split_maps(text: str) -> dict[str, str]:
+    """Returns the text of every map's rule: "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10".
+
+    A text without a map is the rule of qk.
+
+    Raises:
+        InvalidRule: for a map that is given twice or without a rule.
+        UnknownName: for a map that does not exist.
+    """
+    before, *parts = MAP.split(text.strip())
+    if not parts:
+        return {"qk": before} if before else {}
+    if before:
+        raise InvalidRule(f"the rules {text!r} begin with {before!r}: name its map, e.g. qk={before}.")
+    found: dict[str, str] = {}
+    for name, rule in zip(parts[::2], parts[1::2], strict=True):
+        if name not in MAPS:
+            raise UnknownName("map", name, MAPS)
+        if name in found or not rule.strip():
+            raise InvalidRule(f"the rules {text!r}: give {name} once, as in {name}=total_rank:0.5.")
+        found[name] = rule.strip()
+    return found
 
 
 class _Reader(Reader):
@@ -71,7 +98,7 @@ class _Reader(Reader):
 
     def read_matched(self, name: Token, kind: type[Rule]) -> dict[str, Any]:
         """Reads the rule in brackets that a control matches, or the rules of all layers."""
-        wraps = [field for field in dataclasses.fields(kind) if _holds_rules(field)]  # type: ignore[arg-type]
+        wraps = [field for field in knobs_of(kind) if _holds_rules(field)]
         here = self.tokens[self.position]
         if self.take("("):
             if not wraps:
@@ -89,9 +116,10 @@ class _Reader(Reader):
 
     def read_knob(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> None:
         """Reads one value into `given`."""
-        knobs = {field.name: field.type for field in dataclasses.fields(kind) if not _holds_rules(field)}  # type: ignore[arg-type]
+        fields = [field for field in knobs_of(kind) if not _holds_rules(field)]
+        knobs = {field.name: field.type for field in fields}
         here = self.tokens[self.position]
-        free = [knob for knob in knobs if knob not in given]
+        free = [field.name for field in fields if not field.kw_only and field.name not in given]
         if self.take("name"):
             knob = here.text
             self.expect("=", f"'=' after {knob}")
@@ -117,8 +145,8 @@ class _Reader(Reader):
         return int(number.text)
 
     def build(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> Rule:
-        fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-        missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in given]
+        needed = [field.name for field in knobs_of(kind) if field.default is dataclasses.MISSING]
+        missing = [name for name in needed if name not in given]
         if missing:
             wanted = f"{name.text} needs {' and '.join(missing)}, as in {name.text}:{missing[0]}=..."
             raise self.problem(name.start, wanted)

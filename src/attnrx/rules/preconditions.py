@@ -2,7 +2,7 @@
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NotSupported
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.rule import Rule
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
@@ -36,7 +36,7 @@ def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spect
     return spectrum
 
 
-def require_own_directions(rule: Rule, spectrum: Spectrum, matched: LayerPrescription) -> None:
+def require_own_directions(rule: Rule, spectrum: Spectrum, matched: ScoreDecision) -> None:
     """Refuses directions that all heads share: how many there are does not follow from how many each head uses."""
     if spectrum.shared or matched.is_shared:
         raise NotSupported(f"{rule} ranks the directions of every head, and these are shared; use random_matched.")

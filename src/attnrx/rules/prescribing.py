@@ -8,87 +8,81 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NothingChanged
-from attnrx.prescription import LayerPrescription, Prescription, TokenPrescription
+from attnrx.prescription import (
+    OUTPUT_MAPS,
+    Decision,
+    LayerPrescription,
+    Prescription,
+    ScoreDecision,
+    TokenPrescription,
+)
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.metrics import OWN
-from attnrx.rules.outputs import decide_mlp, decide_values, output_metric, with_metric
+from attnrx.rules.outputs import decide_outputs, metric_reasons, output_metric
 from attnrx.rules.rewriting import rewritten
-from attnrx.rules.rule import Rule, metric_of, readings_needed
+from attnrx.rules.rule import Rule, in_metric, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 
 
-def prescribe(
-    diagnosis: Diagnosis,
-    rule: Rule | None = None,
-    metric: str | None = None,
-    *,
-    values: Rule | None = None,
-    mlp: Rule | None = None,
-    tokens: TokenPrescription | None = None,
-) -> Prescription:
-    """Lets the rule decide about every layer; rules that would leave the model as it is raise NothingChanged.
+def prescribe(diagnosis: Diagnosis, rules: Mapping[str, Rule], tokens: TokenPrescription | None = None) -> Prescription:
+    """Decides about every map that `rules` names, in every layer; rules that keep everything raise NothingChanged.
 
-    With a `metric`, given here or by the rule, the rule decides about the directions that are the best ones in that
-    metric instead of the model's own, by their strengths there (see METRICS). `values` decides in the same way about
-    what the heads read out, and `mlp` about the two maps of every MLP, each in the metric that its rule states
-    (OUTPUT_METRICS; by default "centered", that of the data); `rule` may then be None, and the scores stay as they
-    are. `tokens` says which tokens leave between the layers, which needs no reading, as it is decided anew for every
-    image. The prescription records the rules and their metrics, everything the diagnosis says about its model and
-    data, and under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or
-    null where there is no such law.
+    The rule of "qk" decides about the directions that are the best ones in its metric (METRICS), by their strengths
+    there, or about the model's own; without one the scores stay as they are. Those of "vo", "fc1" and "fc2" decide in
+    their metric (OUTPUT_METRICS). `tokens` needs no reading, as it is decided anew for every image. The prescription
+    records the rules with the metrics that they decided in, everything the diagnosis says about its model and data, and
+    under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null where
+    there is no such law.
     """
-    _require_askable(diagnosis, (rule, values, mlp), tokens)
-    layers, spectra = _decide_scores(diagnosis, rule, metric)
-    if values is not None:
-        layers = [
-            replace(layer, values=own) for layer, own in zip(layers, decide_values(diagnosis, values), strict=True)
-        ]
-    if mlp is not None:
-        layers = [replace(layer, mlp=own) for layer, own in zip(layers, decide_mlp(diagnosis, mlp), strict=True)]
+    if not diagnosis.layers:
+        raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
+    if tokens is not None:
+        tokens.policy.require_depth(len(diagnosis.layers))
+    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules.items()}
+    scores, spectra = _decide_scores(diagnosis, stated.get("qk"))
+    decisions: list[dict[str, Decision]] = [{"qk": own} for own in scores]
+    for name in OUTPUT_MAPS:
+        if name in stated:
+            for layer, output in zip(decisions, decide_outputs(diagnosis, name, stated[name]), strict=True):
+                layer.update({} if output is None else {name: output})
+    layers = tuple(map(LayerPrescription, decisions))
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NothingChanged(_nothing(spectra, layers, {"rule": rule, "values": values, "mlp": mlp}, tokens))
-    bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, layers, strict=True)]
+        raise NothingChanged(_nothing(spectra, scores, rules, tokens))
+    bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, scores, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    rules = {} if rule is None else {"scores": {"rule": str(rule), "metric": _metric(diagnosis, rule, metric)}}
-    outputs = {"values": values, "mlp": mlp}
-    rules |= {
-        name: {"rule": str(own), "metric": output_metric(own, name)} for name, own in outputs.items() if own is not None
-    }
     about = {**diagnosis.about, "score_bounds": known}
-    return Prescription(tuple(layers), rules, diagnosis.fingerprint, about, tokens)
+    texts = {name: str(rule) for name, rule in stated.items()}
+    return Prescription(layers, texts, diagnosis.fingerprint, about, tokens)
 
 
-def _metric(diagnosis: Diagnosis, rule: Rule | None, metric: str | None) -> str:
-    """Gives the stated metric, or the rule's default; forms with norms (SVDA) have only their own strengths."""
-    stated = metric_of(rule) if metric is None and rule is not None else metric
-    if stated is not None:
-        return stated
-    if rule is None or any(layer.spectrum.norms != "none" for layer in diagnosis.layers):
-        return OWN
-    return metric_of(rule, defaults=True) or OWN
+def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
+    """States the metric that a rule decides in, where that is not the model's own by default."""
+    if name != "qk":
+        return in_metric(rule, output_metric(rule, name))
+    normed = any(layer.spectrum.norms != "none" for layer in diagnosis.layers)
+    metric = metric_of(rule, defaults=not normed)  # forms with norms (SVDA) have only their own strengths
+    return rule if metric is None else in_metric(rule, metric)
 
 
-def _decide_scores(
-    diagnosis: Diagnosis, rule: Rule | None, metric: str | None
-) -> tuple[list[LayerPrescription], list[Spectrum]]:
-    """Gives the decision about every layer's scores and the spectrum it is about; what stays whole stays itself."""
+def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
+    """Returns the decision about every layer's scores and the spectrum it is about."""
     own = [layer.spectrum for layer in diagnosis.layers]
     whole = [keep_only(spectrum, spectrum.used) for spectrum in own]
     if rule is None:
         return whole, own
     require_readings(diagnosis, rule)
-    chosen = _metric(diagnosis, rule, metric)
-    if chosen == OWN:
+    metric = metric_of(rule) or OWN
+    if metric == OWN:
         return [rule.decide(diagnosis, layer) for layer in range(len(own))], own
-    told, bases = rewritten(diagnosis, chosen)
+    view, bases = rewritten(diagnosis, metric)
     layers, spectra = [], []
     for index, basis in enumerate(bases):
-        spectrum, layer = told.layers[index].spectrum, rule.decide(told, index)
+        spectrum, layer = view.layers[index].spectrum, rule.decide(view, index)
         if layer.basis is not None:
-            raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={chosen!r} out.")
-        changed = _changes(spectrum, layer)
-        reasons = with_metric(layer, chosen, told.layers[index].readings["metric_rank"].tolist())
+            raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={metric!r} out.")
+        changed = _changes_scores(spectrum, layer)
+        reasons = metric_reasons(layer, metric, view.layers[index].readings["metric_rank"].tolist())
         layers.append(
             replace(layer, basis=basis, reasons=reasons) if changed else replace(whole[index], reasons=reasons)
         )
@@ -108,50 +102,36 @@ def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
-    if layer.values is not None or any(output is not None for output in layer.mlp):
-        return True
+    return bool(layer.outputs) or _changes_scores(spectrum, layer.qk)
+
+
+def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
     if layer.keep.shape != spectrum.used.shape:  # directions of another kind altogether
         return True
     loses = bool((spectrum.used & ~layer.keep).any()) or not bool(layer.heads.all())
     return loses or bool((layer.strength.double() != spectrum.strength.double())[spectrum.used].any())
 
 
-def _require_askable(diagnosis: Diagnosis, rules: tuple[Rule | None, ...], tokens: TokenPrescription | None) -> None:
-    for asked in rules:
-        if asked is not None and not isinstance(asked, Rule):
-            raise InvalidInput(
-                f"prescribe was given {asked!r} for a rule; use e.g. EnergyRetention(0.9) or parse_rule(text)."
-            )
-    if not diagnosis.layers:
-        raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
-    if tokens is not None:
-        tokens.policy.require_depth(len(diagnosis.layers))
-
-
-# What a rule that changes no value and no MLP map found; scores have their own message, with the span of strengths.
-UNCHANGED = {
-    "values": "every head keeps everything it reads out",
-    "mlp": "every map keeps its rank, or has no rank below outputs * inputs / (outputs + inputs), where factors pay",
-}
+# What a rule found that changes no map but the scores, which have their own message, with the span of strengths.
+FACTORS = "every layer keeps the rank of the map, or has no rank below outputs * inputs / (outputs + inputs)"
+UNCHANGED = {"vo": "every head keeps all its value dimensions", "fc1": FACTORS, "fc2": FACTORS}
 
 
 def _nothing(
     spectra: list[Spectrum],
-    layers: list[LayerPrescription],
-    rules: Mapping[str, Rule | None],
+    scores: list[ScoreDecision],
+    rules: Mapping[str, Rule],
     tokens: TokenPrescription | None,
 ) -> str:
-    if not any(rules.values()):
-        told = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} lets no token leave"
-        return f"{told}, so nothing would change: give a rule, or tokens='evit:0.7@4,7,10'."
-    found = [
-        f"{name}={str(rules[name])!r} would change nothing: {why}" for name, why in UNCHANGED.items() if rules[name]
-    ]
-    found = [_no_score(spectra, layers, rules["rule"]), *found] if rules["rule"] else found
+    if not rules:
+        found = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
+        return f"{found}, so nothing would change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+    found = [f"{name}={rules[name]} would change nothing: {why}" for name, why in UNCHANGED.items() if name in rules]
+    found = [_no_score(spectra, scores, rules["qk"]), *found] if "qk" in rules else found
     return f"{'; '.join(found)}. Ask for a smaller rank or share, or use another rule."
 
 
-def _no_score(spectra: list[Spectrum], layers: list[LayerPrescription], rule: Rule | None) -> str:
+def _no_score(spectra: list[Spectrum], layers: list[ScoreDecision], rule: Rule | None) -> str:
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     span = (
         f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"
@@ -161,6 +141,6 @@ def _no_score(spectra: list[Spectrum], layers: list[LayerPrescription], rule: Ru
     first = next((layer.reasons[0] for layer in layers if layer.reasons), "there are no heads")
     heads = sum(len(layer.reasons) for layer in layers)
     return (
-        f"{rule} would change nothing: all {heads} heads of {len(layers)} layers keep everything ({span}; "
+        f"qk={rule} would change nothing: all {heads} heads of {len(layers)} layers keep everything ({span}; "
         f"the first head {first})"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import Basis, LayerPrescription
+from attnrx.prescription import Basis, ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count, require_rule
 from attnrx.rules.preconditions import read_spectrum
@@ -34,7 +34,7 @@ class RandomMatched(Rule):
         require_rule(self, self.rule)
         require_count(self, "seed", self.seed)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Draws directions for every head."""
         spectrum, matched = read_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
         if matched.is_shared:
@@ -52,7 +52,7 @@ class RandomMatched(Rule):
     def _notes(spectrum: Spectrum) -> list[str]:
         return ["drawn at random"] * len(spectrum.heads)
 
-    def _shared(self, spectrum: Spectrum, matched: LayerPrescription, layer: int) -> LayerPrescription:
+    def _shared(self, spectrum: Spectrum, matched: ScoreDecision, layer: int) -> ScoreDecision:
         """Draws as many of the heads' own directions as `matched` shares, each used by the head that it comes from."""
         heads, directions = spectrum.strength.shape
         rank, owned = matched.keep.shape[1], torch.nonzero(spectrum.used.flatten()).flatten()
@@ -63,7 +63,7 @@ class RandomMatched(Rule):
         strength[drawn // directions, torch.arange(len(drawn))] = spectrum.strength.flatten()[drawn].double()
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
         basis = Basis(rows, rows, shared=True)
-        return LayerPrescription(matched.keep, strength, matched.heads, (why,) * heads, basis)
+        return ScoreDecision(matched.keep, strength, matched.heads, (why,) * heads, basis)
 
     def _draw(self, place: str, count: int) -> Float[Tensor, "directions"]:
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7])

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_share
 from attnrx.rules.preconditions import read, read_spectrum
@@ -36,7 +36,7 @@ class RemoveHeads(Rule):
         require_share(self, "spectral", self.spectral)
         require_share(self, "output", self.output)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Pairs the most similar heads first."""
         spectrum = read_spectrum(self, diagnosis, layer)
         spectral = read(self, diagnosis, layer, "spectral_redundancy", per="pair")

@@ -11,18 +11,22 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import give_strengths
 from attnrx.shapes import Float, Int, Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """Decides what stays of a layer.
+    """Decides what stays of a map, layer by layer.
 
-    Every rule is a frozen dataclass whose fields are its knobs. `needs` names the readings it uses beyond the
-    spectrum. `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from which
-    `parse_rule` makes the same rule.
+    Every rule is a frozen dataclass whose fields are its knobs. `metric` is that of the directions which it decides
+    about (METRICS for the scores, OUTPUT_METRICS for other maps); None is its default. `needs` names the readings it
+    uses beyond the spectrum. `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from
+    which `parse_rule` makes the same rule.
     """
+
+    metric: str | None = None
 
     needs: ClassVar[tuple[str, ...]] = ()
     default_metric: ClassVar[str | None] = None
@@ -31,7 +35,7 @@ class Rule(ABC):
     """Whether it goes by what only scores have: attention, strengths that can change, or directions to share."""
 
     @abstractmethod
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Says which directions and heads of one layer stay, at what strength, and why."""
 
     def __and__(self, other: "Rule") -> "And":
@@ -53,7 +57,7 @@ class And(Rule):
     def __post_init__(self):
         object.__setattr__(self, "rules", _flat(And, self.rules))
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """The intersection of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).all(0)
@@ -73,7 +77,7 @@ class Or(Rule):
     def __post_init__(self):
         object.__setattr__(self, "rules", _flat(Or, self.rules))
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """The union of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).any(0)
@@ -91,7 +95,7 @@ def rule_name(kind: type[Rule]) -> str:
 
 def parts_of(rule: Rule) -> tuple[Rule, ...]:
     """Gives the rules that a rule is made of, which are values of its fields."""
-    values = [getattr(rule, field.name) for field in _knobs(rule)]
+    values = [getattr(rule, field.name) for field in knobs_of(type(rule))]
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
 
@@ -108,13 +112,25 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
     Raises:
         InvalidRule: for parts that ask for different metrics, as their directions cannot be combined.
     """
-    stated: str | None = getattr(rule, "metric", None)
-    own = rule.default_metric if stated is None and defaults else stated
+    own = rule.default_metric if rule.metric is None and defaults else rule.metric
     parts = (metric_of(part, defaults=defaults) for part in parts_of(rule))
     asked = {metric for metric in (own, *parts) if metric is not None}
     if len(asked) > 1:
         raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(asked))}; give all parts the same.")
     return next(iter(asked), None)
+
+
+def in_metric(rule: Rule, metric: str) -> Rule:
+    """Returns the rule with its metric stated: in each of its parts, where it has parts."""
+    fields = {field.name: getattr(rule, field.name) for field in knobs_of(type(rule))}
+    held = {name: value for name, value in fields.items() if isinstance(value, Rule | tuple)}
+    if not held:
+        return replace(rule, metric=metric)
+    changed = {
+        name: in_metric(value, metric) if isinstance(value, Rule) else tuple(in_metric(part, metric) for part in value)
+        for name, value in held.items()
+    }
+    return replace(rule, metric=None, **changed)
 
 
 def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
@@ -134,7 +150,7 @@ def _taken(
 
 
 def _reasons(
-    own: LayerPrescription, how: str, rules: Sequence[Rule], decisions: Sequence[LayerPrescription]
+    own: ScoreDecision, how: str, rules: Sequence[Rule], decisions: Sequence[ScoreDecision]
 ) -> tuple[str, ...]:
     each = zip(*(decision.reasons for decision in decisions), strict=True)
     return tuple(
@@ -155,7 +171,7 @@ def _spell(rule: Rule) -> str:
 def _spell_knobs(rule: Rule) -> str:
     """Gives the knobs: those without a default by position, the others by name where they differ from it."""
     said = []
-    for field in _knobs(rule):
+    for field in knobs_of(type(rule)):
         value = getattr(rule, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
             said.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
@@ -164,5 +180,6 @@ def _spell_knobs(rule: Rule) -> str:
     return ":" + ",".join(said) if said else ""
 
 
-def _knobs(rule: Rule) -> tuple["dataclasses.Field[Any]", ...]:
-    return dataclasses.fields(rule)  # type: ignore[arg-type]
+def knobs_of(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
+    """Returns the fields of a rule, those that have no position last."""
+    return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))

@@ -9,7 +9,7 @@ from attnrx.decompositions import BlockTerms, Canonical, Schedule, block_terms, 
 from attnrx.decompositions.canonical import STARTS, als
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
-from attnrx.prescription import Basis, LayerPrescription
+from attnrx.prescription import Basis, ScoreDecision
 from attnrx.rules.joint import JointForm
 from attnrx.rules.knobs import rank_among, require_count, require_rank
 from attnrx.rules.preconditions import read_spectrum
@@ -47,7 +47,7 @@ class SharedRank(Rule):
         if self.start not in STARTS:
             raise UnknownName("start of shared_rank", self.start, STARTS)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Decomposes one layer."""
         spectrum = read_spectrum(self, diagnosis, layer)
         form = JointForm(diagnosis.layers[layer], self.joint)
@@ -58,7 +58,7 @@ class SharedRank(Rule):
         heads = len(spectrum.heads)
         why = f"shares {rank} directions with all heads of the layer; relative error of the form {error:.3g}"
         keep = torch.ones(heads, rank, dtype=torch.bool)
-        return LayerPrescription(
+        return ScoreDecision(
             keep, terms.mix, torch.ones(heads, dtype=torch.bool), (why,) * heads, Basis(left, right, shared=True)
         )
 

@@ -1,11 +1,12 @@
 """Rules in which one share is still open: what a budget may decide."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from attnrx.errors import InvalidInput
+from attnrx.prescription import TOKENS
 from attnrx.rules.by_layer import ByLayer
+from attnrx.rules.parsing import split_maps
 from attnrx.rules.rule import Rule
 
 SHARE = "{share}"
@@ -13,52 +14,43 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """The texts of the rules about scores, values and MLP, and of a token policy, in which {share} stands for a share.
+    """The texts of the rules by map, in which {share} stands for a share, the same in all.
 
-    All have the same share, e.g. rule="total_rank:{share}", mlp="uniform_rank:{share}".
+    For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
     """
 
-    rule: str | None = None
-    metric: str | None = None
-    values: str | None = None
-    mlp: str | None = None
-    tokens: str | None = None
+    texts: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> "Template":
+        """Reads the rules of several maps from one text."""
+        return cls(split_maps(text))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={text}" for name, text in self.texts.items())
 
     @property
-    def texts(self) -> dict[str, str | None]:
-        """The rules by the name that `prescribe` gives them."""
-        return {"rule": self.rule, "values": self.values, "mlp": self.mlp}
-
-    @property
-    def everything(self) -> dict[str, str | None]:
-        """The rules and the policy."""
-        return {**self.texts, "tokens": self.tokens}
-
-    @property
-    def drops_by_share(self) -> bool:
+    def has_token_share(self) -> bool:
         """Whether the share is also that of the tokens."""
-        return self.tokens is not None and SHARE in self.tokens
+        return SHARE in self.texts.get(TOKENS, "")
 
     @property
     def varies(self) -> bool:
         """Whether it depends on the share at all."""
-        return any(text is not None and SHARE in text for text in self.everything.values())
+        return any(SHARE in text for text in self.texts.values())
 
     def require_varying(self) -> None:
         """Refuses a template of which no cost can be chosen."""
         if not self.varies:
-            given = ", ".join(f"{name}={text}" for name, text in self.everything.items() if text) or "no rule"
             raise InvalidInput(
-                f"{given} leaves nothing to choose: write {SHARE} for the share, e.g. total_rank:{SHARE}."
+                f"{str(self) or 'no rule'} has no share to choose: write {SHARE}, e.g. qk=total_rank:{SHARE}."
             )
 
-    def at(self, share: float) -> dict[str, Any]:
-        """Gives what `prescribe` is asked, for one share, rules as text."""
-        told = self.everything.items()
-        texts = {kind: None if text is None else text.replace(SHARE, repr(share)) for kind, text in told}
-        return {**texts, "metric": self.metric}
+    def at(self, share: float) -> dict[str, str]:
+        """Returns the texts at one share."""
+        return {name: text.replace(SHARE, repr(share)) for name, text in self.texts.items()}
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:
-    """Gives one rule for rules of all layers: itself where all are the same."""
+    """Returns one rule for rules of all layers: itself where all are the same."""
     return rules[0] if all(rule == rules[0] for rule in rules) else ByLayer(tuple(rules))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_positive
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -22,7 +22,7 @@ class Threshold(Rule):
     def __post_init__(self):
         require_positive(self, "tau", self.tau)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Compares every strength with tau."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)

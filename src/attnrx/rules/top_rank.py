@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -25,7 +25,7 @@ class TopRank(Rule):
     def __post_init__(self):
         require_count(self, "rank", self.rank)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Cuts every head at the same rank."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         ranks = torch.full((spectrum.strength.shape[0],), self.rank)

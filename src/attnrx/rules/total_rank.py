@@ -8,7 +8,7 @@ import torch
 from attnrx.decompositions import allocate_by_loss, water_fill
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count, require_rank
 from attnrx.rules.metrics import OWN
@@ -36,7 +36,6 @@ class TotalRank(Rule):
 
     rank: int | float
     scope: str = "layer"
-    metric: str | None = None
     multiple: int = 1
     minimum: int = 1
     by: str = "energy"
@@ -50,7 +49,7 @@ class TotalRank(Rule):
         require_count(self, "multiple", self.multiple, least=1)
         require_count(self, "minimum", self.minimum)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Fills the heads up, whichever direction is the strongest next."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_share
 from attnrx.rules.preconditions import read, read_spectrum
@@ -28,7 +28,7 @@ class UniformHeads(Rule):
     def __post_init__(self):
         require_share(self, "selectivity", self.selectivity)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Compares every head's selectivity with the limit."""
         spectrum = read_spectrum(self, diagnosis, layer)
         found = read(self, diagnosis, layer, "selectivity", per="head")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_rule
 from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
@@ -29,7 +29,7 @@ class UniformMatched(Rule):
     def __post_init__(self):
         require_rule(self, self.rule)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Deals the layer's directions out evenly."""
         spectrum, matched = read_learned_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
         require_own_directions(self, spectrum, matched)

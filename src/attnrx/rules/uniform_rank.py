@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.knobs import require_count, require_rank
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -24,14 +24,13 @@ class UniformRank(Rule):
     default_metric: ClassVar[str | None] = "weights"
 
     rank: int | float
-    metric: str | None = None
     multiple: int = 1
 
     def __post_init__(self):
         require_rank(self, "rank", self.rank)
         require_count(self, "multiple", self.multiple, least=1)
 
-    def decide(self, diagnosis: Diagnosis, layer: int) -> LayerPrescription:
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Cuts every head at the same rank."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         there = spectrum.used.sum(-1)

@@ -38,7 +38,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     calibration = splits.train.take(arguments.calibration_images)
     say(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
-    if any("by=divergence" in str(contender.rule) for contender in contenders):
+    if any("by=divergence" in contender.rules for contender in contenders):
         priced = calibration.take(min(len(calibration), 24))
         say(f"measuring the divergence at every rank on {len(priced)} images")
         diagnosis = rx.measure_divergence(model, diagnosis, priced)

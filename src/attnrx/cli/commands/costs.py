@@ -159,7 +159,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
         prescription.require(rx.models.model_fingerprint(model))
     specs = [layer.spec for layer in family.attention(model)]
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
-    asked = [tuple(layer.keep.shape) for layer in prescription.layers]
+    asked = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
     if shapes != asked:
         raise InvalidInput(
             f"{arguments.prescription} is for layers of (heads, directions) {asked}, and {arguments.model} has "

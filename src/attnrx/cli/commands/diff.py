@@ -75,12 +75,13 @@ def _summary(changes: "tuple[rx.diagnostics.Change, ...]") -> Table:
 
 def _prescriptions(arguments: Namespace) -> Outcome:
     before, after = (rx.Prescription.load(path) for path in (arguments.before, arguments.after))
-    shapes = [[tuple(layer.keep.shape) for layer in each.layers] for each in (before, after)]
+    shapes = [[tuple(layer.qk.keep.shape) for layer in each.layers] for each in (before, after)]
     if shapes[0] != shapes[1]:
         raise InvalidInput(
             f"{arguments.before} is for layers of (heads, directions) {shapes[0]} and {arguments.after} for "
             f"{shapes[1]}; only prescriptions for models of one shape can be compared."
         )
+    pairs = zip(*([layer.qk for layer in each.layers] for each in (before, after)), strict=True)
     heads = [
         {
             "layer": index,
@@ -92,7 +93,7 @@ def _prescriptions(arguments: Namespace) -> Outcome:
             else 0.0,
             "stays": [bool(old.heads[head]), bool(new.heads[head])],
         }
-        for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True))
+        for index, (old, new) in enumerate(pairs)
         for head in range(old.keep.shape[0])
     ]
     different = [head for head in heads if _differs(head)]
@@ -100,7 +101,7 @@ def _prescriptions(arguments: Namespace) -> Outcome:
     record = {
         "same": not different and _same_tokens(before.tokens, after.tokens),
         "same_model": before.fingerprint == after.fingerprint,
-        "rules": [{of: dict(rule) for of, rule in each.rules.items()} for each in (before, after)],
+        "rules": [dict(each.rules) for each in (before, after)],
         "removed_share": [before.removed_share, after.removed_share],
         "tokens": tokens,
         "heads": heads,

@@ -15,10 +15,10 @@ from attnrx.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import nn
 
-    from attnrx.prescription import TokenPrescription
+    from attnrx.prescription import ScoreDecision, TokenPrescription
     from attnrx.rules import Template
 
-EXAMPLE = "attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out prescription.json"
+EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
 
 
 def add(parser: Parser) -> None:
@@ -26,43 +26,23 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "diagnosis",
         metavar="DIAGNOSIS",
-        help="the file of a diagnosis; for --tokens or --predictors alone, which need none, a model may stand in its "
-        "place: a saved folder, timm:NAME, hf:ID, or a name such as dense:cifar10",
+        help="the file of a diagnosis; for tokens=POLICY or --predictors alone, which need none, a model may stand "
+        "in its place: a saved folder, timm:NAME, hf:ID, or a name such as dense:cifar10",
     )
     parser.add_argument("--weights", metavar="FILE", help="the weights of that timm:NAME or lvvit:SIZE")
     add_trust(parser)
     parser.add_argument(
-        "--rule",
-        metavar="RULE",
-        help='NAME:KNOB,..., joined by & and |: energy_retention:0.9, top_rank:32, "threshold:0.1 & remove_heads"',
-    )
-    parser.add_argument(
-        "--metric",
-        metavar="METRIC",
-        help="decide about the score directions that are best in this metric instead of the model's own: weights, "
-        "augmented, activation, centered, softmax or mix (models without norms)",
-    )
-    parser.add_argument(
-        "--values",
-        metavar="RULE",
-        help="the rule for what the heads read out: total_rank:0.75, or "
-        "total_rank:0.75,metric=weights for the plain SVD (centered, on the data)",
-    )
-    parser.add_argument(
-        "--mlp",
-        metavar="RULE",
-        help="the rule for the maps of the MLP: uniform_rank:0.5, "
-        "or uniform_rank:0.5,metric=weights for the plain SVD (centered, on the data)",
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="POLICY",
-        help=f"tokens that leave: {POLICY}",
+        "--rules",
+        nargs="+",
+        metavar="MAP=RULE",
+        help="the rule of every map: qk=RULE for the scores, vo=RULE for value and output, fc1=RULE and fc2=RULE for "
+        f"the MLP, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and |, e.g. total_rank:0.5, "
+        f"uniform_rank:0.5,metric=weights, 'energy_retention:0.9 & remove_heads'. POLICY: {POLICY}",
     )
     parser.add_argument(
         "--predictors",
         metavar="FOLDER",
-        help="a saved model whose tokens leave: its policy with its trained predictors, instead of --tokens",
+        help="a saved model whose tokens leave: its policy with its trained predictors, instead of tokens=POLICY",
     )
     budget = parser.add_argument_group(
         "a target instead of a share: {share} in the rules becomes the largest that fits"
@@ -75,7 +55,7 @@ def add(parser: Parser) -> None:
     )
     budget.add_argument(
         "--of",
-        choices=("model", "qk", "values", "attention", "mlp"),
+        choices=("model", "qk", "vo", "attention", "mlp"),
         default="model",
         help="the MACs of what: of the model, with one share for all layers (model), or of this part of every layer, "
         "each with a share of its own (the local target of IrrAtt, Section 3.4)",
@@ -92,26 +72,26 @@ def run(arguments: Namespace, say: Say) -> Outcome:
     """Decides."""
     from attnrx.rules import Template
 
-    template = Template(arguments.rule, arguments.metric, arguments.values, arguments.mlp, arguments.tokens)
-    if not any(template.everything.values()) and arguments.predictors is None:
-        raise InvalidInput("prescribe needs at least one of --rule, --values, --mlp, --tokens and --predictors.")
-    if arguments.predictors is not None and (arguments.tokens is not None or arguments.macs is not None):
-        raise InvalidInput("--predictors brings its own policy and goes neither with --tokens nor with --macs.")
+    template = Template.parse(" ".join(arguments.rules or ()))
+    if not template.texts and arguments.predictors is None:
+        raise InvalidInput("prescribe needs --rules, e.g. --rules qk=total_rank:0.5, or --predictors.")
+    if arguments.predictors is not None and ("tokens" in template.texts or arguments.macs is not None):
+        raise InvalidInput("--predictors brings its own policy and goes neither with tokens=POLICY nor with --macs.")
     prescription = _prescription(arguments, template)
     path = prescription.save(arguments.out)
     notes = list(prescription.about.get("notes", ()))
     record = {
         "prescription": str(path),
-        "rules": {of: dict(rule) for of, rule in prescription.rules.items()},
+        "rules": dict(prescription.rules),
         "removed_share": prescription.removed_share,
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
-        "reasons": [list(layer.reasons) for layer in prescription.layers],
+        "reasons": [list(layer.qk.reasons) for layer in prescription.layers],
         "tokens": _told_tokens(prescription.tokens),
     }
     rows = tuple(
         (f"layer {index}", " ".join(map(str, layer.ranks)), _full(layer), str(int((~layer.heads).sum())))
-        for index, layer in enumerate(prescription.layers)
+        for index, layer in enumerate(layer.qk for layer in prescription.layers)
     )
     table = Table(("", "directions that stay, by head", "of", "heads removed"), rows)
     budget = prescription.about.get("budget")
@@ -134,7 +114,7 @@ def _told_tokens(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
     }
 
 
-def _full(layer: "rx.LayerPrescription") -> str:
+def _full(layer: "ScoreDecision") -> str:
     """What a head could keep: its own directions, or those of all heads where they share them."""
     return str(layer.directions if layer.is_shared else layer.keep.shape[1])
 
@@ -146,11 +126,11 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
             raise InvalidInput(
                 "--of, --model and {share} in a rule go with --macs, the target; give it, e.g. --macs 0.7."
             )
-        tokens = template.tokens
+        rules: dict[str, str | TokenPrescription] = dict(template.texts)
         if arguments.predictors is not None:
-            tokens = rx.realization.prescribed_tokens(rx.load(arguments.predictors, trust=arguments.trust))
-        rules = {"values": template.values, "mlp": template.mlp, "tokens": tokens}
-        return rx.prescribe(diagnosis, template.rule, template.metric, **rules)
+            carrier = rx.load(arguments.predictors, trust=arguments.trust)
+            rules["tokens"] = rx.realization.prescribed_tokens(carrier)
+        return rx.prescribe(diagnosis, rules)
     budget = rx.Budget(arguments.macs, arguments.of)
     template.require_varying()
     if arguments.model is not None:

@@ -126,7 +126,7 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
     rules, kind = evidence.about.get("rules") or {}, evidence.about.get("realization")
-    text = rules.get("scores", {}).get("rule")
+    text = rules.get("qk")
     rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
     if rho is None or kind is None:
         raise InvalidInput(

@@ -138,7 +138,7 @@ def _reducing(
     from attnrx.prescription import TokenPrescription
 
     tokens = TokenPrescription.of(policy, seed=config.seed)
-    return rx.realize(model, rx.prescribe(model, tokens=tokens))
+    return rx.realize(model, rx.prescribe(model, {"tokens": tokens}))
 
 
 def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":

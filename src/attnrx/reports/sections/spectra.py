@@ -3,7 +3,7 @@
 from typing import Any
 
 from attnrx.diagnosis import LayerDiagnosis
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import ScoreDecision
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import SpectrumBars
 from attnrx.reports.numbers import percent
@@ -17,7 +17,8 @@ def spectra(content: ReportContent) -> Section | None:
     if content.diagnosis is None:
         return None
     diagnosed = content.diagnosis.layers
-    prescribed = content.prescription.layers if content.prescription is not None else (None,) * len(diagnosed)
+    prescription = content.prescription
+    prescribed = [None] * len(diagnosed) if prescription is None else [layer.qk for layer in prescription.layers]
     layers = [_layer(own, plan) for own, plan in zip(diagnosed, prescribed, strict=True)]
     panels = sum(len(layer) for layer in layers)
     data = {
@@ -28,7 +29,7 @@ def spectra(content: ReportContent) -> Section | None:
     return Section("spectra", "Spectra", data)
 
 
-def _layer(diagnosis: LayerDiagnosis, plan: LayerPrescription | None) -> list[Figure]:
+def _layer(diagnosis: LayerDiagnosis, plan: ScoreDecision | None) -> list[Figure]:
     spectrum = diagnosis.spectrum
     keep = spectrum.used if plan is None else plan.keep & plan.heads[:, None]
     rows = zip(spectrum.heads, spectrum.energy, keep, spectrum.used, strict=True)

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from attnrx.prescription import LayerPrescription, OutputPrescription, Prescription
+from attnrx.prescription import LayerPrescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import number, percent, plain
 from attnrx.reports.sections.section import Section
-
-OTHERS = {"values": "the values", "mlp": "the MLP"}
 
 
 def treatment(content: ReportContent) -> Section | None:
@@ -17,11 +15,7 @@ def treatment(content: ReportContent) -> Section | None:
         return None
     names = original_heads(content)
     data = {
-        "rule": rule_text(prescription, "scores"),
-        "others": [
-            *((words, rule_text(prescription, name)) for name, words in OTHERS.items() if name in prescription.rules),
-            *(() if prescription.tokens is None else [("the tokens", str(prescription.tokens.policy))]),
-        ],
+        "rules": list(prescription.rules.items()),
         "removed": percent(prescription.removed_share),
         "fingerprint": prescription.fingerprint,
         "layers": [_layer(index, layer, names[index]) for index, layer in enumerate(prescription.layers)],
@@ -34,31 +28,18 @@ def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
     if content.diagnosis is not None:
         return [layer.spectrum.heads for layer in content.diagnosis.layers]
     layers = content.prescription.layers if content.prescription is not None else ()
-    return [tuple(range(layer.keep.shape[0])) for layer in layers]
-
-
-def rule_text(prescription: Prescription, of: str) -> str:
-    """Returns the rule and the metric that decided about a map, "" where none did."""
-    found = prescription.rules.get(of)
-    if found is None:
-        return ""
-    return found["rule"] if found["metric"] == "own" else f"{found['rule']} in the metric {found['metric']}"
+    return [tuple(range(layer.qk.keep.shape[0])) for layer in layers]
 
 
 def _layer(index: int, layer: LayerPrescription, names: tuple[int, ...]) -> dict[str, Any]:
+    scores = layer.qk
     rows = [
         {"head": head, "keeps": number(rank), "stays": bool(stays), "why": why}
-        for head, rank, stays, why in zip(names, layer.ranks, layer.heads, layer.reasons, strict=True)
+        for head, rank, stays, why in zip(names, scores.ranks, scores.heads, scores.reasons, strict=True)
     ]
-    removed = percent(1 - layer.kept / layer.directions if layer.directions else None)
-    keeps = f"heads keep {plain(list(layer.ranks), 16)} of {layer.keep.shape[1]}"
-    if layer.is_shared:
-        keeps = f"the heads share {number(layer.kept)} of {number(layer.directions)}"
-    others = [(words, why) for words, output in _outputs(layer) for why in output.reasons]
+    removed = percent(1 - scores.kept / scores.directions if scores.directions else None)
+    keeps = f"heads keep {plain(list(scores.ranks), 16)} of {scores.keep.shape[1]}"
+    if scores.is_shared:
+        keeps = f"the heads share {number(scores.kept)} of {number(scores.directions)}"
+    others = [(name, why) for name, output in layer.outputs.items() for why in output.reasons]
     return {"index": index, "rows": rows, "removed": removed, "keeps": keeps, "others": others}
-
-
-def _outputs(layer: LayerPrescription) -> list[tuple[str, OutputPrescription]]:
-    """Gives what is prescribed for the other maps of a layer, each by its name."""
-    named = (("values", layer.values), ("fc1", layer.mlp[0]), ("fc2", layer.mlp[1]))
-    return [(name, output) for name, output in named if output is not None]

@@ -107,8 +107,8 @@ def _original(found: ComparisonRecord | None) -> list[Tile]:
 def _removed(content: ReportContent) -> Tile | None:
     if content.prescription is None:
         return None
-    total = sum(layer.directions for layer in content.prescription.layers)
-    stays = sum(layer.kept for layer in content.prescription.layers)
+    total = sum(layer.qk.directions for layer in content.prescription.layers)
+    stays = sum(layer.qk.kept for layer in content.prescription.layers)
     note = f"{number(stays)} of {number(total)} stay"
     return Tile(percent(content.prescription.removed_share), "of the score directions removed", note)
 
