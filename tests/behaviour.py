@@ -99,7 +99,7 @@ SETTINGS = [
     Setting("vit-tiny", {"qk": "total_rank:0.5"}),
     Setting(
         "vit-tiny",
-        {"qk": "uniform_rank:0.5", "vo": "total_rank:0.75", "fc1": "uniform_rank:0.6", "fc2": "uniform_rank:0.6"},
+        {**EVERY, "qk": "uniform_rank:0.5", "fc1": "uniform_rank:0.6", "fc2": "uniform_rank:0.6"},
     ),
     Setting("vit-tiny", {"tokens": "tome:0.7@4,7,10"}),
     Setting("vit-tiny", {"qk": "total_rank:0.75", "tokens": "ward:0.7@4,7,10"}),

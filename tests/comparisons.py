@@ -19,8 +19,8 @@ def weakest_removed(vit: VisionTransformer, count: int) -> Prescription:
     full = cases.prescription(vit, cases.PATTERNS["full"])
     layers = []
     for layer in full.layers:
-        weakest = layer.strength.abs().argsort(-1)[:, :count]
-        layers.append(replace(layer, keep=layer.keep.scatter(1, weakest, False)))
+        weakest = layer.qk.strength.abs().argsort(-1)[:, :count]
+        layers.append(layer.with_scores(replace(layer.qk, keep=layer.qk.keep.scatter(1, weakest, False))))
     return replace(full, layers=tuple(layers))
 
 

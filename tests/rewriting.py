@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.prescription import ScoreDecision
+from attnrx.prescription import LayerPrescription
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.rewriting import rewritten
 
 
-def whole(found: Diagnosis, metric: str) -> tuple[ScoreDecision, ...]:
+def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:
     """Every direction of every layer, told in a metric."""
     told, bases = rewritten(found, metric)
     return tuple(
-        replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)
+        LayerPrescription({"qk": replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)})
         for layer, basis in zip(told.layers, bases, strict=True)
     )

@@ -36,13 +36,8 @@ COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "accumulate": 2, "frozen":
 def prescription() -> rx.Prescription:
     """Ragged ranks in the scores and in what is read out, thin maps in the MLP, and patches that leave."""
     diagnosis = rx.diagnose(strong(), splits().train, batch_size=8, diagnostics=(Moments(),))
-    return rx.prescribe(
-        diagnosis,
-        "energy_retention:0.9",
-        values="total_rank:0.6",
-        mlp="total_rank:0.4",
-        tokens="attention_received:0.5@2",
-    )
+    rules = "qk=energy_retention:0.9 vo=total_rank:0.6 fc1=total_rank:0.4 fc2=total_rank:0.4"
+    return rx.prescribe(diagnosis, f"{rules} tokens=attention_received:0.5@2")
 
 
 def strong() -> nn.Module:

@@ -56,7 +56,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = write_folder(root / "data", {"train": 4, "validation": 2, "test": 2})
     diagnosis = rx.diagnose(model, rx.load_data(data, image_size=16).train)
     diagnosis.save(root / "diagnosis.json")
-    prescription = rx.prescribe(diagnosis, RULE, values=RULE, mlp="uniform_rank:2", tokens="random:0.5@2")
+    prescription = rx.prescribe(
+        diagnosis, f"qk={RULE} vo={RULE} fc1=uniform_rank:2 fc2=uniform_rank:2 tokens=random:0.5@2"
+    )
     prescription.save(root / "prescription.json")
     rx.prescribe(diagnosis, RULE).save(root / "plain.json")
     findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
@@ -784,7 +786,7 @@ VERBS: dict[str, Callable[[torch.nn.Module, Any, Path], object]] = {
     "save": lambda model, splits, folder: rx.save(model, folder / "out"),
     "diagnose": lambda model, splits, folder: rx.diagnose(model, splits.train),
     "verify": lambda model, splits, folder: rx.verify(model, small_model(), splits.test),
-    "prescribe": lambda model, splits, folder: rx.prescribe(model, tokens="tome:2@every"),
+    "prescribe": lambda model, splits, folder: rx.prescribe(model, "tokens=tome:2@every"),
     "train": lambda model, splits, folder: rx.train(model, splits, rx.TrainingConfig(epochs=1, batch_size=4), folder / "out"),  # noqa: E501
     "export": lambda model, splits, folder: rx.export(model, folder / "out.pt2", "program"),
 }  # fmt: skip

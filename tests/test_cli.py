@@ -63,7 +63,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     steps = {
         "train": record("train", "svda:digits", "--data", data, "--out", run, *training),
         "diagnose": record("diagnose", run, "--data", data, "--out", files["diagnosis"]),
-        "prescribe": record("prescribe", files["diagnosis"], "--rule", "top_rank:6", "--out", files["rx"]),
+        "prescribe": record("prescribe", files["diagnosis"], "--rules", "top_rank:6", "--out", files["rx"]),
         "realize": record(
             "realize", run, "--prescription", files["rx"], "--norms", "refit", "--data", data, "--out", slim
         ),
@@ -133,12 +133,12 @@ def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamesp
 
 def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
     out = chain.root / "within.json"
-    asked = ("--rule", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
+    asked = ("--rules", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
     found = record("prescribe", chain.diagnosis, *asked)
     (spent,), (share,) = found["budget"]["spent"], found["budget"]["shares"]
     priced = record("costs", chain.run, "--prescription", out)
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.9 < spent <= 0.95
-    assert found["rules"] == {"scores": {"rule": f"energy_retention:{share}", "metric": "own"}}
+    assert found["rules"] == {"qk": f"energy_retention:{share}"}
     by_layer = record("prescribe", chain.diagnosis, *asked, "--of", "qk")
     assert all(spent <= 0.95 for spent in by_layer["budget"]["spent"]) and len(by_layer["budget"]["spent"]) > 1
     assert "95 % were allowed" in call("prescribe", chain.diagnosis, *asked).out
@@ -147,9 +147,9 @@ def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rule", "top_rank:{share}"), "go with --macs"),
-        (("--rule", "top_rank:3", "--of", "qk"), "go with --macs"),
-        (("--rule", "energy_retention:{share}", "--macs", 0.9), "--model NAME"),
+        (("--rules", "top_rank:{share}"), "go with --macs"),
+        (("--rules", "top_rank:3", "--of", "qk"), "go with --macs"),
+        (("--rules", "energy_retention:{share}", "--macs", 0.9), "--model NAME"),
     ],
 )
 def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tuple[object, ...], message: str) -> None:
@@ -192,7 +192,7 @@ def test_diff_compares_files_of_one_kind(chain: SimpleNamespace) -> None:
     assert {change["difference"] for change in changes if change["reading"] == "rank"} == {-10}
     assert record("diff", chain.diagnosis, chain.diagnosis)["same"]
     other = chain.root / "other.json"
-    record("prescribe", chain.diagnosis, "--rule", "top_rank:7", "--out", other)
+    record("prescribe", chain.diagnosis, "--rules", "top_rank:7", "--out", other)
     different = record("diff", chain.rx, other)
     assert not different["same"]
     assert {tuple(head["ranks"]) for head in different["heads"]} == {(6, 7)}
@@ -259,9 +259,9 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("costs svda:cifar11", 2, "svda:cifar10"),
         ("costs svda:digits --removed-shar 0.5", 2, "--removed-share"),
         ("costs svda:digits --removed-share 1.5", 2, "from 0 up to 1"),
-        ("prescribe nowhere.json --rule top_rank:1 --out x.json", 2, "does not exist"),
-        ("prescribe {diagnosis} --rule energy_retention:1.5 --out x.json", 2, "(0, 1]"),
-        ("prescribe {diagnosis} --rule energy_retentoin:0.9 --out x.json", 2, "energy_retention"),
+        ("prescribe nowhere.json --rules top_rank:1 --out x.json", 2, "does not exist"),
+        ("prescribe {diagnosis} --rules energy_retention:1.5 --out x.json", 2, "(0, 1]"),
+        ("prescribe {diagnosis} --rules energy_retentoin:0.9 --out x.json", 2, "energy_retention"),
         ("diagnose {run} --data digitz --out x.json", 3, "digits"),
         ("diagnose {run} --data {data} --images 0 --out x.json", 2, "not a whole number in 1.."),
         ("diagnose {run} --data {data} --device nowhere --out x.json", 2, "give cpu, cuda"),

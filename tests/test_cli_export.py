@@ -55,7 +55,7 @@ def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
 
 def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     out = made.root / "speeds.json"
-    halves = "half=uniform_rank:0.5+values=uniform_rank:0.5+mlp=uniform_rank:0.25"
+    halves = "half=qk=uniform_rank:0.5 vo=uniform_rank:0.5 fc1=uniform_rank:0.25 fc2=uniform_rank:0.25"
     how = ("--batches", "1,3", "--threads", 1, "--rounds", 3, "--clock", "cpu", "--device", "cpu")
     done = call("bench", "dense:digits", "--contenders", halves, "--runtime", "onnx", *how, "--out", out)
     assert done.code == 0, done.err

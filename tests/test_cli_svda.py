@@ -29,10 +29,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 def test_values_and_mlp_of_an_svda_model_are_prescribed_realized_and_verified(
     files: SimpleNamespace, tmp_path: Path
 ) -> None:
-    rules = ("--values", "total_rank:0.5", "--mlp", "uniform_rank:4")
+    rules = ("--rules", "vo=total_rank:0.5", "fc1=uniform_rank:4", "fc2=uniform_rank:4")
     record("prescribe", files.moments, *rules, "--out", tmp_path / "prescription.json")
     prescription = rx.Prescription.load(tmp_path / "prescription.json")
-    assert all(layer.values is not None and layer.mlp[0] is not None for layer in prescription.layers)
+    assert all(tuple(layer.outputs) == ("vo", "fc1", "fc2") for layer in prescription.layers)
     small = tmp_path / "small"
     record("realize", files.model, "--prescription", tmp_path / "prescription.json", "--out", small)
     checks = ("--checks", "accuracy,costs", "--most-drop", 100)
@@ -40,25 +40,24 @@ def test_values_and_mlp_of_an_svda_model_are_prescribed_realized_and_verified(
     assert {finding["check"] for finding in found["findings"]} == {"accuracy", "costs"}
 
 
-@pytest.mark.parametrize("rule", [("--values", "total_rank:0.5"), ("--mlp", "uniform_rank:4")])
+@pytest.mark.parametrize("rule", ["vo=total_rank:0.5", "fc1=uniform_rank:4"])
 def test_a_diagnosis_without_moments_is_refused_with_the_option_that_measures_them(
-    rule: tuple[str, str], files: SimpleNamespace, tmp_path: Path
+    rule: str, files: SimpleNamespace, tmp_path: Path
 ) -> None:
-    refused = call("prescribe", files.plain, *rule, "--out", tmp_path / "prescription.json")
+    refused = call("prescribe", files.plain, "--rules", rule, "--out", tmp_path / "prescription.json")
     assert refused.code == 2
     assert "--moments" in refused.err and "metric=weights" in refused.err
-    plain = (rule[0], rule[1] + ",metric=weights")
-    record("prescribe", files.plain, *plain, "--out", tmp_path / "prescription.json")
+    record("prescribe", files.plain, "--rules", f"{rule},metric=weights", "--out", tmp_path / "prescription.json")
 
 
 @pytest.mark.parametrize("rule", ["total_rank:0.5", "uniform_rank:0.5"])
 def test_rules_without_a_metric_use_the_strengths_of_an_svda_model(
     rule: str, files: SimpleNamespace, tmp_path: Path
 ) -> None:
-    record("prescribe", files.plain, "--rule", rule, "--out", tmp_path / "prescription.json")
+    record("prescribe", files.plain, "--rules", rule, "--out", tmp_path / "prescription.json")
     prescription = rx.Prescription.load(tmp_path / "prescription.json")
-    assert prescription.rules["scores"]["metric"] == "own"
-    assert all(layer.basis is None for layer in prescription.layers)
+    assert prescription.rules == {"qk": rule}
+    assert all(layer.qk.basis is None for layer in prescription.layers)
 
 
 @pytest.mark.parametrize("diagnosis", ["made", "given"])

@@ -30,9 +30,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     steps = {
         "diagnose": record("diagnose", run, "--data", data, "--out", files["diagnosis"]),
         "prescribe": record(
-            "prescribe", files["diagnosis"], "--rule", "total_rank:0.4", "--tokens", POLICY, "--out", files["rx"]
+            "prescribe", files["diagnosis"], "--rules", "qk=total_rank:0.4", f"tokens={POLICY}", "--out", files["rx"]
         ),
-        "drop": record("prescribe", files["diagnosis"], "--tokens", "dynamicvit:0.5@2,3", "--out", files["drop"]),
+        "drop": record("prescribe", files["diagnosis"], "--rules", "tokens=dynamicvit:0.5@2,3", "--out", files["drop"]),
         "realize": record("realize", run, "--prescription", files["rx"], "--out", slim),
     }
     return SimpleNamespace(root=root, data=data, run=run, slim=slim, **files, steps=steps)
@@ -53,7 +53,7 @@ def test_fresh_predictors_must_be_trained_and_trained_ones_are_taken_along(made:
     assert made.steps["drop"]["tokens"]["must_be_trained"] and made.steps["drop"]["removed_share"] == 0
     out, again = made.root / "fresh", made.root / "again.json"
     record("realize", made.run, "--prescription", made.drop, "--out", out)
-    taken = record("prescribe", made.diagnosis, "--rule", "total_rank:0.4", "--predictors", out, "--out", again)
+    taken = record("prescribe", made.diagnosis, "--rules", "qk=total_rank:0.4", "--predictors", out, "--out", again)
     assert taken["tokens"]["must_be_trained"] is False
     small = rx.realize(rx.load(made.run), rx.Prescription.load(again))
     mine, theirs = (rx.realization.prescribed_tokens(each).predictors or {} for each in (small, rx.load(out)))
@@ -65,7 +65,7 @@ def test_fresh_predictors_must_be_trained_and_trained_ones_are_taken_along(made:
 def test_diff_shows_the_policies(made: SimpleNamespace) -> None:
     assert record("diff", made.rx, made.rx)["same"] is True
     other = made.root / "other.json"
-    record("prescribe", made.diagnosis, "--rule", "total_rank:0.4", "--out", other)
+    record("prescribe", made.diagnosis, "--rules", "qk=total_rank:0.4", "--out", other)
     differs = record("diff", made.rx, other)
     assert differs["tokens"] == [POLICY, None] and differs["same"] is False
     assert f"{POLICY} in A, all stay in B" in call("diff", made.rx, other).out
@@ -85,10 +85,10 @@ def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None
 def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
     out = made.root / "comparison.json"
     texts = (
-        "both=total_rank:{share}+tokens=attention_received:0.8@2",
+        "both=qk=total_rank:{share} tokens=attention_received:0.8@2",
         "drop=tokens=attention_received:{share}@2,3",
         "control=tokens=random:{share}@2,3",
-        "fine=total_rank:0.5+refine=2+tokens=attention_received:0.5@2",
+        "fine=qk=total_rank:0.5 refine=2 tokens=attention_received:0.5@2",
     )
     words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--contenders", *texts)
     trials = record(*words, "--macs", "0.6,0.01", "--out", out)
@@ -102,21 +102,21 @@ def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
 def test_tokens_alone_are_prescribed_for_a_model(made: SimpleNamespace) -> None:
     """A folder or a name stands where the diagnosis stands, and gives the same prescription but for what was read."""
     out, other = made.root / "from_model.json", made.root / "from_diagnosis.json"
-    record("prescribe", made.run, "--tokens", POLICY, "--out", out)
-    record("prescribe", made.diagnosis, "--tokens", POLICY, "--out", other)
+    record("prescribe", made.run, "--rules", f"tokens={POLICY}", "--out", out)
+    record("prescribe", made.diagnosis, "--rules", f"tokens={POLICY}", "--out", other)
     assert record("diff", out, other)["same"] is True
     slim = record("realize", made.run, "--prescription", out, "--out", made.root / "dropped")
     assert slim["macs_down_percent"] > 0
     within = made.root / "model_within.json"
-    found = record("prescribe", made.run, "--tokens", "random:{share}@2,3", "--macs", 0.7, "--out", within)
+    found = record("prescribe", made.run, "--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--out", within)
     assert 0.6 < found["budget"]["spent"][0] <= 0.7
-    named = record("prescribe", "dense:digits", "--tokens", POLICY, "--out", made.root / "named.json")
+    named = record("prescribe", "dense:digits", "--rules", f"tokens={POLICY}", "--out", made.root / "named.json")
     assert named["tokens"]["policy"] == POLICY
 
 
 def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) -> None:
     policy, out = "attention_received:13@every", made.root / "every.json"
-    told = record("prescribe", made.run, "--tokens", policy, "--out", out)
+    told = record("prescribe", made.run, "--rules", f"tokens={policy}", "--out", out)
     assert told["tokens"]["policy"] == policy and len(told["tokens"]["reasons"]) == 1
     record("realize", made.run, "--prescription", out, "--out", made.root / "every")
     for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)):
@@ -130,7 +130,7 @@ TRAINING = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--seed", 5
 
 def test_a_policy_is_put_into_a_dense_model_and_trained(made: SimpleNamespace) -> None:
     policy, losses = "dynamicvit:0.5@2,3", ("--losses", "keep_ratio")
-    words = ("train", made.run, "--tokens", policy, "--data", made.data, *TRAINING, *losses)
+    words = ("train", made.run, "--rules", f"tokens={policy}", "--data", made.data, *TRAINING, *losses)
     first, second = (record(*words, "--out", made.root / name) for name in ("taught", "again"))
     models = [rx.load(made.root / name) for name in ("taught", "again")]
     assert first["accuracy"] == second["accuracy"]
@@ -175,19 +175,22 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
         ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "by itself"),
         ("costs {run} --tokens random:0.7@2 --prescription {rx}", "drop one of them"),
         ("costs {slim} --tokens random:0.7@2", "the original"),
-        ("prescribe {diagnosis} --tokens random:0.7@9 --out x.json", "a model that has 3"),
-        ("prescribe {diagnosis} --tokens random:1@2 --out x.json", "lets no token leave"),
-        ("prescribe {diagnosis} --tokens random:0.7@2 --predictors {slim} --out x.json", "its own policy"),
-        ("prescribe {diagnosis} --tokens random:{share}@2 --macs 0.7 --of qk --model {run} --out x.json", "of its own"),
+        ("prescribe {diagnosis} --rules tokens=random:0.7@9 --out x.json", "a model that has 3"),
+        ("prescribe {diagnosis} --rules tokens=random:1@2 --out x.json", "keeps every token"),
+        ("prescribe {diagnosis} --rules tokens=random:0.7@2 --predictors {slim} --out x.json", "its own policy"),
+        (
+            "prescribe {diagnosis} --rules tokens=random:{share}@2 --macs 0.7 --of qk --model {run} --out x.json",
+            "of its own",
+        ),
         ("diagnose {slim} --data {data} --out x.json", "diagnose the original"),
         ("train {slim} --data {data} --tokens random:0.5@2 --out x", "let tokens leave last"),
         ("train {run} --data {data} --tokens random:0.5@9 --out x", "a model that has 3"),
         ("train {run} --data {data} --tokens spot:0.5@2 --out x", "class token"),
-        ("train {run} --data {data} --tokens random:1@2 --out x", "lets no token leave"),
+        ("train {run} --data {data} --tokens random:1@2 --out x", "keeps every token"),
         ("train {run} --data nowhere --tokens random=0.5 --out x", "':' and the keep ratio"),
-        ("prescribe {run} --rule total_rank:0.4 --tokens random:0.5@2 --out x.json", "diagnose the model on images"),
-        ("prescribe {slim} --tokens random:0.5@2 --out x.json", "the original"),
-        ("prescribe {diagnosis} --weights w --tokens random:0.5@2 --out x.json", "name of a model"),
+        ("prescribe {run} --rules qk=total_rank:0.4 tokens=random:0.5@2 --out x.json", "diagnose the model on images"),
+        ("prescribe {slim} --rules tokens=random:0.5@2 --out x.json", "the original"),
+        ("prescribe {diagnosis} --weights w --rules tokens=random:0.5@2 --out x.json", "name of a model"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(
@@ -206,7 +209,7 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
     assert both["policy"] == "dynamicvit:0.5@2,3" and both["tokens"] == [64, 32, 16]
     assert 0 < both["predictor_macs"] < both["macs"] < plain["macs"] and plain["policy"] is None
     out = made.root / "within.json"
-    asked = ("--tokens", "random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
+    asked = ("--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
     found = record("prescribe", made.diagnosis, *asked)
     priced = record("costs", made.run, "--prescription", out)
     (spent,) = found["budget"]["spent"]

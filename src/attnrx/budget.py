@@ -127,7 +127,7 @@ def prescribe_within(
     shares = search.shares()
     each = [parse_rules(template.at(share))[0] for share in shares]
     rules = {name: by_layer([own[name] for own in each]) for name in each[0]}
-    found = prescribe(diagnosis, rules, _policy(template, shares[0], model))
+    found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
     spent = _amounts(prescribed_costs(model, found), budget.of)
     told = {
         "macs": budget.macs,
@@ -175,7 +175,7 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
     """Prices what the template leaves at one share: the whole model where nothing would change."""
     rules, _ = parse_rules(template.at(share))
     try:
-        found = prescribe(diagnosis, rules, _policy(template, share, model))
+        found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
     except NothingChanged:
         return family_of(model).costs(model)
     return prescribed_costs(model, found)

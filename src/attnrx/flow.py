@@ -117,7 +117,7 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     (`prescribed_tokens`); it alone needs no diagnosis: the model may stand in its place.
     """
     read, tokens = parse_rules(rules)
-    return prescribe_with(told_or_read(diagnosis, *read.values()), read, tokens)
+    return prescribe_with(told_or_read(diagnosis, *read.values()), {**read, "tokens": tokens})
 
 
 def verify(

@@ -8,7 +8,9 @@ import cases
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.models import VisionTransformer, family_of
-from attnrx.prescription import ScoreDecision, OutputDecision
+from attnrx.prescription import OUTPUT_MAPS
+from attnrx.rules import in_metric as stated
+from attnrx.rules import parse_rule
 from comparisons import pixels
 
 DEAD = 1  # the layer
@@ -61,34 +63,28 @@ def test_every_rule_decides_about_the_other_layers_as_without_the_dead_one(
 ) -> None:
     (_, alive, _), (model, found, images) = pair[False], pair[True]
     in_metric = alive.layers[0].spectrum.norms == "none" and name != "contribution_energy"
-    metric = "mix" if in_metric else None
-    expected, given = (rx.prescribe(each, RULES[name], metric) for each in (alive, found))
-    assert torch.equal(given.layers[0].keep, expected.layers[0].keep)
-    torch.testing.assert_close(given.layers[0].strength, expected.layers[0].strength)
+    rule = parse_rule(RULES[name])
+    expected, given = (rx.prescribe(each, stated(rule, "mix") if in_metric else rule) for each in (alive, found))
+    assert torch.equal(given.layers[0].qk.keep, expected.layers[0].qk.keep)
+    torch.testing.assert_close(given.layers[0].qk.strength, expected.layers[0].qk.strength)
     if in_metric or found.layers[0].spectrum.norms != "none":
-        assert all("all strengths are zero" in reason for reason in given.layers[DEAD].reasons)
-        assert not any("all strengths are zero" in reason for reason in given.layers[0].reasons)
+        assert all("all strengths are zero" in reason for reason in given.layers[DEAD].qk.reasons)
+        assert not any("all strengths are zero" in reason for reason in given.layers[0].qk.reasons)
     logits = rx.realize(model, given)(next(iter(images.batches(8))).images.double())
     assert bool(logits.isfinite().all())
 
 
 @pytest.mark.parametrize("metric", ["centered", "weights"])
-@pytest.mark.parametrize("which", ["values", "mlp"])
+@pytest.mark.parametrize("which", OUTPUT_MAPS)
 def test_dead_values_and_mlp_are_decided_alone(
     which: str, metric: str, pair: dict[bool, tuple[VisionTransformer, Diagnosis, ImageSet]]
 ) -> None:
     (_, alive, _), (model, found, images) = pair[False], pair[True]
     rule = f"uniform_rank:2,metric={metric}"
-    living, dead = (output_of(rx.prescribe(found, **{which: rule}).layers[layer], which) for layer in (0, DEAD))
-    expected = output_of(rx.prescribe(alive, **{which: rule}).layers[0], which)
+    living, dead = (rx.prescribe(found, {which: rule}).layers[layer].outputs[which] for layer in (0, DEAD))
+    expected = rx.prescribe(alive, {which: rule}).layers[0].outputs[which]
     torch.testing.assert_close(living.decode @ living.encode, expected.decode @ expected.encode)
     assert all("all strengths are zero" in reason for reason in dead.reasons)
     assert not any("all strengths are zero" in reason for reason in living.reasons)
-    logits = rx.realize(model, rx.prescribe(found, **{which: rule}))(next(iter(images.batches(8))).images.double())
+    logits = rx.realize(model, rx.prescribe(found, {which: rule}))(next(iter(images.batches(8))).images.double())
     assert bool(logits.isfinite().all())
-
-
-def output_of(layer: ScoreDecision, which: str) -> OutputDecision:
-    output = layer.values if which == "values" else layer.mlp[0]
-    assert output is not None
-    return output

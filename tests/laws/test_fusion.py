@@ -54,7 +54,7 @@ def test_the_mask_of_shared_directions_is_realized_as_heads_with_rows_of_their_o
         torch.testing.assert_close(logits(masked), logits(small), rtol=1e-10, atol=1e-10)
     if isinstance(rule, FusionOwner):
         assert [sum(ranks) for ranks in prescription.ranks] == [5] * len(layers)
-        assert all(bool((layer.keep.sum(0) == 1).all()) for layer in prescription.layers)
+        assert all(bool((layer.qk.keep.sum(0) == 1).all()) for layer in prescription.layers)
         costs = family_of(small).costs(small)
         assert costs.params == sum(parameter.numel() for parameter in small.parameters())
         assert costs.macs < family_of(shared).costs(shared).macs

@@ -65,7 +65,7 @@ class Verb:
 def saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
     loaded = rx.load(inputs.models[number])
     prescription = rx.Prescription.load(inputs.prescriptions[number])
-    fresh = rx.prescribe(loaded, tokens=TokenPrescription.of(rx.tokens.parse_policy(TOKENS), seed=number))
+    fresh = rx.prescribe(loaded, {"tokens": TokenPrescription.of(rx.tokens.parse_policy(TOKENS), seed=number)})
     reduction = rx.models.reduction_of(rx.realize(loaded, fresh))
     assert reduction is not None
     tokens = TokenPrescription.of(reduction.policy, reduction.stages.state_dict())

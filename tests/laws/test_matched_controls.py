@@ -22,20 +22,20 @@ COMBINATIONS = 100
 SCORES = {
     "dense": (
         None,
-        ("total_rank:0.5", None),
-        ("total_rank:0.3,scope=model", "centered"),
-        ("uniform_rank:0.5,metric=weights", None),
-        ("energy_retention:0.8", "softmax"),
-        ("energy_retention:0.6 & remove_heads:0.01,0.01", "weights"),
-        ("by_layer(top_rank:1; top_rank:2; top_rank:2)", "augmented"),
-        ("contribution_energy:0.7", None),
+        "total_rank:0.5",
+        "total_rank:0.3,scope=model,metric=centered",
+        "uniform_rank:0.5,metric=weights",
+        "energy_retention:0.8,metric=softmax",
+        "energy_retention:0.6,metric=weights & remove_heads:0.01,0.01",
+        "by_layer(top_rank:1,metric=augmented; top_rank:2; top_rank:2)",
+        "contribution_energy:0.7",
     ),
     "svda": (
         None,
-        ("energy_retention:0.8", None),
-        ("total_rank:0.5", None),
-        ("effective_rank & remove_heads:0.9,0.9", None),
-        ("top_rank:2 | shrinkage:0.3", None),
+        "energy_retention:0.8",
+        "total_rank:0.5",
+        "effective_rank & remove_heads:0.9,0.9",
+        "top_rank:2 | shrinkage:0.3",
     ),
 }
 VALUES = (
@@ -89,11 +89,12 @@ def prescribed(subject: Subject, draw: random.Random) -> Prescription:
     """A random combination that changes something."""
     while True:
         scores = draw.choice(SCORES[subject.form])
-        maps: dict[str, Any] = {"values": draw.choice(VALUES), "mlp": draw.choice(MLP), "tokens": draw.choice(TOKENS)}
-        if maps["values"] is not None and scores is not None and "remove_heads" in scores[0]:
+        linear = draw.choice(MLP)
+        maps = {"qk": scores, "vo": draw.choice(VALUES), "fc1": linear, "fc2": linear, "tokens": draw.choice(TOKENS)}
+        if maps["vo"] is not None and scores is not None and "remove_heads" in scores:
             continue  # cannot be realized together
         try:
-            return rx.prescribe(subject.diagnosis, *(scores or (None, None)), **maps)
+            return rx.prescribe(subject.diagnosis, maps)
         except NothingChanged:
             continue
 
@@ -108,8 +109,8 @@ def kept(prescription: Prescription) -> list[Any]:
         tensor
         for layer in prescription.layers
         for tensor in (
-            layer.keep.double() * layer.strength,
-            *(each.encode for each in (layer.values, *layer.mlp) if each),
+            layer.qk.keep.double() * layer.qk.strength,
+            *(output.encode for output in layer.outputs.values()),
         )
     ]
     return [*(tensor.tolist() for tensor in tensors), prescription.tokens and str(prescription.tokens.policy)]
@@ -139,15 +140,17 @@ def test_controls_of_100_random_prescriptions_cost_equal_integers(subjects: list
 @pytest.mark.parametrize(
     ("maps", "kinds"),
     [
-        ({"values": "total_rank:0.5"}, {"random", "largest", "uniform"}),
-        ({"mlp": "uniform_rank:0.3"}, {"random", "largest"}),
-        ({"tokens": "evit(scores=attention_received):0.5@2"}, {"random"}),
+        ("vo=total_rank:0.5", {"random", "largest", "uniform"}),
+        ("fc1=uniform_rank:0.3", {"random", "largest"}),
+        ("fc2=uniform_rank:0.3", {"random", "largest"}),
+        ("fc1=uniform_rank:0.3 fc2=uniform_rank:0.3", {"random", "largest"}),
+        ("tokens=evit(scores=attention_received):0.5@2", {"random"}),
     ],
-    ids=["values", "mlp", "tokens"],
+    ids=["vo", "fc1", "fc2", "both linear maps", "tokens"],
 )
-def test_every_map_alone_has_controls(subjects: list[Subject], maps: dict[str, str], kinds: set[str]) -> None:
+def test_every_map_alone_has_controls(subjects: list[Subject], maps: str, kinds: set[str]) -> None:
     subject = subjects[-1]
-    prescription = rx.prescribe(subject.diagnosis, **maps)  # type: ignore[arg-type]
+    prescription = rx.prescribe(subject.diagnosis, maps)
     controls = control_prescriptions(subject.diagnosis, prescription, draws=2)
     assert controls.keys() == kinds
     assert all(kept(control) != kept(prescription) for each in controls.values() for control in each)
@@ -170,13 +173,13 @@ def test_controls_of_a_model_with_shared_directions_use_as_many(subjects: list[S
     found = rx.diagnose(shared, pixels(dense.model.config, 12))  # type: ignore[arg-type]
     prescription = rx.prescribe(found, "top_rank:2")
     (control,) = control_prescriptions(found, prescription, ("random",), draws=1)["random"]
-    assert [layer.kept for layer in control.layers] == [layer.kept for layer in prescription.layers]
+    assert [layer.qk.kept for layer in control.layers] == [layer.qk.kept for layer in prescription.layers]
     assert layer_costs(shared, control) == layer_costs(shared, prescription)
 
 
 def test_kinds_are_checked(subjects: list[Subject]) -> None:
     subject = subjects[0]
-    prescription = rx.prescribe(subject.diagnosis, tokens="attention_received:0.5@2")
+    prescription = rx.prescribe(subject.diagnosis, "tokens=attention_received:0.5@2")
     with pytest.raises(InvalidInput, match="choose kinds from"):
         control_prescriptions(subject.diagnosis, prescription, ("smallest",))
     with pytest.raises(NotSupported, match="does not exist for tokens"):

@@ -1,5 +1,6 @@
 """One-head layers: every rule has the same form, mask, file and costs as with several heads."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -23,23 +24,25 @@ CONFIGS = {
     for form in ("dense", "svda")
 }
 # name -> what to prescribe; those of dense models are decided in a metric.
-RULES: dict[str, dict[str, str]] = {
-    "total_rank": {"rule": "total_rank:0.5"},
-    "uniform_rank": {"rule": "uniform_rank:3"},
-    "contribution_energy": {"rule": "contribution_energy:0.7"},
-    "uniform_heads": {"rule": "uniform_heads:1.0"},
-    "random_matched": {"rule": "random_matched(total_rank:0.5)"},
-    "largest_matched": {"rule": "largest_matched(total_rank:0.5)"},
-    "uniform_matched": {"rule": "uniform_matched(total_rank:0.5)"},
-    "by_layer": {"rule": "by_layer(total_rank:0.5; uniform_rank:2,metric=mix)"},
-    "values": {"values": "total_rank:0.5"},
-    "values-weights": {"values": "uniform_rank:3,metric=weights"},
-    "mlp": {"mlp": "uniform_rank:3"},
-    "all": {"rule": "total_rank:0.5", "values": "total_rank:0.5", "mlp": "uniform_rank:3"},
+RULES = {
+    "total_rank": "total_rank:0.5",
+    "uniform_rank": "uniform_rank:3",
+    "contribution_energy": "contribution_energy:0.7",
+    "uniform_heads": "uniform_heads:1.0",
+    "random_matched": "random_matched(total_rank:0.5)",
+    "largest_matched": "largest_matched(total_rank:0.5)",
+    "uniform_matched": "uniform_matched(total_rank:0.5)",
+    "by_layer": "by_layer(total_rank:0.5; uniform_rank:2,metric=mix)",
+    "vo": "vo=total_rank:0.5",
+    "vo-weights": "vo=uniform_rank:3,metric=weights",
+    "fc1": "fc1=uniform_rank:3",
+    "fc2": "fc2=uniform_rank:3",
+    "all": "qk=total_rank:0.5 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3",
 }
-KNOBS = {"energy_retention": ":0.8", "threshold": ":2.0", "top_rank": ":3", "shrinkage": ":0.5", "norm_clip": ":0.5"}
-RULES |= {name: {"rule": name + knob, "metric": "mix"} for name, knob in (KNOBS | {"effective_rank": ""}).items()}
-DENSE_ONLY = {"fusion_rank": {"rule": "fusion_rank:5"}}
+KNOBS = {"energy_retention": "0.8", "threshold": "2.0", "top_rank": "3", "shrinkage": "0.5", "norm_clip": "0.5"}
+RULES |= {name: f"{name}:{knob},metric=mix" for name, knob in KNOBS.items()}
+RULES["effective_rank"] = "effective_rank:metric=mix"
+DENSE_ONLY = {"fusion_rank": "fusion_rank:5"}
 CASES = [("dense", name) for name in (*RULES, *DENSE_ONLY)] + [("svda", name) for name in RULES]
 
 
@@ -60,10 +63,8 @@ def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[st
 
 
 def prescribed(diagnosis: Diagnosis, form: str, name: str) -> Prescription:
-    asked = (RULES | DENSE_ONLY)[name]
-    if form == "svda":
-        asked = {key: text.replace(",metric=mix", "") for key, text in asked.items() if key != "metric"}
-    return rx.prescribe(diagnosis, **asked)  # type: ignore[arg-type]
+    rules = (RULES | DENSE_ONLY)[name]
+    return rx.prescribe(diagnosis, re.sub("[:,]metric=mix", "", rules) if form == "svda" else rules)
 
 
 def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_a_one_head_layer_is_realized_as_any_other(
     torch.testing.assert_close(logits(again, images), logits(small, images), rtol=0, atol=1e-6)
     layers = family_of(small).attention(small)
     assert all(layer.spec.form == form for layer in layers)
-    assert all(not layer.is_shared for layer in prescription.layers)
+    assert all(not layer.qk.is_shared for layer in prescription.layers)
     with using(layers, [Eager()] * len(layers)):
         counted = count_product_macs(small, next(iter(images.batches(8))).images.double())
     assert counted == family_of(small).costs(small).product_macs
@@ -104,7 +105,8 @@ def test_shared_directions_of_one_head_stay_shared(
 ) -> None:
     prescription = rx.prescribe(diagnoses["dense"], f"shared_rank:5,form={form}")
     prescription = Prescription.load(prescription.save(tmp_path / "prescription.json"))
-    assert all(layer.is_shared and layer.directions == 8 and layer.kept == 5 for layer in prescription.layers)
+    scores = [layer.qk for layer in prescription.layers]
+    assert all(layer.is_shared and layer.directions == 8 and layer.kept == 5 for layer in scores)
     small = rx.realize(models["dense"], prescription)
     assert all(layer.spec.form == "shared" for layer in family_of(small).attention(small))
     with pytest.raises(NotSupported, match="by='compress'"):
@@ -123,7 +125,7 @@ def test_one_head_has_the_readings_of_metrics(diagnoses: dict[str, Diagnosis]) -
 def test_a_form_that_contradicts_the_shapes_is_refused(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
     with pytest.raises(InvalidInput, match="shared"):
         Basis(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), shared=True)
-    layer = rx.prescribe(diagnoses["dense"], "total_rank:0.5").layers[0]
+    layer = rx.prescribe(diagnoses["dense"], "total_rank:0.5").layers[0].qk
     with pytest.raises(InvalidInput, match="basis"):
         replace(layer, basis=Basis(torch.zeros(2, 8, 8), torch.zeros(2, 8, 8), shared=False))
 
@@ -131,8 +133,8 @@ def test_a_form_that_contradicts_the_shapes_is_refused(tmp_path, diagnoses: dict
 def test_the_form_is_read_from_the_file(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
     path = rx.prescribe(diagnoses["dense"], "total_rank:0.5").save(tmp_path / "prescription.json")
     record = read_json(path)
-    assert record["layers"][0]["basis"] == {"shared": False}
-    record["layers"][0]["basis"] = {}
+    assert record["layers"][0]["qk"]["basis"] == {"shared": False}
+    record["layers"][0]["qk"]["basis"] = {}
     write_json(path, record)
     with pytest.raises(CheckpointError, match="shared"):
         Prescription.load(path)

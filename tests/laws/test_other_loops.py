@@ -23,8 +23,7 @@ from pretrained import HF, TIMM, VIT, of_hf, of_timm
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
 
-RULES: dict[str, Any] = {"rule": "total_rank:0.6", "values": "uniform_rank:0.5", "mlp": "uniform_rank:0.5"}
-TOKENS = "evit:0.6@2,3"
+RULES = "qk=total_rank:0.6 vo=uniform_rank:0.5 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5 tokens=evit:0.6@2,3"
 SOURCES = {
     "timm": lambda: TIMM.adopt(of_timm(VIT, depth=3, img_size=32), mean=(0.4, 0.4, 0.4), std=(0.2, 0.2, 0.2)),
     "transformers": lambda: HF.adopt(
@@ -36,7 +35,7 @@ SOURCES = {
 def compressed(name: str) -> nn.Module:
     model = SOURCES[name]().float()
     images = images_for(model, 12)
-    return rx.realize(model, rx.prescribe(rx.diagnose(model, images, batch_size=12), **RULES, tokens=TOKENS)).eval()
+    return rx.realize(model, rx.prescribe(rx.diagnose(model, images, batch_size=12), RULES)).eval()
 
 
 def noise(model: nn.Module, count: int = 3) -> torch.Tensor:

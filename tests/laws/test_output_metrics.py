@@ -10,6 +10,7 @@ from attnrx.attention import Attention
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule, NothingChanged, UnknownName
 from attnrx.models import VisionTransformer, family_of
+from attnrx.prescription import LINEAR_MAPS, OUTPUT_MAPS
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]  # three heads of four directions, an MLP of 12 and 24 features
@@ -40,7 +41,7 @@ def truncated(matrix: Tensor, rank: int) -> Tensor:
 def test_plain_svd_of_the_mlp_is_the_truncated_svd_of_its_weights(
     by: str, model: VisionTransformer, unwatched: Diagnosis
 ) -> None:
-    prescription = rx.prescribe(unwatched, mlp=f"uniform_rank:{RANK},metric=weights")
+    prescription = rx.prescribe(unwatched, dict.fromkeys(LINEAR_MAPS, f"uniform_rank:{RANK},metric=weights"))
     small = rx.realize(model, prescription, by=by)
     family = family_of(model)
     for before, after in zip(family.mlp(model), family.mlp(small), strict=True):
@@ -57,7 +58,7 @@ def test_plain_svd_of_the_mlp_is_the_truncated_svd_of_its_weights(
 def test_plain_svd_of_the_values_is_the_truncated_svd_of_every_heads_product(
     by: str, model: VisionTransformer, unwatched: Diagnosis
 ) -> None:
-    prescription = rx.prescribe(unwatched, values=f"uniform_rank:{RANK},metric=weights")
+    prescription = rx.prescribe(unwatched, f"vo=uniform_rank:{RANK},metric=weights")
     small = rx.realize(model, prescription, by=by)
     layers = (family_of(each).attention(each) for each in (model, small))
     for before, after in zip(*layers, strict=True):
@@ -75,14 +76,11 @@ def products(attention: Attention) -> list[Tensor]:
 
 
 def test_plain_svd_and_the_metric_of_the_data_are_different_prescriptions(found: Diagnosis) -> None:
-    for name in ("values", "mlp"):
-        plain, data = (
-            rx.prescribe(found, **{name: f"uniform_rank:{RANK},metric={m}"}) for m in ("weights", "centered")
-        )
-        default = rx.prescribe(found, **{name: f"uniform_rank:{RANK}"})
+    for name in OUTPUT_MAPS:
+        plain, data = (rx.prescribe(found, {name: f"uniform_rank:{RANK},metric={m}"}) for m in ("weights", "centered"))
+        default = rx.prescribe(found, {name: f"uniform_rank:{RANK}"})
         for one, other, unstated in zip(plain.layers, data.layers, default.layers, strict=True):
-            found_outputs = [layer.values if name == "values" else layer.mlp[0] for layer in (one, other, unstated)]
-            outputs = [output for output in found_outputs if output is not None]
+            outputs = [layer.outputs[name] for layer in (one, other, unstated)]
             assert not torch.allclose(outputs[0].encode, outputs[1].encode, atol=1e-3)
             assert torch.equal(outputs[1].encode, outputs[2].encode)
             assert [output.reasons[0].rpartition("; metric ")[2] for output in outputs] == [
@@ -92,55 +90,51 @@ def test_plain_svd_and_the_metric_of_the_data_are_different_prescriptions(found:
             ]
 
 
-@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
 @pytest.mark.parametrize(
     "rule", ["total_rank:0.5,metric=weigths", "total_rank:0.5,metric=weigths & top_rank:3"], ids=["alone", "combined"]
 )
 def test_unknown_metrics_of_values_and_mlp_are_refused_with_the_nearest(name: str, rule: str, found: Diagnosis) -> None:
     with pytest.raises(UnknownName, match=f"metric of {name} 'weigths': did you mean 'weights'"):
-        rx.prescribe(found, **{name: rule})
+        rx.prescribe(found, {name: rule})
 
 
-@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
 @pytest.mark.parametrize("metric", ["mix", "softmax", "own"])
 def test_metrics_of_the_scores_alone_are_refused_with_those_that_exist(
     name: str, metric: str, found: Diagnosis
 ) -> None:
-    with pytest.raises(InvalidRule, match=f"metric='{metric}' exists for scores only.*{name}.*centered, weights"):
-        rx.prescribe(found, **{name: f"uniform_rank:{RANK},metric={metric}"})
+    with pytest.raises(InvalidRule, match=f"metric '{metric}' exists for qk only.*{name}.*centered, weights"):
+        rx.prescribe(found, {name: f"uniform_rank:{RANK},metric={metric}"})
 
 
-@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
 def test_the_metric_of_the_data_needs_the_moments(name: str, unwatched: Diagnosis) -> None:
     with pytest.raises(InvalidRule, match=r"moments.*metric=weights"):
-        rx.prescribe(unwatched, **{name: f"uniform_rank:{RANK}"})
+        rx.prescribe(unwatched, {name: f"uniform_rank:{RANK}"})
 
 
 def test_weight_readings_survive_the_disk(tmp_path, unwatched: Diagnosis) -> None:
     loaded = Diagnosis.load(unwatched.save(tmp_path / "diagnosis.json"))
-    rules = {"values": "total_rank:0.5,metric=weights", "mlp": "uniform_rank:3,metric=weights"}
-    for one, other in zip(rx.prescribe(unwatched, **rules).layers, rx.prescribe(loaded, **rules).layers, strict=True):
-        assert one.values is not None and other.values is not None
-        assert torch.equal(one.values.encode, other.values.encode)
-        for map_before, map_after in zip(one.mlp, other.mlp, strict=True):
-            assert map_before is not None and map_after is not None
-            assert torch.equal(map_before.encode, map_after.encode)
+    rules = "vo=total_rank:0.5,metric=weights fc1=uniform_rank:3,metric=weights fc2=uniform_rank:3,metric=weights"
+    for one, other in zip(rx.prescribe(unwatched, rules).layers, rx.prescribe(loaded, rules).layers, strict=True):
+        assert tuple(one.outputs) == tuple(other.outputs) == OUTPUT_MAPS
+        for name in OUTPUT_MAPS:
+            assert torch.equal(one.outputs[name].encode, other.outputs[name].encode)
 
 
 @pytest.mark.parametrize("rule", ["shrinkage:0.1", "norm_clip:0.5", "shared_rank:4", "fusion_rank:4", "fusion_owner"])
-@pytest.mark.parametrize("name", ["values", "mlp"])
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
 def test_rules_that_need_score_directions_are_refused_for_other_maps(name: str, rule: str, found: Diagnosis) -> None:
-    with pytest.raises(InvalidRule, match=f"{rule}.*scores"):
-        rx.prescribe(found, **{name: rule})
+    with pytest.raises(InvalidRule, match=f"{name}={rule}.*qk only"):
+        rx.prescribe(found, {name: rule})
 
 
 def test_rules_that_change_no_value_and_no_mlp_are_refused_in_terms_of_those_maps(found: Diagnosis) -> None:
     with pytest.raises(NothingChanged) as refusal:
-        rx.prescribe(found, values="uniform_rank:1.0")
-    assert "values='uniform_rank:1.0' would change nothing: every head keeps everything it reads out" in str(
-        refusal.value
-    )
+        rx.prescribe(found, "vo=uniform_rank:1.0")
+    assert "vo=uniform_rank:1.0 would change nothing: every head keeps all its value dimensions" in str(refusal.value)
     with pytest.raises(NothingChanged) as refusal:
-        rx.prescribe(found, mlp="uniform_rank:1.0")
-    assert "mlp='uniform_rank:1.0' would change nothing: every map keeps its rank" in str(refusal.value)
+        rx.prescribe(found, "fc1=uniform_rank:1.0")
+    assert "fc1=uniform_rank:1.0 would change nothing: every layer keeps the rank of the map" in str(refusal.value)
     assert "head" not in str(refusal.value) and "direction" not in str(refusal.value)

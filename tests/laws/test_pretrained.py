@@ -20,7 +20,7 @@ from attnrx.rules import TotalRank, UniformRank, prescribe
 from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 from rewriting import whole
 
-RULES = {"rule": TotalRank(0.5), "values": UniformRank(0.5), "mlp": UniformRank(0.5)}
+RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), "fc2": UniformRank(0.5)}
 
 
 def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
@@ -58,12 +58,12 @@ def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -
     family, asked = family_of(model), dict(RULES)
     # A mask needs a bias to put the mean of what is left out into, and a gated MLP is no pair of maps.
     if not family.attention(model)[0].spec.has_bias("output"):
-        del asked["values"]
+        del asked["vo"]
     if not all(
         getattr(linear, "bias", None) is not None for pair in family.mlp(model) or ((None,),) for linear in pair
     ):
-        del asked["mlp"]
-    prescription = prescribe(found, **asked)
+        del asked["fc1"], asked["fc2"]
+    prescription = prescribe(found, asked)
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-3)

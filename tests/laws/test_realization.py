@@ -53,14 +53,14 @@ def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
         family_of(small).attention(small), given.layers, family_of(vit).attention(vit), strict=True
     ):
         spec = attention.spec
-        assert sorted(spec.heads) == torch.nonzero(layer.heads).flatten().tolist()
-        assert [layer.ranks[head] for head in spec.heads] == list(spec.ranks)
+        assert sorted(spec.heads) == torch.nonzero(layer.qk.heads).flatten().tolist()
+        assert [layer.qk.ranks[head] for head in spec.heads] == list(spec.ranks)
         assert list(spec.ranks) == sorted(spec.ranks, reverse=True)
         assert spec.scale == before.spec.scale
         assert attention.scores.query.weight.shape[0] == sum(spec.rows)
         assert attention.value.weight.shape[0] == len(spec.heads) * spec.head_dim
         if norms != "exact":
-            assert sum(spec.rows) == sum(layer.ranks)
+            assert sum(spec.rows) == sum(layer.qk.ranks)
 
 
 @pytest.mark.parametrize(("pattern", "factor"), [("half", 1), ("ragged-falling", 1), ("half", 40)])
@@ -94,7 +94,7 @@ def test_refit_keeps_the_strengths_where_solved_ones_are_farther(monkeypatch: py
     config = CONFIGS["svda"]
     vit, data, inputs = model(config), calibration(config), images(config)
     given = prescription(vit, PATTERNS["half"])
-    farther = [replace(layer, strength=-20 * layer.strength) for layer in given.layers]
+    farther = [layer.with_scores(replace(layer.qk, strength=-20 * layer.qk.strength)) for layer in given.layers]
     monkeypatch.setattr(realizing, "refitted", lambda *_: farther)
     assert torch.equal(realize(vit, given, norms="refit", calibration=data)(inputs), realize(vit, given)(inputs))
 
@@ -114,7 +114,7 @@ def test_rank_zero_is_not_a_removed_head() -> None:
     zero = realize(vit, prescription(vit, PATTERNS["zero"]))
     removed = prescription(vit, PATTERNS["zero"])
     for layer in removed.layers:
-        layer.heads[:] = torch.tensor([False, True, True])
+        layer.qk.heads[:] = torch.tensor([False, True, True])
     assert not torch.allclose(realize(vit, removed)(inputs), zero(inputs))
 
 
@@ -123,7 +123,7 @@ def test_all_heads_can_go() -> None:
     vit, inputs = model(config), images(config)
     given = prescription(vit, PATTERNS["full"])
     for layer in given.layers:
-        layer.heads[:] = False
+        layer.qk.heads[:] = False
     torch.testing.assert_close(realize(vit, given)(inputs), realize(vit, given, "mask")(inputs))
 
 
@@ -141,8 +141,8 @@ def test_a_compressed_model_can_be_compressed_again() -> None:
 def _strongest(vit, rank):
     given = prescription(vit, PATTERNS["full"])
     for layer, attention in zip(given.layers, family_of(vit).attention(vit), strict=True):
-        layer.keep[:] = False
-        layer.keep[:, :rank] = attention.spectrum().used[:, :rank]
+        layer.qk.keep[:] = False
+        layer.qk.keep[:, :rank] = attention.spectrum().used[:, :rank]
     return given
 
 

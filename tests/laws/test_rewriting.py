@@ -15,7 +15,7 @@ from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
 from attnrx.examination import diagnose
 from attnrx.models import VisionTransformer, family_of, observing
-from attnrx.prescription import Prescription
+from attnrx.prescription import OUTPUT_MAPS, Prescription
 from attnrx.realization import realize
 from attnrx.rules import (
     METRICS,
@@ -26,6 +26,7 @@ from attnrx.rules import (
     TopRank,
     TotalRank,
     UniformRank,
+    in_metric,
     prescribe,
 )
 from comparisons import pixels
@@ -69,23 +70,22 @@ def test_all_directions_in_any_metric_are_the_original(
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("rule", [TotalRank(0.5, metric="own"), UniformRank(2, "own"), EnergyRetention(0.8)], ids=str)
+@pytest.mark.parametrize("rule", [TotalRank(0.5), UniformRank(2), EnergyRetention(0.8)], ids=str)
 def test_mask_equals_compress(
     metric: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe(found, rule, metric)
+    prescription = prescribe(found, in_metric(rule, metric))
     masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(masked, logits(model, images), rtol=1e-6)
 
 
-@pytest.mark.parametrize("circuit", ["values", "mlp"])
-@pytest.mark.parametrize("rule", [TotalRank(0.6), UniformRank(0.5), UniformRank(0.5, "weights")], ids=str)
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
+@pytest.mark.parametrize("rule", [TotalRank(0.6), UniformRank(0.5), UniformRank(0.5, metric="weights")], ids=str)
 def test_other_maps_masked_equal_compressed(
-    circuit: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
+    name: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    asked = {"values": None, "mlp": None, circuit: rule}
-    prescription = prescribe(found, None, values=asked["values"], mlp=asked["mlp"])
+    prescription = prescribe(found, {name: rule})
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-6)
@@ -128,7 +128,7 @@ def test_fusion_ranks_are_realized_as_irregular_heads(
 def test_ragged_values_cost_what_their_closed_form_says(
     model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    small = realize(model, prescribe(found, TotalRank(0.6), values=TotalRank(0.6, minimum=0)))
+    small = realize(model, prescribe(found, {"qk": TotalRank(0.6), "vo": TotalRank(0.6, minimum=0)}))
     family, layers = family_of(small), family_of(small).attention(small)
     assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
     with using(layers, [Eager()] * len(layers)):
@@ -140,7 +140,7 @@ def test_everything_at_once_survives_the_disk(
     tmp_path, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
     rule = UniformRank(0.5)
-    prescription = prescribe(found, TotalRank(0.75), values=rule, mlp=rule)
+    prescription = prescribe(found, {"qk": TotalRank(0.75), **dict.fromkeys(OUTPUT_MAPS, rule)})
     again = Prescription.load(prescription.save(tmp_path / "prescription.json"))
     first, second = (logits(realize(model, each), images) for each in (prescription, again))
     assert torch.equal(first, second)
@@ -173,7 +173,7 @@ def test_a_divergence_is_that_of_the_realized_layer(
     """Column r is what the first layer loses when all its heads are cut at rank r."""
     measured = measure_divergence(model, found, images).layers[0].reading("divergence_mix")
     for rank in (0, 2):
-        small = realize(model, prescribe(found, TopRank(rank), "mix"))
+        small = realize(model, prescribe(found, TopRank(rank, metric="mix")))
         attention = [sampled(each, images) for each in (model, small)]
         order = family_of(small).attention(small)[0].spec.heads
         change = (attention[0] * (attention[0].log() - attention[1][:, list(order)].log())).sum(-1).mean((0, 2))

@@ -16,12 +16,12 @@ from attnrx.rules import ByLayer, Template, TopRank, parse_rule
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
-ALL = Template("total_rank:{share}", values="total_rank:{share}", mlp="uniform_rank:{share}")
+ALL = Template.parse("qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}")
 OF = {
-    "qk": Template("energy_retention:{share}", metric="mix"),
-    "values": Template(values="energy_retention:{share}"),
-    "attention": Template("energy_retention:{share}", "mix", "energy_retention:{share}"),
-    "mlp": Template(mlp="energy_retention:{share}"),
+    "qk": Template.parse("energy_retention:{share},metric=mix"),
+    "vo": Template.parse("vo=energy_retention:{share}"),
+    "attention": Template.parse("qk=energy_retention:{share},metric=mix vo=energy_retention:{share}"),
+    "mlp": Template.parse("fc1=energy_retention:{share} fc2=energy_retention:{share}"),
     "model": ALL,
 }
 
@@ -39,7 +39,7 @@ def found(model: VisionTransformer) -> Diagnosis:
 def parts(of: str, costs: object) -> list[int]:
     names = {
         "qk": ("query_key", "scores", "diagonal", "fusion"),
-        "values": ("value_output", "read_out"),
+        "vo": ("value_output", "read_out"),
         "attention": ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out"),
         "mlp": ("mlp",),
     }
@@ -66,14 +66,14 @@ def test_where_nothing_fits_there_is_no_share() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_a_prescription_is_priced_as_it_is_realized(share: float, model: VisionTransformer, found: Diagnosis) -> None:
-    prescription = prescribe(found, **ALL.at(share))
+    prescription = prescribe(found, ALL.at(share))
     small = realize(model, prescription)
     assert prescribed_costs(model, prescription) == family_of(small).costs(small) == costs_at(model, found, ALL, share)
     assert prescribed_costs(model, prescription).macs < family_of(model).costs(model).macs
 
 
 def test_what_would_change_nothing_costs_what_the_model_costs(model: VisionTransformer, found: Diagnosis) -> None:
-    assert costs_at(model, found, Template("total_rank:{share}"), 1.0) == family_of(model).costs(model)
+    assert costs_at(model, found, Template.parse("total_rank:{share}"), 1.0) == family_of(model).costs(model)
 
 
 @pytest.mark.parametrize("macs", [0.75, 0.5])
@@ -107,9 +107,9 @@ def test_layers_of_different_shares_record_a_rule_for_each(
 ) -> None:
     prescription = prescribe_within(model, found, OF["qk"], Budget(0.7, "qk"))
     first, second = prescription.about["budget"]["shares"]
-    text = f"by_layer(energy_retention:{first!r}; energy_retention:{second!r})"
-    assert prescription.rules["scores"] == {"rule": text, "metric": "mix"}
-    again = prescribe(found, parse_rule(text), "mix")
+    parts = "; ".join(f"energy_retention:{share!r},metric=mix" for share in (first, second))
+    assert str(prescription) == f"qk=by_layer({parts})"
+    again = prescribe(found, str(prescription))
     assert again.ranks == prescription.ranks
 
 
@@ -122,13 +122,13 @@ def test_a_model_without_weights_is_enough(model: VisionTransformer, found: Diag
 
 def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) -> None:
     with pytest.raises(NotSupported, match=r"the model cannot cost 40 %.* still costs \d"):
-        prescribe_within(model, found, Template("total_rank:{share}"), Budget(0.4))
+        prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(0.4))
     with pytest.raises(NotSupported, match="attention of layer 0 cannot cost 10 %"):
-        prescribe_within(model, found, Template("total_rank:{share}"), Budget(0.1, "attention"))
+        prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(0.1, "attention"))
     with pytest.raises(NothingChanged):
-        prescribe_within(model, found, Template("total_rank:{share}"), Budget(1.0))
-    with pytest.raises(InvalidInput, match="leaves nothing to choose"):
-        prescribe_within(model, found, Template("total_rank:0.5"), Budget(0.8))
+        prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(1.0))
+    with pytest.raises(InvalidInput, match="has no share to choose"):
+        prescribe_within(model, found, Template.parse("total_rank:0.5"), Budget(0.8))
     with pytest.raises(InvalidInput, match="share of the original's MACs"):
         Budget(1.2)
     with pytest.raises(UnknownName, match="part of a model"):
@@ -136,10 +136,10 @@ def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) 
 
 
 def test_a_rule_for_every_layer_decides_layer_by_layer(found: Diagnosis) -> None:
-    prescription: Prescription = prescribe(found, ByLayer((TopRank(3), TopRank(1))), "mix")
+    prescription: Prescription = prescribe(found, ByLayer((TopRank(3, metric="mix"), TopRank(1))))
     assert prescription.ranks == ((3, 3, 3), (1, 1, 1))
     with pytest.raises(InvalidInput, match="1 rules for 2 layers"):
-        prescribe(found, ByLayer((TopRank(3),)), "mix")
+        prescribe(found, ByLayer((TopRank(3, metric="mix"),)))
 
 
 def test_a_small_share_of_all_directions_leaves_the_minimum(found: Diagnosis) -> None:

@@ -26,7 +26,9 @@ def setting() -> Setting:
 
 def controls(setting: Setting) -> dict[str, tuple[Prescription, ...]]:
     """Random directions, and the strongest: the keep of the weakest half, turned around."""
-    strongest = tuple(cases.replace(layer, keep=~layer.keep) for layer in setting.prescription.layers)
+    strongest = tuple(
+        layer.with_scores(cases.replace(layer.qk, keep=~layer.qk.keep)) for layer in setting.prescription.layers
+    )
     random = (cases.prescription(setting.reference, cases.PATTERNS["half"], seed) for seed in range(RANDOM))
     return {"random": tuple(random), "largest": (cases.replace(setting.prescription, layers=strongest),)}
 

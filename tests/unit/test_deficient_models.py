@@ -49,7 +49,7 @@ def changed(change: Callable[[Attention], None]) -> Any:
 def test_directions_that_do_nothing_are_removed_exactly(change: Callable[[Attention], None], metric: str) -> None:
     vit, shown = changed(change), images(CONFIG)
     given = prescribe(diagnose(vit, speckles(CONFIG)), TotalRank(9, metric=metric))
-    assert [layer.ranks for layer in given.layers] == [(1, 4, 4)] * 2
+    assert list(given.ranks) == [(1, 4, 4)] * 2
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-10)
 
 
@@ -62,8 +62,8 @@ def test_shared_directions_of_deficient_heads_are_exact(change: Callable[[Attent
 
 def test_a_head_that_reads_out_nothing_loses_nothing() -> None:
     vit, shown = changed(unread), images(CONFIG)
-    given = prescribe(diagnose(vit, speckles(CONFIG)), None, values=TotalRank(9))
-    assert all(layer.values is not None and layer.values.ranks == (1, 4, 4) for layer in given.layers)
+    given = prescribe(diagnose(vit, speckles(CONFIG)), "vo=total_rank:9")
+    assert all(layer.outputs["vo"].ranks == (1, 4, 4) for layer in given.layers)
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-8)
 
 
@@ -75,7 +75,7 @@ def test_one_image_or_one_shade_gives_a_finite_model(shade: int | None, rule: Ru
         pixels = torch.full((5, 1, 8, 8), shade, dtype=torch.uint8)
         data = from_tensors("grey", pixels, torch.arange(5) % 3, Normalization(CONFIG.mean, CONFIG.std))
     found = diagnose(vit, data)
-    given = prescribe(found, rule, values=TotalRank(0.5), mlp=TotalRank(3))
+    given = prescribe(found, {"qk": rule, "vo": TotalRank(0.5), "fc1": TotalRank(3), "fc2": TotalRank(3)})
     assert bool(realize(vit, given)(images(CONFIG)).isfinite().all())
 
 

@@ -13,7 +13,7 @@ from attnrx.experiments import Bench, Contender, compare_contenders
 from attnrx.experiments.differences import ImageResults, paired_differences
 from attnrx.flow import prescribe
 from attnrx.models import family_of
-from attnrx.prescription import Prescription
+from attnrx.prescription import LAYER_MAPS, Prescription
 from attnrx.realization import realize
 from attnrx.storage import read_json
 from comparisons import pixels
@@ -25,20 +25,20 @@ DENSE = cases.CONFIGS["dense"]
     ("text", "contender"),
     [
         ("mix=total_rank:{share}", Contender("mix", "total_rank:{share}")),
-        ("two words=energy_retention:0.9@mix", Contender("two words", "energy_retention:0.9", "mix")),
-        ("vo=values=total_rank:{share}", Contender("vo", values="total_rank:{share}")),
+        ("two words=energy_retention:0.9,metric=mix", Contender("two words", "energy_retention:0.9,metric=mix")),
+        ("values=vo=total_rank:{share}", Contender("values", "vo=total_rank:{share}")),
         (
-            "all=top_rank:3@mix+values=top_rank:2+mlp=top_rank:5+refine=20",
-            Contender("all", "top_rank:3", "mix", "top_rank:2", "top_rank:5", 20),
+            "all=qk=top_rank:3,metric=mix vo=top_rank:2 refine=20 fc1=top_rank:5",
+            Contender("all", "qk=top_rank:3,metric=mix vo=top_rank:2 fc1=top_rank:5", 20),
         ),
         ("drawn=random_matched(top_rank:3):seed=3", Contender("drawn", "random_matched(top_rank:3):seed=3")),
-        ("drop=tokens=evit:{share}@4,7,10", Contender("drop", tokens="evit:{share}@4,7,10")),
+        ("drop=tokens=evit:{share}@4,7,10", Contender("drop", "tokens=evit:{share}@4,7,10")),
         (
-            "both=top_rank:3@mix+tokens=spot(mean=false):0.7@4,7",
-            Contender("both", "top_rank:3", "mix", tokens="spot(mean=false):0.7@4,7"),
+            "both=qk=top_rank:3 tokens=spot(mean=false):0.7@4,7",
+            Contender("both", "qk=top_rank:3 tokens=spot(mean=false):0.7@4,7"),
         ),
         ("svd-llm=peer:svd_llm", Contender("svd-llm", peer="svd_llm")),
-        ("MLP by SVD=peer:svd+maps=fc1,fc2", Contender("MLP by SVD", peer="svd", maps=("fc1", "fc2"))),
+        ("MLP by SVD=peer:svd maps=fc1,fc2", Contender("MLP by SVD", peer="svd", maps=("fc1", "fc2"))),
     ],
 )
 def test_contenders_are_read(text: str, contender: Contender) -> None:
@@ -52,18 +52,21 @@ def test_contenders_are_read(text: str, contender: Contender) -> None:
         "mix",
         "=top_rank:3",
         "mix=",
-        "mix=top_rank:3+top_rank:2",
-        "mix=a+refine=many",
-        "svd=peer:svd+values=top_rank:3",
-        "svd=peer:svd+refine=3",
-        "svd=peer:svd+tokens=random:0.5@2",
-        "svd=peer:svd@mix",
-        "mix=top_rank:3+maps=fc1",
-        "pruned=peer:torch_pruning+maps=fc1",
+        "mix=top_rank:3 vo=top_rank:2",
+        "mix=vo=top_rank:3 vo=top_rank:2",
+        "mix=values=top_rank:3",
+        "mix=qk=a refine=many",
+        "mix=qk=a refine=2 refine=3",
+        "mix=qk=a refine=",
+        "svd=peer:svd vo=top_rank:3",
+        "svd=peer:svd refine=3",
+        "svd=peer:svd tokens=random:0.5@2",
+        "mix=top_rank:3 maps=fc1",
+        "pruned=peer:torch_pruning maps=fc1",
     ],
 )
 def test_what_is_no_contender_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises((InvalidInput, UnknownName)):
         Contender.parse(text)
 
 
@@ -71,7 +74,7 @@ def test_what_is_no_peer_is_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'svd'"):
         Contender.parse("mistyped=peer:svdd")
     with pytest.raises(UnknownName, match="linear map"):
-        Contender.parse("mistyped=peer:svd+maps=fc3")
+        Contender.parse("mistyped=peer:svd maps=fc3")
 
 
 def bench() -> Bench:
@@ -151,7 +154,7 @@ def test_wrong_shares_and_unknown_rules_are_refused() -> None:
 def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) -> None:
     own = bench()
     texts = [
-        "all=total_rank:{share}+values=total_rank:{share}+mlp=uniform_rank:{share}",
+        "all=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}",
         "qk=total_rank:{share}",
         "svd=peer:svd",
         "svd-llm=peer:svd_llm",
@@ -182,40 +185,32 @@ def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) ->
 CONTROLS = ("random_matched({}):seed=3", "largest_matched({})", "uniform_matched({})")
 
 
-@pytest.mark.parametrize("pathway", ["rule", "values", "mlp"])
+@pytest.mark.parametrize("name", LAYER_MAPS)
 @pytest.mark.parametrize("control", CONTROLS)
-def test_controls_keep_as_much_of_a_dense_model_as_the_rule_and_something_else(pathway: str, control: str) -> None:
+def test_controls_keep_as_much_of_a_dense_model_as_the_rule_and_something_else(name: str, control: str) -> None:
     own, rule = bench(), "total_rank:0.5"
-    texts: dict[str, dict[str, str | None]] = {
-        name: {"rule": None, "values": None, "mlp": None, pathway: text}
-        for name, text in (("rule", rule), ("control", control.format(rule)))
-    }
-    made = {name: prescribe(own.diagnosis, **asked) for name, asked in texts.items()}  # type: ignore[arg-type]
-    ranks = {name: _ranks(prescription, pathway) for name, prescription in made.items()}
+    texts = {"rule": rule, "control": control.format(rule)}
+    made = {kind: prescribe(own.diagnosis, {name: text}) for kind, text in texts.items()}
+    ranks = {kind: _ranks(prescription, name) for kind, prescription in made.items()}
     assert [sum(layer) for layer in ranks["control"]] == [sum(layer) for layer in ranks["rule"]]
     if not control.startswith("uniform"):
         assert ranks["control"] == ranks["rule"]
     images = next(iter(own.test.batches(24))).images.double()
     with torch.no_grad():
-        answers = {name: realize(own.model, prescription)(images) for name, prescription in made.items()}
-        lost = {name: float((answer - own.model(images)).square().mean()) for name, answer in answers.items()}
+        answers = {kind: realize(own.model, prescription)(images) for kind, prescription in made.items()}
+        lost = {kind: float((answer - own.model(images)).square().mean()) for kind, answer in answers.items()}
     if control.startswith("uniform") and ranks["control"] == ranks["rule"]:
         assert lost["control"] == lost["rule"]  # the same choice: a map of the MLP is a single unit
     else:
         assert lost["control"] > lost["rule"]
 
 
-def _ranks(prescription: Prescription, pathway: str) -> list[tuple[int, ...]]:
-    if pathway == "rule":
-        return list(prescription.ranks)
-    if pathway == "values":
-        return [layer.values.ranks for layer in prescription.layers if layer.values is not None]
-    return [output.ranks for layer in prescription.layers for output in layer.mlp if output is not None]
+def _ranks(prescription: Prescription, name: str) -> list[tuple[int, ...]]:
+    return [layer.decisions[name].ranks for layer in prescription.layers]
 
 
 def test_a_control_draws_by_its_seed() -> None:
     own = bench()
-    drawn = [prescribe(own.diagnosis, None, mlp=f"random_matched(total_rank:0.5):seed={seed}") for seed in (3, 3, 4)]
-    first, same, other = (prescription.layers[0].mlp[0] for prescription in drawn)
-    assert first is not None and same is not None and other is not None
+    drawn = [prescribe(own.diagnosis, f"fc1=random_matched(total_rank:0.5):seed={seed}") for seed in (3, 3, 4)]
+    first, same, other = (prescription.layers[0].outputs["fc1"] for prescription in drawn)
     assert first.encode.equal(same.encode) and not first.encode.equal(other.encode)

@@ -27,12 +27,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.save(folder / "diagnosis.json")
     prescribe(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
     findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
-    Evidence(findings, {"rules": {"scores": {"rule": "top_rank:3", "metric": "own"}}}).save(folder / "evidence.json")
+    Evidence(findings, {"rules": {"qk": "top_rank:3"}}).save(folder / "evidence.json")
     return folder
 
 
-HEAD = "layers[1].heads[2]"
-TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": False}
+HEAD = "layers[1].qk.heads[2]"
+TOKENS = {"reasons": ["why"], "seed": 0, "trained": False}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": Fals
         (f"{HEAD}.keep[0]", 16, "is 16; it must be an integer in 0..15"),
         (f"{HEAD}.keep[0]", 0.0, "is 0.0; it must be an integer"),
         (f"{HEAD}.keep[0]", True, "is true; it must be an integer"),
-        (f"{HEAD}.keep", [0, 1, 2, 3, 4, 4], "keep[5] is 4, as layers[1].heads[2].keep[4] is"),
+        (f"{HEAD}.keep", [0, 1, 2, 3, 4, 4], "keep[5] is 4, as layers[1].qk.heads[2].keep[4] is"),
         (f"{HEAD}.keep", [0, 1, 2], "rank is 6; keep has 3 directions and stays is true, so it must be 3"),
         (f"{HEAD}.rank", 7, "is 7; keep has 6 directions"),
         (f"{HEAD}.stays", False, "so it must be 0"),
@@ -56,17 +56,21 @@ TOKENS = {"policy": "evit:0.7@4", "reasons": ["why"], "seed": 0, "trained": Fals
         (f"{HEAD}.why", ABSENT, "is missing"),
         (f"{HEAD}.weight", 1, "is unknown; known are"),
         (HEAD, [], r"is a list of 0; it must be an object"),
-        ("layers[1].directions", 10**12, "it must be an integer in 0..65536"),
-        ("layers[1].heads", {}, "is an object; it must be a list"),
+        ("layers[1].qk.directions", 10**12, "it must be an integer in 0..65536"),
+        ("layers[1].qk.heads", {}, "is an object; it must be a list"),
+        ("layers[1].qk", ABSENT, "layers[1].qk is missing"),
+        ("layers[1].values", {}, "layers[1].values is unknown"),
         ("layers", 3, "is 3; it must be a list"),
-        ("layers[0].basis", {"shared": False}, "needs the tensor"),
+        ("layers[0].qk.basis", {"shared": False}, "needs the tensor"),
         ("removed_share", 0.0, "its layers give 0.625"),
         ("rules", None, "is null; it must be an object"),
-        ("rules.scores.metric", 1, "is 1; it must be a text"),
+        ("rules.qk", 1, "is 1; it must be a text"),
+        ("rules.tokens", "evit:0.5@2", "tokens is missing, and rules.tokens is given"),
+        ("tokens", TOKENS, "rules.tokens is missing, and tokens is given"),
         ("rules.score", {}, "rules.score is unknown"),
         ("about", ABSENT, "is missing"),
         ("fingerprint", 7, "is 7; it must be a text"),
-        ("tokens", TOKENS | {"policy": "evit:7@4"}, "tokens.policy is 'evit:7@4'"),
+        ("rules.tokens", "evit:7@4", "rules.tokens is 'evit:7@4'"),
         ("tokens", TOKENS | {"seed": -1}, "tokens.seed is -1"),
         ("tokens", TOKENS | {"reasons": []}, "tokens.reasons has 0 values"),
     ],

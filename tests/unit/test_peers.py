@@ -62,7 +62,7 @@ def test_all_directions_of_every_map_are_the_original(name: str) -> None:
 def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> None:
     whole, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
     model = realize(whole, cases.prescription(whole, cases.PATTERNS[pattern]))
-    halved = realize(whole, prescribe(diagnose(whole, images, batch_size=8), None, values="total_rank:0.6"))
+    halved = realize(whole, prescribe(diagnose(whole, images, batch_size=8), "vo=total_rank:0.6"))
     for source in (model, halved):
         small = with_factors(source, {place: plain_svd(*weights_at(source, place)) for place in places(source)})
         torch.testing.assert_close(logits(small, images), logits(source, images), rtol=1e-9, atol=1e-9)

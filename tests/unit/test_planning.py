@@ -105,10 +105,10 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
         both = damages.of_leaving(layer, 4, 16) + damages.of_leaving(layer, 2, 12)
         assert both == pytest.approx(damages.of_leaving(layer, 6, 16))  # what leaves later does what it adds
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
-    alone = damages.ranks["scores"][0, 2] + damages.ranks["values"][1, 3] + damages.of_leaving(2, 4, 16)
+    alone = damages.ranks["qk"][0, 2] + damages.ranks["vo"][1, 3] + damages.of_leaving(2, 4, 16)
     assert damages.total(both, even_weights(3)) == pytest.approx(alone)
-    heavy = damages.total(both, weights_of(space, {"values": 1.0}))
-    assert heavy - alone == pytest.approx(damages.ranks["values"][1, 3])
+    heavy = damages.total(both, weights_of(space, {"vo": 1.0}))
+    assert heavy - alone == pytest.approx(damages.ranks["vo"][1, 3])
 
 
 @pytest.mark.parametrize("name", ["own", "timm", "hf"])
@@ -142,23 +142,23 @@ def damages(space: Space) -> Damages:
 
 def every_plan(space: Space) -> Iterator[Choices]:
     """All plans for three layers that leave the MLPs alone."""
-    ranks = {axis: itertools.product((0, *space.available(axis)), repeat=3) for axis in ("scores", "values")}
+    ranks = {axis: itertools.product((0, *space.available(axis)), repeat=3) for axis in ("qk", "vo")}
     counts = range(0, space.patches // 2 + 1, space.step)
     leaving = [(0, one, two) for one, two in itertools.product(counts, repeat=2) if two <= (space.patches - one) // 2]
-    for scores, values, gone in itertools.product(ranks["scores"], ranks["values"], leaving):
+    for scores, values, gone in itertools.product(ranks["qk"], ranks["vo"], leaving):
         yield Choices(scores, values, (0, 0, 0), gone)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_plan_does_less_damage_at_its_price(space: Space, damages: Damages, seed: int) -> None:
-    narrow = replace(space, axes=("scores", "values", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
+    narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
     random = np.random.default_rng(seed)
     ranks = {axis: np.pad(random.exponential(size=(3, 2)).cumsum(1), ((0, 0), (1, 0))) for axis in RANKS}
     leaving = np.log(random.exponential(0.5, size=damages.tokens.shape).cumsum(1))
     harm, prices = replace(damages, ranks=ranks, tokens=leaving, _known={}), counted_prices(narrow, "macs")
     tokens = np.arange(prices.attention.shape[-1])
     prices = replace(prices, stages=prices.stages + 0.01 * prices.whole * tokens / tokens.max())
-    weights = weights_of(narrow, {"scores": -1.0, "scores_tilt": 0.7, "tokens_tilt": -0.5})
+    weights = weights_of(narrow, {"qk": -1.0, "qk_tilt": 0.7, "tokens_tilt": -0.5})
     frontier = Frontier(narrow, prices, harm, weights)
     every = np.array([(prices.total(own), harm.total(own, weights)) for own in every_plan(narrow)])
     assert any(all(frontier.at(most).choices.leaving[1:]) for most in (0.4, 0.5, 0.6))  # two stages
@@ -195,8 +195,8 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, damages: 
         Frontier(space, prices, damages, even).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
     flat = replace(prices, attention=prices.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
-    found = Frontier(replace(space, axes=("scores", "tokens"), _pieces={}), flat, damages, even).at(0.8)
-    assert not any(found.choices.scores) and any(found.choices.leaving)
+    found = Frontier(replace(space, axes=("qk", "tokens"), _pieces={}), flat, damages, even).at(0.8)
+    assert not any(found.choices.qk) and any(found.choices.leaving)
 
 
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
@@ -244,7 +244,7 @@ def test_a_search_goes_on_where_it_stopped(
     storage = str(tmp_path / "trials.db")
 
     def sought(trials: int) -> int:
-        ways = Ways(("scores", "tokens"), search=Search(trials, storage=storage), batch_size=12)
+        ways = Ways(("qk", "tokens"), search=Search(trials, storage=storage), batch_size=12)
         return len(plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10), ways=ways).about["trials"])
 
     assert sought(3) == 4  # the first, which Optuna draws again
@@ -280,7 +280,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
 
         def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
             assert start is not None
-            own = float(sum(map(sum, (start.scores, start.values, start.mlp, start.leaving))))
+            own = float(sum(map(sum, (start.qk, start.vo, start.mlp, start.leaving))))
             self.made.append(Step(start, own, own))
             return self.made[-1]
 
@@ -378,7 +378,7 @@ def test_a_check_of_promises_needs_a_plan(model: VisionTransformer, images: Imag
 
 
 def test_axes_are_those_of_a_choice() -> None:
-    assert AXES == ("scores", "values", "mlp", "tokens")
+    assert AXES == ("qk", "vo", "mlp", "tokens")
     assert Choices.nothing(2).with_level("mlp", 1, 3).mlp == (0, 3)
     assert Choices.nothing(3).with_leaving(1, 4).with_leaving(2, 2).left == (0, 4, 6)
 

@@ -86,7 +86,7 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
     assert np.abs(never_slower(truth, space) - truth).max() < 1e-9
     slower = never_slower(2 - truth, space)  # the lower, the slower: nothing is saved
     assert np.ptp(slower) < 1e-9 and slower.mean() == pytest.approx((2 - truth).mean())
-    alone = never_slower(noisy[:, :1], replace(space, axes=("scores",), reducer=None, _pieces={}))
+    alone = never_slower(noisy[:, :1], replace(space, axes=("qk",), reducer=None, _pieces={}))
     assert (np.diff(alone, axis=0) <= 1e-12).all()
     saved = -0.03 * levels[:, None] + 0.005 * random.standard_normal((len(levels), 1))
     mlp = never_slower_mlp(saved, space)
@@ -96,7 +96,7 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
 def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     even = replace(space, form="uniform_rank", _pieces={})
     prices, tokens = counted_prices(even, "macs"), np.arange(17)
-    factors = {"scores": 0.5, "values": 0.75, "mlp": 1.25}
+    factors = {"qk": 0.5, "vo": 0.75, "mlp": 1.25}
     slower = replace(prices, whole=prices.whole / 1.25, stages=prices.stages + 0.01 * prices.whole * tokens / 16)
     truth = _saving(slower, factors)
     nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
@@ -118,7 +118,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
         cut = some.with_level(axis, 0, 4)
         saved = prices.total(some) - prices.total(cut)
         assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factor * saved)
-    both = some.with_level("scores", 0, 4).with_level("values", 0, 2)
+    both = some.with_level("qk", 0, 4).with_level("vo", 0, 2)
     assert found.total(both) == pytest.approx(truth.total(both))
     # What is faster than its layers costs nothing beside them.
     free = pinned(prices, even, partial(clock, known=replace(slower, stages=prices.stages - 0.01 * prices.whole)))
@@ -135,7 +135,7 @@ def test_savings_are_scaled_and_the_joint_saving_of_scores_and_values_by_the_les
         (0.75, 0.5, 10 - 2.25 - 0.5 - 1),
         (1.0, 1.0, 4.0),
     ):
-        found = _saving(given, {"scores": scores, "values": values, "mlp": 1.25})
+        found = _saving(given, {"qk": scores, "vo": values, "mlp": 1.25})
         assert found.attention[0, 1, 1, 0] == pytest.approx(expected)
         assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * scores)
         assert found.attention[0, 0, 1, 0] == pytest.approx(10 - values)

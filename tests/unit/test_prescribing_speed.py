@@ -5,7 +5,7 @@ import time
 import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.rules import TotalRank, prescribe
+from attnrx.rules import prescribe
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
 
@@ -34,6 +34,6 @@ def layer(seed: int) -> LayerDiagnosis:
 def test_a_deit_base_is_prescribed_in_seconds() -> None:
     found = Diagnosis(tuple(layer(seed) for seed in range(LAYERS)), "a model", {})
     started = time.process_time()
-    prescription = prescribe(found, TotalRank(0.5, scope="model"), values=TotalRank(0.5))
+    prescription = prescribe(found, "qk=total_rank:0.5,scope=model vo=total_rank:0.5")
     assert time.process_time() - started < LIMIT
     assert sum(sum(ranks) for ranks in prescription.ranks) == HEADS * DIRECTIONS * LAYERS // 2

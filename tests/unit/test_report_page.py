@@ -13,7 +13,6 @@ import report_content
 from attnrx.costs import LatencyComparison
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence, Finding
-from attnrx.prescription import ScoreDecision
 from attnrx.realization import realize
 from attnrx.reports import AttentionSamples, ReportContent, sample_attention, write_report
 from attnrx.reports.numbers import TIMES
@@ -144,7 +143,7 @@ def test_reasons_and_kept_ranks_are_shown():
     assert content.prescription is not None
     words = Page(whole()).words
     for layer in content.prescription.layers:
-        assert all(reason in words for reason in layer.reasons)
+        assert all(reason in words for reason in layer.qk.reasons)
     for index, ranks in enumerate(content.prescription.ranks):
         assert f"layer {index}, head 3: {ranks[3]} of 16" in words
 
@@ -238,7 +237,7 @@ def test_a_compressed_model_with_removed_heads_is_reported():
     assert content.prescription is not None
     layers = list(content.prescription.layers)
     heads = torch.tensor([True, False, True, True])
-    layers[1] = ScoreDecision(layers[1].keep, layers[1].strength, heads, layers[1].reasons)
+    layers[1] = layers[1].with_scores(replace(layers[1].qk, heads=heads))
     prescription = replace(content.prescription, layers=tuple(layers))
     slim = realize(model, prescription, by="compress")
     attention = sample_attention({"original": model, "compressed": slim}, torch.zeros(1, 1, 16, 16))

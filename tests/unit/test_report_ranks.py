@@ -10,13 +10,13 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import suited
 from attnrx.examination import diagnose
 from attnrx.models import family_of
-from attnrx.prescription import Basis, ScoreDecision, Prescription
+from attnrx.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
 from attnrx.realization import realize
 from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
 from attnrx.reports.ranks import Kept, prescribed_ranks
 from attnrx.reports.sections.ranks import ranks
-from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe
+from attnrx.rules import SharedRank, TotalRank, prescribe
 from cases import CONFIGS, model
 from pictures import speckles
 
@@ -33,16 +33,15 @@ def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int
 
 def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
     vit, found = diagnosed()
-    given = prescribe(found, TotalRank(0.6), values=TotalRank(0.5), mlp=UniformRank(3))
+    given = prescribe(found, "qk=total_rank:0.6 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3")
     told = prescribed_ranks(given, found)
     assert [each.name for each in told] == ["Query and key", "Value and output", "MLP"]
     assert [each.columns for each in told] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
     slim = model_ranks(realize(vit, given))
     assert numbers(told) == numbers(slim)
     for index, layer in enumerate(given.layers):
-        assert layer.values is not None
-        assert tuple(part.rank for part in told[0].layers[index]) == layer.ranks
-        assert tuple(part.rank for part in told[1].layers[index]) == layer.values.ranks
+        assert tuple(part.rank for part in told[0].layers[index]) == layer.qk.ranks
+        assert tuple(part.rank for part in told[1].layers[index]) == layer.outputs["vo"].ranks
     assert [part.rank for layer in told[2].layers for part in layer] == [3] * 4
     assert told[0].kept == sum(map(sum, given.ranks)) and told[0].full == 2 * 12
 
@@ -50,7 +49,7 @@ def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
 def test_shared_directions_are_one_rank_for_all_heads() -> None:
     vit, found = diagnosed()
     given = prescribe(found, SharedRank(5, form="tied", joint="centered", sweeps=5))
-    assert [layer.kept for layer in given.layers] == [5, 5]
+    assert [layer.qk.kept for layer in given.layers] == [5, 5]
     assert given.removed_share == 1 - 5 / 12
     for told in (prescribed_ranks(given), prescribed_ranks(given, found), model_ranks(realize(vit, given))):
         assert numbers(told)["Query and key"] == [[(5, 12)]] * 2
@@ -65,14 +64,14 @@ def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
     basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), shared=True)
     layer = ScoreDecision(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
     assert (layer.kept, layer.directions) == (2, 8)
-    assert Prescription((layer,), {}, "", {}).removed_share == 1 - 2 / 8
+    assert Prescription((LayerPrescription({"qk": layer}),), {}, "", {}).removed_share == 1 - 2 / 8
     assert (replace(layer, basis=None).kept, replace(layer, basis=None).directions) == (2, 6)
 
 
 def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
     vit, found = diagnosed()
     given = prescribe(found, TotalRank(0.6))
-    layers = [replace(layer, heads=torch.tensor([False, True, True])) for layer in given.layers]
+    layers = [layer.with_scores(replace(layer.qk, heads=torch.tensor([False, True, True]))) for layer in given.layers]
     slim = realize(vit, replace(given, layers=tuple(layers)))
     rows = model_ranks(slim)[0].layers
     assert [row[0].rank for row in rows] == [None, None]

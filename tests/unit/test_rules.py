@@ -275,14 +275,14 @@ def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
     found, rule = diagnosis(), EnergyRetention(0.8) & RemoveHeads(0.9, 0.9)
     given = prescribe(found, rule)
     assert given.fingerprint == found.fingerprint
-    assert given.rules == {"scores": {"rule": str(rule), "metric": "own"}} and parse_rule(str(rule)) == rule
+    assert given.rules == {"qk": str(rule)} and parse_rule(str(rule)) == rule
     assert given.about["data"] == {"name": "noise", "images": 3}
     bounds = given.about["score_bounds"]
     for where, one in enumerate(given.layers):
-        assert [bound is None for bound in bounds[where]] == [not stays for stays in one.heads.tolist()]
+        assert [bound is None for bound in bounds[where]] == [not stays for stays in one.qk.heads.tolist()]
     read = Prescription.load(given.save(tmp_path / "prescription.json"))
     assert read.about == given.about and read.rules == given.rules
-    for a, b in zip(read.layers, given.layers, strict=True):
+    for a, b in zip(*([one.qk for one in each.layers] for each in (read, given)), strict=True):
         assert torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength) and torch.equal(a.heads, b.heads)
         assert a.reasons == b.reasons and a.strength.dtype == b.strength.dtype
 

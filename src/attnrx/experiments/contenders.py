@@ -64,7 +64,8 @@ class Contender:
             raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
         maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
         if rules.startswith("peer:"):
-            return cls(name.strip(), refined=int(steps), peer=rules.removeprefix("peer:"), maps=maps)
+            peer, _, rest = rules.removeprefix("peer:").partition(" ")
+            return cls(name.strip(), rest, int(steps), peer, maps)
         made = cls(name.strip(), rules, int(steps), maps=maps)
         made.template  # noqa: B018, refuses maps that do not exist
         return made

@@ -163,7 +163,7 @@ class Space:
         by_map = {name: rule for axis, rule in rules.items() for name in RANKS[axis]}
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
-        return prescribe(self.diagnosis, by_map, tokens)
+        return prescribe(self.diagnosis, {**by_map, TOKENS: tokens})
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
         """Gives every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""

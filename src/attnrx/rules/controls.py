@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.prescription import Prescription, TokenPrescription
+from attnrx.prescription import TOKENS, Prescription, TokenPrescription
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.prescribing import prescribe
 from attnrx.rules.random_matched import RandomMatched
@@ -69,7 +69,7 @@ def _of_kind(
         return
     for draw in range(draws if kind == "random" else 1):
         controls = {name: _control(kind, rule, seed + draw) for name, rule in rules.items()}
-        yield prescribe(diagnosis, controls, prescription.tokens)
+        yield prescribe(diagnosis, {**controls, TOKENS: prescription.tokens})
 
 
 def _control(kind: str, rule: Rule, seed: int) -> Rule:

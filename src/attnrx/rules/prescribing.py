@@ -20,26 +20,28 @@ from attnrx.rules.bounds import score_bound
 from attnrx.rules.deciding import keep_only
 from attnrx.rules.metrics import OWN
 from attnrx.rules.outputs import decide_outputs, metric_reasons, output_metric
+from attnrx.rules.registry import RulesLike, parse_rules
 from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import Rule, in_metric, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 
 
-def prescribe(diagnosis: Diagnosis, rules: Mapping[str, Rule], tokens: TokenPrescription | None = None) -> Prescription:
+def prescribe(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     """Decides about every map that `rules` names, in every layer; rules that keep everything raise NothingChanged.
 
     The rule of "qk" decides about the directions that are the best ones in its metric (METRICS), by their strengths
     there, or about the model's own; without one the scores stay as they are. Those of "vo", "fc1" and "fc2" decide in
-    their metric (OUTPUT_METRICS). `tokens` needs no reading, as it is decided anew for every image. The prescription
+    their metric (OUTPUT_METRICS). "tokens" needs no reading, as it is decided anew for every image. The prescription
     records the rules with the metrics that they decided in, everything the diagnosis says about its model and data, and
     under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null where
     there is no such law.
     """
+    given, tokens = parse_rules(rules)
     if not diagnosis.layers:
         raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
     if tokens is not None:
         tokens.policy.require_depth(len(diagnosis.layers))
-    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules.items()}
+    stated = {name: _with_metric(diagnosis, name, rule) for name, rule in given.items()}
     scores, spectra = _decide_scores(diagnosis, stated.get("qk"))
     decisions: list[dict[str, Decision]] = [{"qk": own} for own in scores]
     for name in OUTPUT_MAPS:
@@ -48,7 +50,7 @@ def prescribe(diagnosis: Diagnosis, rules: Mapping[str, Rule], tokens: TokenPres
                 layer.update({} if output is None else {name: output})
     layers = tuple(map(LayerPrescription, decisions))
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NothingChanged(_nothing(spectra, scores, rules, tokens))
+        raise NothingChanged(_nothing(spectra, scores, given, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, scores, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     about = {**diagnosis.about, "score_bounds": known}
