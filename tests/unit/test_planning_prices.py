@@ -127,18 +127,18 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     assert asked[-1] == ("own", *RANKS) and (ranks.stages == prices.stages).all()
 
 
-def test_savings_are_scaled_and_the_joint_saving_of_scores_and_values_by_the_lesser_factor() -> None:
+def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_factor() -> None:
     attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
     given = Prices("time", "s", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
-    for scores, values, expected in (
+    for qk, vo, expected in (
         (0.5, 0.75, 10 - 1.5 - 0.75 - 1),
         (0.75, 0.5, 10 - 2.25 - 0.5 - 1),
         (1.0, 1.0, 4.0),
     ):
-        found = _saving(given, {"qk": scores, "vo": values, "mlp": 1.25})
+        found = _saving(given, {"qk": qk, "vo": vo, "mlp": 1.25})
         assert found.attention[0, 1, 1, 0] == pytest.approx(expected)
-        assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * scores)
-        assert found.attention[0, 0, 1, 0] == pytest.approx(10 - values)
+        assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * qk)
+        assert found.attention[0, 0, 1, 0] == pytest.approx(10 - vo)
         assert found.mlp[0, :, 0] == pytest.approx([5, 5 - 1.25 * 3])
     assert (_saving(given, {}).attention == attention).all()
 

@@ -23,7 +23,7 @@ def test_a_card_says_what_was_done_and_what_failed():
     assert "# slim digits" in card
     assert "1 of 5 claims does not hold" in card
     assert "| ✗ **fails** | accuracy | the candidate loses at most 1 points of accuracy |" in card
-    assert "`energy_retention:0.9`" in card
+    assert "Rules: `qk=energy_retention:0.9`." in card
     assert "| parameters | 138,273 |" in card
 
 

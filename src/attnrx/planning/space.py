@@ -14,8 +14,8 @@ from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe, rewri
 from attnrx.spectrum import Spectrum
 from attnrx.tokens import Reducer, Shape, TokenPolicy
 
-# The maps that every axis of ranks decides about, at one level.
-RANKS = {"qk": ("qk",), "vo": ("vo",), "mlp": LINEAR_MAPS}
+RANKS = ("qk", "vo", "mlp")
+
 AXES = (*RANKS, TOKENS)
 
 # Eighths of what there is: of 64 directions multiples of 8, which the kernels like.
@@ -160,7 +160,7 @@ class Space:
 
     def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
         tokens = None if policy is None else TokenPrescription.of(policy)
-        by_map = {name: rule for axis, rule in rules.items() for name in RANKS[axis]}
+        by_map = {name: rule for axis, rule in rules.items() for name in (LINEAR_MAPS if axis == "mlp" else (axis,))}
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe(self.diagnosis, {**by_map, TOKENS: tokens})
