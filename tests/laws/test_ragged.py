@@ -53,9 +53,17 @@ def interpreted() -> None:
     from attnrx.attention import Ragged
     from attnrx.realization import realize
     from cases import CONFIGS, PATTERNS, images, model, prescription
+    from layers import LAYERS, by_definition
 
     for shape in SHAPES:
         compare(*shape, "cpu", torch.float32)
+    with torch.no_grad():
+        for name, case in LAYERS.items():  # other scales and value widths than a head's, and over 1,024 tokens
+            layer, tokens = case.layer(Ragged(anywhere=True), torch.float32), case.inputs(torch.float32)
+            expected = by_definition(case.layer(layer.backend), case.inputs())
+            torch.testing.assert_close(
+                layer(tokens).double(), expected, rtol=0, atol=1e-5 * max(1.0, float(expected.abs().max())), msg=name
+            )
     torch.set_default_dtype(torch.float64)
     for config in ("svda", "dense"):
         for pattern in ("ragged", "one", "head-removed", "zero"):
