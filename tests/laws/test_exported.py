@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def test_masked_is_physical_is_exported_is_reloaded(policy: str | None, to: str,
         for each in (masked, exported, *reloaded):
             require_same(answers(each, count), wanted)
     assert not torch.allclose(answers(small), answers(diagnosed()[0]), rtol=1e-2)
+
+
+def test_a_file_has_the_scale_of_its_layers(tmp_path: Path) -> None:
+    usual = realized(None, "compress")
+    scaled = copy.deepcopy(usual)
+    for layer in family_of(scaled).attention(scaled):
+        layer.spec = layer.scores.spec = replace(layer.spec, scale=1.7 * layer.spec.scale)
+    assert not torch.allclose(answers(scaled), answers(usual), rtol=1e-2)
+    require_same(answers(rx.export(scaled, tmp_path / "scaled.onnx")), answers(scaled))
 
 
 @pytest.mark.parametrize("to", ["openvino", "aotinductor"])
