@@ -25,9 +25,9 @@ STAGES = "4,7,10"
 # Kernels read so many numbers at once; ranks in between take longer than the next multiple.
 HEADS, MLP = "uniform_rank:{share},multiple=4", "uniform_rank:{share},multiple=16"
 OURS = {
-    "ranks": f"{HEADS}+values={HEADS}+mlp={MLP}",
+    "ranks": f"qk={HEADS} vo={HEADS} fc1={MLP} fc2={MLP}",
     "Ward": f"tokens=ward:{{share}}@{STAGES}",
-    "scores 0.75 and Ward": f"uniform_rank:0.75@mix+tokens=ward:{{share}}@{STAGES}",
+    "scores 0.75 and Ward": f"qk=uniform_rank:0.75,metric=mix tokens=ward:{{share}}@{STAGES}",
 }
 OTHERS = {
     "ToMe": f"tokens=tome:{{share}}@{STAGES}",

@@ -39,8 +39,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def test_the_policy_is_in_the_prescription_and_in_its_price(made: SimpleNamespace) -> None:
-    told = json.loads(made.rx.read_text())["tokens"]
-    assert told["policy"] == POLICY and len(told["reasons"]) == 2
+    written = json.loads(made.rx.read_text())
+    assert written["rules"]["tokens"] == POLICY and len(written["tokens"]["reasons"]) == 2
     assert made.steps["prescribe"]["tokens"]["must_be_trained"] is False
     priced = record("costs", made.run, "--prescription", made.rx)
     assert priced["tokens"] == [64, 64, 64] and priced["compressed"]["tokens"] == [64, 32, 16]
@@ -130,7 +130,7 @@ TRAINING = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--seed", 5
 
 def test_a_policy_is_put_into_a_dense_model_and_trained(made: SimpleNamespace) -> None:
     policy, losses = "dynamicvit:0.5@2,3", ("--losses", "keep_ratio")
-    words = ("train", made.run, "--rules", f"tokens={policy}", "--data", made.data, *TRAINING, *losses)
+    words = ("train", made.run, "--tokens", policy, "--data", made.data, *TRAINING, *losses)
     first, second = (record(*words, "--out", made.root / name) for name in ("taught", "again"))
     models = [rx.load(made.root / name) for name in ("taught", "again")]
     assert first["accuracy"] == second["accuracy"]
@@ -218,7 +218,7 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
 
 def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace) -> None:
     folder, slim = made.root / "plan", made.root / "planned"
-    ways = ("--images", "16", "--other-images", "6", "--trials", "2", "--axes", "scores,tokens", "--batch-size", "8")
+    ways = ("--images", "16", "--other-images", "6", "--trials", "2", "--axes", "qk,tokens", "--batch-size", "8")
     told = record("plan", made.run, "--target", "macs=0.8x", "--data", made.data, *ways, "--out", folder)
     assert told["price"] <= 0.8 and told["explained"] and len(told["front"]) > 1
     file = folder / "prescription.json"

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         files = {name: root / f"{name}.json" for name in ("diagnosis", "prescription", "evidence")}
         slim = root / "slim"
         record("diagnose", run, "--data", data, "--out", files["diagnosis"])
-        how = ("--rule", "total_rank:0.5", "--out", files["prescription"])
+        how = ("--rules", "total_rank:0.5", "--out", files["prescription"])
         record("prescribe", files["diagnosis"], *how)
         record("realize", run, "--prescription", files["prescription"], "--out", slim)
         words = ("verify", slim, "--reference", run, "--data", data, "--checks", "costs")
@@ -69,7 +69,7 @@ def test_a_diagnosis_beside_weights_of_its_name_does_not_overwrite_them(here: Si
 def test_a_prescription_with_tensors_does_not_overwrite_weights_of_its_name(here: SimpleNamespace) -> None:
     weights = here.root / "vit.safetensors"
     weights.write_bytes(b"of the user")
-    record("prescribe", here.diagnosis, "--rule", "total_rank:0.5", "--out", here.root / "vit.json")
+    record("prescribe", here.diagnosis, "--rules", "total_rank:0.5", "--out", here.root / "vit.json")
     assert weights.read_bytes() == b"of the user"
     prescription = rx.Prescription.load(here.root / "vit.json")
     assert prescription.is_rewritten and prescription.ranks == rx.Prescription.load(here.prescription).ranks
@@ -80,7 +80,7 @@ def test_tensors_replace_those_of_the_same_file_only(here: SimpleNamespace) -> N
     (first,) = here.root.glob(tensors)
     foreign = here.root / "prescription.json.tensors-0123456789ab.safetensors"
     foreign.write_bytes(b"of the user")
-    other = ("--rule", "total_rank:0.5", "--metric", "weights")
+    other = ("--rules", "qk=total_rank:0.5,metric=weights")
     record("prescribe", here.diagnosis, *other, "--out", here.prescription)
     left = set(here.root.glob(tensors))
     assert len(left) == 2 and foreign in left and first not in left
@@ -101,7 +101,7 @@ def test_a_saved_model_replaces_all_that_was_recorded_of_the_former_one(here: Si
     (here.slim / "checkpoints" / "step-1" / "state.json").write_text("of the user")
     (here.slim / "link").symlink_to("notes.md")
     here.slim.chmod(0o750)
-    record("prescribe", here.diagnosis, "--rule", "total_rank:0.25", "--out", here.prescription)
+    record("prescribe", here.diagnosis, "--rules", "total_rank:0.25", "--out", here.prescription)
     record("realize", here.run, "--prescription", here.prescription, "--out", here.slim)
     names = {name for name in visible(here.slim) if "tensors-" not in name}
     mine = {"notes.md", "link", "checkpoints/step-1/state.json"}
@@ -172,7 +172,7 @@ def test_verification_changes_nothing_but_the_file_it_was_given(here: SimpleName
 
 
 INPUTS = [
-    ("prescribe {diagnosis} --rule top_rank:1 --out {diagnosis}", "diagnosis"),
+    ("prescribe {diagnosis} --rules top_rank:1 --out {diagnosis}", "diagnosis"),
     ("report --evidence {evidence} --out {evidence}", "evidence"),
     ("report --candidate {slim} --out {slim}/prescription.json", "candidate"),
     ("report --trade-off {evidence} --out {evidence}", "trade-off"),
@@ -210,7 +210,7 @@ def test_an_output_that_is_an_input_is_refused(
     assert visible(made.root) == before
 
 
-@pytest.mark.parametrize("command", ["prescribe {diagnosis} --rule top_rank:1", "report --diagnosis {diagnosis}"])
+@pytest.mark.parametrize("command", ["prescribe {diagnosis} --rules top_rank:1", "report --diagnosis {diagnosis}"])
 @pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder", "nothing"])
 def test_an_output_that_is_no_regular_file_is_refused(
     made: SimpleNamespace, tmp_path: Path, command: str, kind: str
@@ -354,7 +354,7 @@ def test_a_signal_ends_a_command_with_one_line_and_no_temporary_files(
     here: SimpleNamespace, number: signal.Signals, code: int, said: str
 ) -> None:
     before = visible(here.root)
-    words = ("prescribe", here.diagnosis, "--rule", "total_rank:0.25", "--out", here.prescription)
+    words = ("prescribe", here.diagnosis, "--rules", "total_rank:0.25", "--out", here.prescription)
     command = [sys.executable, "-c", SLOW, *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

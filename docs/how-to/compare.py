@@ -27,7 +27,8 @@ else:
 # %% [markdown]
 # ## Contenders
 #
-# `NAME=RULE[@METRIC][+values=RULE][+mlp=RULE][+tokens=POLICY][+refine=STEPS]`, where `{share}` stands for what is kept.
+# `NAME=RULES [refine=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
+# alone is about qk), where `{share}` stands for what is kept.
 # `peer:NAME` is a published method, applied as its paper does. Take a control among them: what does not beat it has
 # shown nothing.
 
@@ -35,7 +36,7 @@ else:
 contenders = [
     Contender.parse(text)
     for text in (
-        "ranks=total_rank:{share}@mix+values=total_rank:{share}+mlp=uniform_rank:{share}",
+        "ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}",
         "svd=peer:svd",
         f"tome=tokens=tome:{{share}}@{LAYERS}",
         f"random=tokens=random:{{share}}@{LAYERS}",
@@ -83,8 +84,9 @@ print(speeds.to_markdown())
 #
 # ```bash
 # attnrx compare timm:vit_tiny_patch16_224 --data path/to/images --macs 0.9,0.8,0.7 --out comparison.json \
-#     --contenders 'ranks=total_rank:{share}@mix+values=total_rank:{share}+mlp=uniform_rank:{share}' \
-#     'svd=peer:svd' 'tome=tokens=tome:{share}@4,7,10'
+#     --contenders 'svd=peer:svd' \
+#     'ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}' \
+#     'tome=tokens=tome:{share}@4,7,10'
 # attnrx report --comparison comparison.json --out comparison.html
 # attnrx bench timm:vit_tiny_patch16_224 --macs 0.8 --batches 1,8,64 --threads 1,2 --out speeds.json \
 #     --contenders 'svd=peer:svd' 'tome=tokens=tome:{share}@4,7,10'

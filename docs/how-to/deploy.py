@@ -26,7 +26,9 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 diagnosis = rx.diagnose(model, splits.train.take(96))
-prescription = rx.prescribe(diagnosis, "total_rank:0.5", mlp="uniform_rank:0.5", tokens="ward:0.8@2,3")
+prescription = rx.prescribe(
+    diagnosis, "qk=total_rank:0.5 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5 tokens=ward:0.8@2,3"
+)
 slim = rx.realize(model, prescription)
 evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.Costs()])
 

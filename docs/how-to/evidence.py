@@ -23,7 +23,7 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 diagnosis = rx.diagnose(model, splits.train.take(96))
-prescription = rx.prescribe(diagnosis, "uniform_rank:0.25", metric="mix")
+prescription = rx.prescribe(diagnosis, "qk=uniform_rank:0.25,metric=mix")
 masked = rx.realize(model, prescription, by="mask")
 slim = rx.realize(model, prescription)
 

@@ -45,21 +45,21 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # %% [markdown]
 # ## Prescribe
 #
-# One rule for the scores, one for what the heads read out, one for the MLP. `total_rank:0.5` keeps half of the
+# One rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5` keeps half of the
 # directions of every layer, and more of them for heads that need more. Each head says what was done to it and why.
 
 # %%
-prescription = rx.prescribe(diagnosis, "total_rank:0.5", values="total_rank:0.75", mlp="uniform_rank:0.5")
+prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5")
 for layer, ranks in enumerate(prescription.ranks, start=1):
     print(f"layer {layer} keeps {ranks} directions")
-print(prescription.layers[0].reasons[0])
+print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
 # Rather a target in multiply-accumulates? `prescribe_within` takes the largest share that costs no more, priced before
 # anything is built.
 
 # %%
-template = rx.rules.Template("total_rank:{share}", values="total_rank:{share}", mlp="uniform_rank:{share}")
+template = "qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}"
 within = rx.prescribe_within(model, diagnosis, template, rx.Budget(macs=0.8))
 found = within.about["budget"]
 print(f"share kept: {found['shares'][0]:.3f}, share of the MACs: {found['spent'][0]:.3f}")
@@ -123,8 +123,8 @@ again = rx.load(folder)
 #
 # ```bash
 # attnrx diagnose timm:vit_tiny_patch16_224 --data path/to/images --out diagnosis.json
-# attnrx prescribe diagnosis.json --rule total_rank:0.5 --values total_rank:0.75 --mlp uniform_rank:0.5 \
-#     --out prescription.json
+# attnrx prescribe diagnosis.json --out prescription.json \
+#     --rules qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5
 # attnrx realize timm:vit_tiny_patch16_224 --prescription prescription.json --out slim
 # attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --out evidence.json
 # attnrx report --evidence evidence.json --prescription prescription.json --diagnosis diagnosis.json --out report.html

@@ -73,7 +73,7 @@ for rho in (0.95, 0.90, 0.80):
     found = rx.prescribe(diagnosis, rx.rules.EnergyRetention(rho))
     print(f"rho {rho}: {100 * found.removed_share:.1f} % of the directions go")
 prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
-print(prescription.layers[0].reasons[0])
+print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
 # Rules combine: `energy_retention:0.90 & threshold:0.1` keeps what both keep, `energy_retention:0.90 | top_rank:8` what
@@ -110,7 +110,7 @@ print(folder)
 # ```bash
 # attnrx train svda:cifar10 --data cifar10 --out runs/cifar10
 # attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json
-# attnrx prescribe diagnosis.json --rule energy_retention:0.90 --out prescription.json
+# attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json
 # attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out slim
 # attnrx verify slim --reference runs/cifar10 --data cifar10 --prescription prescription.json --out evidence.json
 # ```

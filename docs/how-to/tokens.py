@@ -35,7 +35,7 @@ else:
 before = rx.models.family_of(model).costs(model)
 slims = {}
 for name in ("random", "tome", "evit"):
-    prescription = rx.prescribe(model, tokens=f"{name}:0.7@{LAYERS}")
+    prescription = rx.prescribe(model, f"tokens={name}:0.7@{LAYERS}")
     slims[name] = rx.realize(model, prescription)
     after = rx.models.family_of(slims[name]).costs(slims[name])
     print(f"{name}: {100 * after.macs / before.macs:.1f} % of the MACs")
@@ -55,7 +55,7 @@ for name, slim in slims.items():
     )
 
 # %% [markdown]
-# Tokens and ranks go together: `rx.prescribe(diagnosis, "total_rank:0.5", tokens="evit:0.7@4,7,10")` is one
+# Tokens and ranks go together: `rx.prescribe(diagnosis, "qk=total_rank:0.5 tokens=evit:0.7@4,7,10")` is one
 # prescription, realized in one call.
 #
 # ## With a learned reducer
@@ -65,7 +65,7 @@ for name, slim in slims.items():
 # the policy's shares. All of the model learns, the predictors ten times faster than the rest.
 
 # %%
-prescription = rx.prescribe(model, tokens=f"spot:0.7@{LAYERS}")
+prescription = rx.prescribe(model, f"tokens=spot:0.7@{LAYERS}")
 reducing = rx.realize(model, prescription)
 config = rx.TrainingConfig(
     epochs=2,
@@ -85,7 +85,7 @@ for epoch in run.history:
 # The control is the same training with random tokens. If SPOT does not beat it, what was gained is the fine-tuning's.
 
 # %%
-random = rx.realize(model, rx.prescribe(model, tokens=f"random:0.7@{LAYERS}"))
+random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
 plain = replace(config, losses=(rx.losses.Task(0.0),))
 control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Silent())
 for name, trained in {"spot": run.model, "random": control.model}.items():
@@ -97,7 +97,7 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # ## The same on the command line
 #
 # ```bash
-# attnrx prescribe timm:vit_tiny_patch16_224 --tokens tome:13@every --out tome.json
+# attnrx prescribe timm:vit_tiny_patch16_224 --rules tokens=tome:13@every --out tome.json
 # attnrx realize timm:vit_tiny_patch16_224 --prescription tome.json --out tome
 # attnrx train timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10 --data path/to/images \
 #     --losses keep_ratio --out runs/spot

@@ -47,7 +47,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             diagnoses.append(root / f"diagnosis{number}.json")
             command("diagnose", folder, "--data", data, "--out", diagnoses[-1])
             prescriptions.append(root / f"prescription{number}.json")
-            command("prescribe", diagnoses[-1], "--rule", "top_rank:2", "--out", prescriptions[-1])
+            command("prescribe", diagnoses[-1], "--rules", "qk=top_rank:2", "--out", prescriptions[-1])
     finally:
         torch.set_default_dtype(before)
     return SimpleNamespace(root=root, data=data, models=models, diagnoses=diagnoses, prescriptions=prescriptions)

@@ -82,7 +82,7 @@ def test_twins_have_one_diagnosis_and_one_compressed_model() -> None:
         assert first.readings.keys() == second.readings.keys()
         for name, reading in first.readings.items():
             torch.testing.assert_close(reading, second.reading(name), rtol=1e-9, atol=1e-9, msg=name)
-    small = [realize(model, prescribe(each, **RULES)) for model, each in zip(models, found, strict=True)]
+    small = [realize(model, prescribe(each, RULES)) for model, each in zip(models, found, strict=True)]
     torch.testing.assert_close(logits(small[0], images), logits(small[1], images), rtol=1e-9, atol=1e-9)
 
 
@@ -90,7 +90,7 @@ def test_twins_have_one_diagnosis_and_one_compressed_model() -> None:
 def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: Path) -> None:
     _, _, adopted = adopted_once(name)
     images = images_for(adopted)
-    small = realize(adopted, prescribe(diagnose(adopted, images, batch_size=8), **RULES))
+    small = realize(adopted, prescribe(diagnose(adopted, images, batch_size=8), RULES))
     save_model(tmp_path / "small", small)
     assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(small, images))
     script = (

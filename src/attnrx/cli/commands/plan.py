@@ -32,7 +32,7 @@ def add(parser: Parser) -> None:
     add_data(parser, "images to measure on: training images to plan by, validation images to promise by")
     add_out(parser, "the folder of plan.json and prescription.json", writes=FOLDER)
     chosen = parser.add_argument_group("what may be chosen")
-    chosen.add_argument("--axes", metavar="AXIS,AXIS", help="scores, values, mlp and tokens (all)")
+    chosen.add_argument("--axes", metavar="AXIS,AXIS", help="qk, vo, mlp (fc1 and fc2) and tokens (all)")
     chosen.add_argument("--reducer", default="ward", metavar="REDUCER", help="how tokens leave, untrained (ward)")
     sought = parser.add_argument_group("how it is sought")
     sought.add_argument("--diagnosis", metavar="FILE", help="of this model (made on the first 96 training images)")
