@@ -45,8 +45,8 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # %% [markdown]
 # ## Prescribe
 #
-# One rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5` keeps half of the
-# directions of every layer, and more of them for heads that need more. Each head says what was done to it and why.
+# One rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5` keeps
+# half of the directions of every layer, and more of them for heads that need more. Each head has its reason.
 
 # %%
 prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5")
