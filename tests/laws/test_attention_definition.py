@@ -8,6 +8,7 @@ import torch
 from attnrx.attention import Backend, Eager, Explicit, Flex, Fused, Native, Observed, Tapped
 from attnrx.attention.backends import flex
 from attnrx.attention.kernels.building import native_library
+from attnrx.observation import Observation
 from layers import LAYERS, Case, by_definition
 
 Sizes = torch.Tensor | None
@@ -80,6 +81,20 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str, backend: s
         gradients = (torch.autograd.grad(each.square().mean(), parameters) for each in (found, expected))
         for ours, theirs in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["full", "ragged", "svda, ragged", "shared"])
+def test_an_observation_holds_the_factors_of_its_scores(name: str) -> None:
+    found: list[Observation] = []
+    case = LAYERS[name]
+    readout = torch.zeros(len(case.spec.heads), max(case.spec.reads), case.spec.width)
+    with torch.no_grad():
+        case.layer(Observed(lambda seen: found.append(seen), readout))(case.inputs())
+    (seen,) = found
+    assert seen.scale == case.spec.scale
+    strength = torch.ones(()) if seen.strength is None else seen.strength
+    products = torch.einsum("bqhr,bkhr->bhqk", seen.query * strength, seen.key)
+    torch.testing.assert_close(case.spec.scale * products, seen.scores, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -91,6 +91,32 @@ def test_plain_svd_and_the_metric_of_the_data_are_different_prescriptions(found:
 
 
 @pytest.mark.parametrize("name", OUTPUT_MAPS)
+def test_a_prescription_states_the_metric_that_it_decided_in(name: str, found: Diagnosis) -> None:
+    for stated, metric in (("", "centered"), (",metric=centered", "centered"), (",metric=weights", "weights")):
+        prescription = rx.prescribe(found, f"{name}=uniform_rank:{RANK}{stated}")
+        assert str(prescription) == f"{name}=uniform_rank:{RANK},metric={metric}"
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+def test_a_map_reduced_on_the_data_keeps_the_mean_of_its_outputs(
+    by: str, model: VisionTransformer, found: Diagnosis
+) -> None:
+    """Of the first layer, whose inputs stay the same."""
+    small = rx.realize(model, rx.prescribe(found, f"fc1=uniform_rank:{RANK}"), by=by)
+    torch.testing.assert_close(mean_of_first_map(small), mean_of_first_map(model), rtol=0, atol=1e-10)
+
+
+def mean_of_first_map(model: nn.Module) -> Tensor:
+    outputs: list[Tensor] = []
+    hook = family_of(model).mlp(model)[0][0].register_forward_hook(lambda _, given, output: outputs.append(output))
+    with torch.no_grad():
+        for batch in pixels(DENSE, 16).batches(8):
+            model(batch.images.double())
+    hook.remove()
+    return torch.cat(outputs).flatten(0, 1).mean(0)
+
+
+@pytest.mark.parametrize("name", OUTPUT_MAPS)
 @pytest.mark.parametrize(
     "rule", ["total_rank:0.5,metric=weigths", "total_rank:0.5,metric=weigths & top_rank:3"], ids=["alone", "combined"]
 )

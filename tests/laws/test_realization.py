@@ -138,6 +138,20 @@ def test_a_compressed_model_can_be_compressed_again() -> None:
         realize(once, _strongest(once, 1), "compress", "exact")
 
 
+@pytest.mark.parametrize("name", ["dense", "svda"])
+def test_a_mask_of_ragged_heads_removes_the_prescribed_directions(name: str) -> None:
+    config = CONFIGS[name]
+    ragged, inputs = realize(model(config), prescription(model(config), PATTERNS["ragged-falling"])), images(config)
+    given = _strongest(ragged, 1)
+    masked = realize(ragged, given, "mask")
+    if name == "dense":
+        torch.testing.assert_close(masked(inputs), realize(ragged, given)(inputs), rtol=1e-9, atol=1e-9)
+    for before, after in zip(*(family_of(each).attention(each) for each in (ragged, masked)), strict=True):
+        first = torch.arange(max(before.spec.ranks)) < 1
+        table = (after.spectrum().query.abs().sum(-1) > 0) & (after.spectrum().strength != 0)
+        assert torch.equal(table, before.spectrum().used & first)
+
+
 def _strongest(vit, rank):
     given = prescription(vit, PATTERNS["full"])
     for layer, attention in zip(given.layers, family_of(vit).attention(vit), strict=True):
