@@ -108,7 +108,11 @@ def test_a_map_reduced_on_the_data_keeps_the_mean_of_its_outputs(
 
 def mean_of_first_map(model: nn.Module) -> Tensor:
     outputs: list[Tensor] = []
-    hook = family_of(model).mlp(model)[0][0].register_forward_hook(lambda _, given, output: outputs.append(output))
+
+    def store(module: nn.Module, given: object, output: Tensor) -> None:
+        outputs.append(output)
+
+    hook = family_of(model).mlp(model)[0][0].register_forward_hook(store)
     with torch.no_grad():
         for batch in pixels(DENSE, 16).batches(8):
             model(batch.images.double())
