@@ -226,7 +226,11 @@ def attach_tokens_(
 
 def _first_(block: nn.Module, hook: Any) -> None:
     """Lets the hook see what the block is given before any that is there already."""
-    block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
+    later = dict(block._forward_pre_hooks)
+    block._forward_pre_hooks.clear()
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+    block._forward_pre_hooks.update(later)
 
 
 def _tap_(layer: Attention, index: int, reduction: TokenReduction) -> None:

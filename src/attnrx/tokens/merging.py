@@ -108,7 +108,7 @@ class Round:
 
 def places_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
     """Gives the places of the patches that are there, in order; of every image there are so many."""
-    return there.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :present]
+    return there.to(torch.int32).argsort(dim=1, descending=True, stable=True)[:, :present]
 
 
 def rows_of(
