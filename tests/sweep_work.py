@@ -54,4 +54,7 @@ def run(store: Path, workers: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in what a shell without job control starts with &
     run(Path(sys.argv[1]), int(sys.argv[2]))
