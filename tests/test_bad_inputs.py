@@ -68,6 +68,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.mkfifo(root / "pipe")
     (root / "text.json").write_text("{}")
     (root / "deep.json").write_text("[" * 100_000)
+    (root / "deeper.json").write_text('{"a":' * 1_000_000)
     (root / "other.bin").write_bytes(b"\xff\xfe\x00")
     torch.set_default_dtype(default)
     return root
@@ -420,6 +421,9 @@ LINES = (
     "", "nothing", "train", "costs svda:digits --nothing", "diff {plain}", "diff {plain} {diagnosis}",
     "diff {pipe} {pipe}",
     "diff /nowhere {plain}", "diff {model} {model}", "diff {text} {text}", "diff {deep} {deep}",
+    "diff {deeper} {deeper}",
+    "prescribe {deeper} --rules total_rank:0.5 --out {out}.json",
+    "realize {model} --prescription {deeper} --out {out}", "sweep run {deeper} --store {out}",
     "diff {diagnosis} {diagnosis} --reading nothing", "realize {model} --prescription {plain} --out {model}",
     "realize svda:digits --prescription {plain} --out {out}", "realize {model} --prescription {pipe} --out {out}",
     "realize {model} --prescription /dev/null --out {out}", "realize {model} --prescription {model} --out {out}",
@@ -488,6 +492,9 @@ LINES = (
     "sweep run {sweep} --over a=1 --store {out}",
     "sweep run {sweep} --command costs --store {out}", "sweep run --command costs --over a --store {out}",
     "sweep run --command costs --over a=1 --store {out}",
+    "sweep run --store {out}", "sweep run {sweep} --store {out} --gpus 1",
+    "sweep run --command nothing --store {out}", "sweep run --command costs --store {out}",
+    "sweep run --command {{{{model --store {out}", "sweep run {sweep} --store {out} --engine nothing",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip
@@ -529,8 +536,22 @@ def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: Any) -> None
 # Files that were edited ------------------------------------------------------------------------------------------
 
 HEAD, SPEC, OUTPUT = "layers[1].qk.heads[0]", "model.attention.tuple[1]", "layers[1].vo.units[0]"
+PLANNED = {
+    "expected": {name: {"value": 0.1, "spread": 0.1, "images": 9} for name in ("divergence", "agreement", "change")},
+    "measured": None,
+}
+CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "apart": False}
+REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
+        ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.change", ABSENT)),
+        ("about.plan", edited(PLANNED, "expected.agreement.value", "high")),
+        ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "ratio": 0})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "batch": 2**40})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "apart": "no"})),
+        ("about.realized", []), ("about.realized", {}), ("about.realized", {**REALIZED, "by": "magic"}),
+        ("about.realized", {**REALIZED, "refine": -1}), ("about.realized", {**REALIZED, "calibration_images": "all"}),
         (f"{HEAD}.keep[0]", -1), (f"{HEAD}.keep[0]", 99), (f"{HEAD}.keep[0]", 0.5), (f"{HEAD}.keep[0]", True),
         (f"{HEAD}.keep[0]", None), (f"{HEAD}.keep", [0, 0]), (f"{HEAD}.keep", "all"), (f"{HEAD}.rank", 99),
         (f"{HEAD}.rank", -1), (f"{HEAD}.strength[0]", NAN), (f"{HEAD}.strength[0]", INFINITY),
@@ -615,11 +636,19 @@ def write_edited_copy(files: Path, tmp_path: Path, kind: str, field: str, value:
         (folder / "config.json").write_text(json.dumps(sealed(record)))
         return folder
     name = "model.pt2.json" if kind == "export" else f"{kind}.json"
-    beside = "model.pt2" if kind == "export" else f"{kind}.safetensors"
     (tmp_path / name).write_text(json.dumps(edited(read_json(files / name), field, value)))
-    if (files / beside).exists():
-        (tmp_path / beside).write_bytes((files / beside).read_bytes())
-    return tmp_path / (beside if kind == "export" else name)
+    for beside in (files / "model.pt2",) if kind == "export" else files.glob(f"{kind}.json.tensors-*"):
+        (tmp_path / beside.name).write_bytes(beside.read_bytes())
+    return tmp_path / ("model.pt2" if kind == "export" else name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("prescription", "about.note"), ("diagnosis", "about.note"), ("config", "notes")]
+)
+def test_a_copy_with_a_harmless_edit_is_accepted(files: Path, tmp_path: Path, kind: str, field: str) -> None:
+    place = write_edited_copy(files, tmp_path, kind, field, {})
+    words = filled(USES[kind].replace("FILE", "{{place}}").replace("FOLDER", "{{place}}"), files, tmp_path)
+    assert main([str(place) if word == "{place}" else word for word in words]) == 0
 
 
 @pytest.mark.parametrize("layers", [3000, 99_000])
@@ -734,7 +763,8 @@ def test_a_bad_dataset_is_refused(files: Path, tmp_path: Path, kind: str) -> Non
 VARIABLES = (
     {"WORLD_SIZE": "two"}, {"RANK": "first"}, {"RANK": "-1"}, {"RANK": "3", "WORLD_SIZE": "2"}, {"RANK": "1"},
     {"LOCAL_RANK": "x"},
-    {"WORLD_SIZE": ""}, {"ATTNRX_MEASURE": "maybe"}, {"ATTNRX_DATA": "/nowhere"}, {"ATTNRX_DATA": "/dev/null"},
+    {"WORLD_SIZE": ""}, {"ATTNRX_MEASURE": "maybe"}, {"ATTNRX_BUILD": "maybe"}, {"ATTNRX_CACHE": "/dev/null"},
+    {"ATTNRX_CACHE": __file__}, {"ATTNRX_DATA": "/nowhere"}, {"ATTNRX_DATA": "/dev/null"},
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from attnrx.shapes import Bool, Float, Tensor
 from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite, write_with_tensors
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.validation import (
-    JSON_OBJECT,
     MOST_DIRECTIONS,
     MOST_HEADS,
     MOST_LAYERS,
@@ -24,6 +23,7 @@ from attnrx.validation import (
     Invalid,
     Items,
     Number,
+    Optional,
     Record,
     Text,
     below,
@@ -476,13 +476,43 @@ def _require_tokens(record: Mapping[str, Any], where: str) -> None:
         raise Invalid(below(where, there), f"is missing, and {here} is given")
 
 
+MEAN = Record({"value": Number(), "spread": Number(0.0), "images": Integer(1)})
+LATENCY = Record(
+    {
+        "ratio": Number(1e-6),
+        "batch": Integer(1, 2**20),
+        "threads": Integer(1, 2**16),
+        "precision": Text(),
+        "clock": Text(),
+    },
+    {"apart": Flag()},
+    open=True,
+)
+# What a plan predicted (`Plan.promises`), which the check `promises` of `verify` compares with what it measures.
+PLAN = Record(
+    {
+        "expected": Record(dict.fromkeys(("divergence", "agreement", "change"), MEAN)),
+        "measured": Optional(LATENCY),
+    },
+    open=True,
+)
+# The options of `attnrx realize`, with which the matched controls are realized.
+REALIZED = Record(
+    {
+        "by": Choice(("compress", "mask")),
+        "norms": Choice(("renormalized", "exact", "refit")),
+        "refine": Integer(0, 10**6),
+        "calibration_images": Integer(1),
+    }
+)
+
 RECORD: Field = Record(
     {
         "kind": Choice((KIND,)),
         "schema": Choice((SCHEMA,)),
         "fingerprint": Text(),
         "rules": Record(more={**dict.fromkeys(LAYER_MAPS, Text()), TOKENS: Text(parse_policy)}),
-        "about": JSON_OBJECT,
+        "about": Record(more={"plan": PLAN, "realized": REALIZED}, open=True),
         "removed_share": Number(0.0, 1.0),
         "layers": Items(LAYER, 0, MOST_LAYERS),
     },

@@ -2,9 +2,10 @@
 
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
-from attnrx.cli.main import BAD_INPUT, outcome_of
+from attnrx.cli.main import BAD_INPUT, outcome_of, parsed
 from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.sweeps import Task
 
@@ -31,6 +32,14 @@ def answer(task: Task) -> dict[str, Any]:
     if outcome.code >= BAD_INPUT:
         raise AttnrxError(f"the command ended with exit code {outcome.code}.")
     return dict(outcome.record)
+
+
+def require_command(words: Sequence[str]) -> None:
+    """Raises InvalidInput for words that no command takes, before any job runs."""
+    try:
+        parsed(words)
+    except SystemExit:  # argparse, after --help
+        raise InvalidInput(f"attnrx {' '.join(words)} shows help; give a command that computes numbers.") from None
 
 
 def _say(line: str) -> None:

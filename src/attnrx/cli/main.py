@@ -8,9 +8,10 @@ import sys
 import threading
 import traceback
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
@@ -123,18 +124,23 @@ def _run(words: list[str]) -> int:
 def outcome_of(words: Sequence[str], say: Say) -> Outcome:
     """Runs the command that the words name, whatever it raises, and gives its answer."""
     require_environment()
+    command, parser, arguments = parsed(words)
+    require_out(arguments, parser.writes, parser.kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ScaleWarning)
+        warnings.showwarning = _warn
+        return command.run(arguments, say)
+
+
+def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
+    """Returns the module of the command that the words name, its parser and its arguments."""
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")
     command = importlib.import_module(f"attnrx.cli.commands.{name}")
     parser = Parser(name, COMMANDS[name], command.EXAMPLE)
     command.add(parser)
-    arguments = parser.parse_args(rest)
-    require_out(arguments, parser.writes, parser.kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", ScaleWarning)
-        warnings.showwarning = _warn
-        return command.run(arguments, say)
+    return command, parser, parser.parse_args(rest)
 
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 
 from attnrx.errors import InvalidInput
 from attnrx.reading import share
@@ -103,7 +104,7 @@ def require_text(option: str, value: object) -> None:
 
 
 def require_environment() -> None:
-    """Refuses process numbers of a launcher that are none: each must be a number, a rank below the world size."""
+    """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
     numbers = {}
     for name in PROCESS_VARIABLES:
         text = os.environ.get(name)
@@ -115,9 +116,13 @@ def require_environment() -> None:
             f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
             "processes; launch with torchrun or accelerate, or unset both."
         )
-    measure = os.environ.get("ATTNRX_MEASURE", "1")
-    if measure not in ("", "0", "1"):
-        raise InvalidInput(f"ATTNRX_MEASURE={measure!r}: give 0 (never measure) or 1.")
+    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "never build kernels")):
+        text = os.environ.get(name, "1")
+        if text not in ("", "0", "1"):
+            raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
+    cache = os.environ.get("ATTNRX_CACHE")
+    if cache and Path(cache).exists() and not Path(cache).is_dir():
+        raise InvalidInput(f"ATTNRX_CACHE={cache!r} is not a folder; name a folder, or unset it.")
 
 
 def _is_utf8(text: str) -> bool:

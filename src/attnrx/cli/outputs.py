@@ -19,8 +19,6 @@ def require_out(arguments: Namespace, writes: str, kind: str | None = None) -> N
     """
     if getattr(arguments, "out", None) is None:
         return
-    if not arguments.out:
-        raise InvalidInput("--out '' names nothing; give a path.")
     out = Path(arguments.out)
     if writes == FOLDER:
         _require_folder(out, arguments)

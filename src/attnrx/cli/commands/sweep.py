@@ -51,20 +51,23 @@ def run(arguments: Namespace, say: Say) -> Outcome:
 
 
 def _run(arguments: Namespace, say: Say) -> Outcome:
-    from attnrx.cli.jobs import PRELOAD, answer
+    from attnrx.cli.jobs import PRELOAD, answer, require_command
 
     if arguments.store is None:
         raise InvalidInput("sweep run keeps its results in a file: give --store FILE.")
     sweep = _sweep(arguments)
-    store = rx.results.Store(arguments.store)
+    for job in () if sweep is None else sweep.jobs:
+        require_command(job.words)
+    threads = arguments.threads or rx.sweeps.threads_each(arguments.workers)
+    knobs: dict[str, Any] = {"gpus": arguments.gpus, "preload": PRELOAD}
+    engine = rx.sweeps.make_engine(arguments.engine, answer, arguments.workers, threads, **knobs)
+    # Without a sweep, what waits in an existing store goes on; the store is created last, when nothing can be refused.
+    store = rx.results.Store(arguments.store, create=sweep is not None)
     if sweep is not None:
         known = len(sweep.jobs)
         say(f"{known} jobs, {store.add(sweep.jobs)} of them new to {arguments.store}")
     if arguments.retry:
         say(f"{store.retry()} failed jobs wait again")
-    threads = arguments.threads or rx.sweeps.threads_each(arguments.workers)
-    knobs: dict[str, Any] = {"gpus": arguments.gpus, "preload": PRELOAD}
-    engine = rx.sweeps.make_engine(arguments.engine, answer, arguments.workers, threads, **knobs)
     counts = rx.sweeps.run_jobs(store, engine, threads, say)
     shown = show_status(store)
     return Outcome(shown.record, shown.shown, code=FAILED if counts["failed"] else 0)
