@@ -544,7 +544,7 @@ CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "cloc
 REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
-        ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.change", ABSENT)),
+        ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.agreement", ABSENT)),
         ("about.plan", edited(PLANNED, "expected.agreement.value", "high")),
         ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "ratio": 0})),

@@ -5,9 +5,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet
+from attnrx.data import ImageData
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import DataError, FingerprintMismatch
+from attnrx.model_data import images_for
 from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.observation import Observation
 from attnrx.prescription import Basis
@@ -16,7 +17,7 @@ from attnrx.shapes import Float, Tensor
 
 
 def measure_divergence(
-    model: nn.Module, diagnosis: Diagnosis, images: ImageSet, metric: str = "mix", batch_size: int = 8
+    model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
 ) -> Diagnosis:
     """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis of the model, in one more pass.
 
@@ -37,9 +38,10 @@ def measure_divergence(
     def observe(index: int, observation: Observation) -> None:
         sums[index] += _divergences(observation, told.layers[index], bases[index]) * observation.query.shape[0]
 
+    shown = images_for(model, images, "images")
     weight, showing = next(model.parameters()), Showing(model, family_of(model), "measure_divergence")
     with evaluating([model]), observing(model, family_of(model), observe):
-        for batch in images.batches(batch_size, device=weight.device):
+        for batch in shown.batches(batch_size, device=weight.device):
             model(showing.take(batch.images))
             seen += len(batch.images)
     showing.notes()  # warns

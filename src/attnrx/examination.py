@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.config import to_dict
-from attnrx.data import Batch, ImageSet
+from attnrx.data import Batch, ImageData, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
     Diagnostic,
@@ -25,6 +25,7 @@ from attnrx.diagnostics import (
 )
 from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import DataError, InvalidInput
+from attnrx.model_data import images_for
 from attnrx.models import (
     Showing,
     evaluating,
@@ -46,7 +47,7 @@ METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "ke
 
 def diagnose(
     model: nn.Module,
-    data: ImageSet,
+    data: ImageData,
     *,
     diagnostics: tuple[Diagnostic, ...] | None = None,
     images: int | None = None,
@@ -63,17 +64,14 @@ def diagnose(
     Raises:
         DataError: without images, and for images of another shape than the model reads, or with NaN or infinity.
     """
-    if not isinstance(data, ImageSet):
-        raise InvalidInput(
-            f"diagnose(data={type(data).__name__}): give one split of a dataset, e.g. load_data('cifar10').validation."
-        )
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)
     require_finite(model.state_dict(), "the model to diagnose")
     attention = family_of(model).attention(model)
     spectra = tuple(layer.spectrum() for layer in attention)
     chosen = suited(spectra) if diagnostics is None else diagnostics
-    shown = data if images is None else data.take(images)
+    whole = images_for(model, data)
+    shown = whole if images is None else whole.take(images)
     panel = Panel(chosen, spectra)
     to_perturb = panel.to_perturb(len(shown))
     wanted = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
@@ -84,7 +82,7 @@ def diagnose(
         for batch in shown.batches(batch_size, device=next(model.parameters()).device):
             watched.show(batch)
     if not watched.images:
-        raise DataError(f"the data {data.fingerprint} gave no image; diagnose the model on at least one.")
+        raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
     measured = panel.readings()  # first, as they are told to be finite
     readings = [own | layer.value_factors() for own, layer in zip(measured, attention, strict=True)]
     layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, readings, maps.read(), strict=True))
@@ -271,5 +269,7 @@ def _loss_slope(
     """The gradient of each image's own cross-entropy with respect to its pixels."""
     with torch.enable_grad():
         images = images.detach().requires_grad_()
-        loss = F.cross_entropy(model(images), labels, reduction="sum")
+        logits = model(images)
+        # Images without a label are taken to be what the model says they are.
+        loss = F.cross_entropy(logits, labels.where(labels >= 0, logits.argmax(-1)), reduction="sum")
         return torch.autograd.grad(loss, images)[0]

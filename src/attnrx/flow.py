@@ -13,14 +13,15 @@ from attnrx.budget import Budget, prescribe_within
 from attnrx.checks import Check, Comparison, standard
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageSet, Normalization, Splits, fit_labels, require_labels
+from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
-from attnrx.errors import DataError, InvalidInput
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.examination import diagnose, told_or_read
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.hub import upload
+from attnrx.model_data import images_for, matching
 from attnrx.models import (
     FAMILIES,
     described_tokens,
@@ -82,31 +83,6 @@ def load(
     return load_model(source, seed, weights, pretrained)
 
 
-def matching(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the dataset on the scale that the model was trained with, its labels as numbers of the model's classes.
-
-    `label_map` gives the model's class number of every class of the dataset, by name; ImageNet subsets need none (see
-    `data.fit_labels`). Labels that fit no head are refused where they are needed, not here.
-
-    Raises:
-        DataError: The images have another shape than the model reads, or the map does not fit.
-    """
-    family = family_of(model)
-    channels, height, _ = family.input_shape(model)
-    if (splits.channels, splits.image_size) != (channels, height):
-        raise DataError(
-            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} "
-            f"at {height}; load the data with image_size={height}, or take a model for this data."
-        )
-    fitted = splits.renormalized(Normalization(*family.normalization(model)))
-    heads = family.heads(model)
-    if not heads:
-        if label_map is not None:
-            raise InvalidInput("label_map was given, and the model has no classifier whose classes it could name.")
-        return fitted
-    return fit_labels(fitted, heads[0].out_features, label_map)
-
-
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
     """Decides what every layer can do without.
 
@@ -123,12 +99,15 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
 def verify(
     candidate: nn.Module,
     reference: nn.Module,
-    data: ImageSet,
+    data: ImageData,
     checks: Sequence[Check] | None = None,
     about: Mapping[str, Any] | None = None,
     **context: Any,
 ) -> Evidence:
-    """Collects evidence of what the candidate costs against the reference on labelled images: every check unless told.
+    """Collects evidence of what the candidate costs against the reference: the standard checks, or `checks`.
+
+    `data` are images with labels, in any form that `data.image_set` reads; without labels the standard checks that need
+    them are left out, and the notes of the evidence name them.
 
     `context` holds what some checks need or may be told, the fields of `Comparison`: `masked` (the reference with the
     prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
@@ -139,18 +118,23 @@ def verify(
     unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
     if unknown:
         raise InvalidInput(f"verify does not know {', '.join(unknown)}; its context is {Comparison.__doc__}")
-    comparison = Comparison(candidate, reference, data, **context)
+    images = images_for(reference, data)
+    comparison = Comparison(candidate, reference, images, **context)
     chosen = tuple(standard() if checks is None else checks)
     if not chosen:
         raise InvalidInput("verify was given no check; leave `checks` out for the standard ones.")
+    left_out = []
+    if checks is None and not images.has_labels:
+        left_out = [check.name for check in chosen if check.needs_labels]
+        chosen = tuple(check for check in chosen if not check.needs_labels)
     if any(check.needs_labels for check in chosen):
-        require_labels(data)
+        require_labels(images)
     findings = tuple(finding for check in chosen for finding in check(comparison))
     facts = {
         "candidate": model_fingerprint(candidate),
         "reference": model_fingerprint(reference),
-        "data": data.fingerprint,
-        "images": len(data),
+        "data": images.fingerprint,
+        "images": len(images),
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
@@ -158,10 +142,14 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
         "threads": torch.get_num_threads(),
-        "notes": _chance_notes(findings, comparison),
+        "notes": [*_left_out_notes(left_out, images), *_chance_notes(findings, comparison)],
         **dict(about or {}),
     }
     return Evidence(findings, facts)
+
+
+def _left_out_notes(names: Sequence[str], images: ImageSet) -> list[str]:
+    return [f"not checked: {', '.join(names)}: {images.label_problem}"] if names else []
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:

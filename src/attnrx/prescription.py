@@ -491,7 +491,7 @@ LATENCY = Record(
 # What a plan predicted (`Plan.promises`), which the check `promises` of `verify` compares with what it measures.
 PLAN = Record(
     {
-        "expected": Record(dict.fromkeys(("divergence", "agreement", "change"), MEAN)),
+        "expected": Record(dict.fromkeys(("divergence", "agreement"), MEAN), {"change": MEAN}),
         "measured": Optional(LATENCY),
     },
     open=True,

@@ -11,8 +11,9 @@ from torch import nn
 
 from attnrx.attention import Attention, Eager, Occasion
 from attnrx.attention.backends import scores
-from attnrx.data import ImageSet
+from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
+from attnrx.model_data import images_for
 from attnrx.models import Showing, evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
@@ -49,7 +50,7 @@ class Refined:
 
 
 def refine(
-    candidate: nn.Module, reference: nn.Module, calibration: ImageSet, refinement: Refinement | None = None
+    candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None
 ) -> Refined:
     """Gives a copy of the candidate whose query and key rows minimise KL(reference's attention || its own), by layer.
 
@@ -62,7 +63,7 @@ def refine(
         DataError: for images of another shape than the model reads, or with NaN or infinity.
     """
     knobs = refinement or Refinement()
-    result = Refined(copy.deepcopy(candidate))
+    result, images = Refined(copy.deepcopy(candidate)), images_for(reference, calibration, "calibration")
     pairs = list(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )
@@ -72,7 +73,7 @@ def refine(
         with warnings.catch_warnings(), evaluating((reference, result.model)):
             if result.before:  # the first layer has warned
                 warnings.simplefilter("ignore", ScaleWarning)
-            fed = _what_is_fed(reference, teacher, calibration, showing)
+            fed = _what_is_fed(reference, teacher, images, showing)
             result.notes = showing.notes()
         before, after = _refine_layer_(own, teacher, fed, knobs)
         result.before.append(before)

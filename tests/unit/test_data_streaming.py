@@ -64,7 +64,7 @@ def equal(left: list[Batch], right: list[Batch]) -> bool:
 
 def test_photographs_stream_in_the_order_of_the_file(photographs: Splits) -> None:
     assert isinstance(photographs.train, StreamedImages)
-    assert photographs.augmentation.area == (0.08, 1.0)
+    assert photographs.augmentation is not None and photographs.augmentation.area == (0.08, 1.0)
     batches = list(photographs.test.batches(4))
     assert [len(batch) for batch in batches] == [4, 4, 1]
     assert index(batches) == list(range(40, 49))

@@ -1,6 +1,5 @@
 """The verb `diagnose`, over every model of the case table, and the comparison of two diagnoses."""
 
-import inspect
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -144,12 +143,6 @@ def test_an_overflowing_layer_is_named() -> None:
         family_of(vit).attention(vit)[1].value.weight.fill_(3e38)
     with pytest.raises(InvalidInput, match="layer 1 computed"):
         diagnose(vit, data(CONFIGS["svda"]))
-
-
-def test_what_is_not_a_split_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="one split of a dataset"):
-        # Beneath the type check of the tests, which users do not run with.
-        inspect.unwrap(diagnose)(model(CONFIGS["svda"]), torch.zeros(3, 1, 8, 8))
 
 
 def test_compare_matches_heads_of_the_original_model() -> None:

@@ -8,6 +8,7 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
 """
 
+from attnrx.data.adapters import ImageData, image_set
 from attnrx.data.augmentation import Augmentation
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
@@ -29,6 +30,7 @@ __all__ = [
     "Columns",
     "Corruption",
     "DatasetCard",
+    "ImageData",
     "ImageSet",
     "MemoryImages",
     "Normalization",
@@ -36,6 +38,7 @@ __all__ = [
     "Splits",
     "fit_labels",
     "from_tensors",
+    "image_set",
     "imagenet_indices",
     "load_data",
     "own_classes",

@@ -13,6 +13,10 @@ from attnrx.data.passes import Pass
 from attnrx.errors import DataError
 from attnrx.shapes import Float, Int, Tensor, UInt8
 
+NO_LABELS = (
+    "the data has no labels, and this needs them: give pairs (images, labels), or mappings with a key such as 'label'."
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -27,12 +31,17 @@ class Batch:
 
 
 class ImageSet(ABC):
-    """One split. It is never consumed: every call of `batches` begins a new pass.
+    """One split. It is never consumed: every call of `batches` begins a new pass."""
 
-    `label_problem` is the reason why the labels cannot be compared with a model's answers, None where they can.
-    """
+    @property
+    def has_labels(self) -> bool:
+        """Whether every image has a label; where not, `Batch.labels` are -1."""
+        return True
 
-    label_problem: str | None = None
+    @property
+    def label_problem(self) -> str | None:
+        """The reason why the labels cannot be compared with a model's answers; None where they can."""
+        return None if self.has_labels else NO_LABELS
 
     @abstractmethod
     def __len__(self) -> int:

@@ -25,7 +25,12 @@ class Relabelled(ImageSet):
     """
 
     def __init__(self, source: ImageSet, numbers: Int[Tensor, "classes"] | None, label_problem: str | None = None):
-        self.source, self.numbers, self.label_problem = source, numbers, label_problem
+        self.source, self.numbers, self._label_problem = source, numbers, label_problem
+
+    @property
+    def label_problem(self) -> str | None:
+        """The reason that was given."""
+        return self._label_problem
 
     def __len__(self) -> int:
         return len(self.source)

@@ -20,7 +20,9 @@ VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 @dataclass(frozen=True)
 class Splits:
-    """A dataset ready for use. `augmentation` is the one to train with; `notes` say what had to be decided."""
+    """A dataset ready for use. `augmentation` is the one to train with, None where the dataset transforms its images
+    itself; `notes` list the decisions made on loading.
+    """
 
     name: str
     train: ImageSet
@@ -30,7 +32,7 @@ class Splits:
     channels: int
     image_size: int
     normalization: Normalization
-    augmentation: Augmentation
+    augmentation: Augmentation | None
     notes: tuple[str, ...] = ()
 
     def renormalized(self, normalization: Normalization) -> "Splits":

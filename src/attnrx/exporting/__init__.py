@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from attnrx.data import ImageSet
+from attnrx.data import ImageData
 from attnrx.exporting import exported as _exported
 from attnrx.exporting.aot import AOTInductor
 from attnrx.exporting.exported import Exported, Images, is_exported
@@ -23,6 +23,7 @@ from attnrx.exporting.parity import Parity
 from attnrx.exporting.program import Program
 from attnrx.exporting.quantized import Int8
 from attnrx.exporting.text import parse_format_text
+from attnrx.model_data import images_for
 
 FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
 
@@ -69,7 +70,7 @@ def export(
     *,
     batch: int | str = DYNAMIC,
     precision: str | None = None,
-    calibration: ImageSet | None = None,
+    calibration: ImageData | None = None,
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and gives that file as a model.
 
@@ -84,4 +85,5 @@ def export(
         InvalidInput: A suffix, batch or precision that cannot be.
     """
     form = parse_format(to) if isinstance(to, str) else to
-    return write_exported(Subject.of(model, form, batch, precision, calibration), path, form)
+    images = None if calibration is None else images_for(model, calibration, "calibration")
+    return write_exported(Subject.of(model, form, batch, precision, images), path, form)

@@ -1,7 +1,7 @@
 """What attnrx must know about a model: where its attention layers are and how it is described and rebuilt."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Family(ABC):
     @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation that the model's images are normalized with, one per channel."""
+
+    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
+        """The transform of the model's library from a PIL picture to a float tensor; None where it has none."""
+        return None
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """What its classes are called, in the order of its logits; () where the model does not say."""

@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +116,11 @@ class TimmFamily(AdoptedFamily):
             return self.load(name, pretrained=False, **arguments)
         with torch.device("meta"):
             return self.outlined(_create(name, arguments))
+
+    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
+        """The evaluation transform of timm: resize, centre crop, normalization."""
+        data = _timm("data")
+        return data.create_transform(**data.resolve_model_data_config(model))
 
     def adopts(self, model: nn.Module) -> bool:
         """Whether the model's class is one of timm's."""

@@ -21,13 +21,13 @@ class Deviation:
 
     `divergence` is KL(original || candidate) of the answers in nats, `softened` that of answers softened by a high
     temperature, `agrees` whether both name the same class, and `change` +1 where the candidate alone is right, -1
-    where it alone is wrong, 0 elsewhere.
+    where it alone is wrong, 0 elsewhere; None for images without labels.
     """
 
     divergence: Float[Tensor, "images"]
     softened: Float[Tensor, "images"]
     agrees: Float[Tensor, "images"]
-    change: Float[Tensor, "images"]
+    change: Float[Tensor, "images"] | None
 
     @property
     def mean(self) -> float:
@@ -40,13 +40,14 @@ class Answers:
     """Images that are kept, batch by batch, and what the original answers to them."""
 
     batches: tuple[Tensor, ...]
-    labels: Int[Tensor, "images"]
+    labels: Int[Tensor, "images"] | None
     logs: Float[Tensor, "images classes"]
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
-        """Computes the original's answers; labels that fit no head are refused."""
-        require_labels(images)
+        """Computes the original's answers; labels that fit no head are refused, images without labels are not."""
+        if images.has_labels:
+            require_labels(images)
         weight = next(model.parameters())
         pixels, labels, logs = [], [], []
         with evaluating([model]):
@@ -56,10 +57,10 @@ class Answers:
                 logs.append(log_probabilities(model(pixels[-1])))
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
-        return cls(tuple(pixels), torch.cat(labels), torch.cat(logs))
+        return cls(tuple(pixels), torch.cat(labels) if images.has_labels else None, torch.cat(logs))
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.logs)
 
     def first(self, count: int) -> "Answers":
         """Gives the first batches, of so many images together or a few more."""
@@ -69,7 +70,8 @@ class Answers:
                 break
             kept.append(batch)
             images += len(batch)
-        return Answers(tuple(kept), self.labels[:images], self.logs[:images])
+        labels = None if self.labels is None else self.labels[:images]
+        return Answers(tuple(kept), labels, self.logs[:images])
 
     def measure(self, candidate: nn.Module) -> Deviation:
         """Asks a candidate, and compares."""
@@ -80,7 +82,9 @@ class Answers:
         """Compares what was answered batch by batch."""
         other = torch.cat(list(answered))
         before, after = self.logs.argmax(-1), other.argmax(-1)
-        change = (after == self.labels).double() - (before == self.labels).double()
+        change = None
+        if self.labels is not None:
+            change = (after == self.labels).double() - (before == self.labels).double()
         agrees = (before == after).double()
         return Deviation(divergence(self.logs, other), softened_divergence(self.logs, other), agrees, change)
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from attnrx.apart import called
 from attnrx.costs import LatencyComparison, compare_latencies
-from attnrx.data import ImageSet
+from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported
+from attnrx.model_data import images_for
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocating import Frontier, Step, filled
 from attnrx.planning.answers import Answers, Deviation
@@ -72,8 +73,8 @@ def plan(
     model: nn.Module,
     diagnosis: Diagnosis,
     target: Target | str,
-    images: ImageSet,
-    others: ImageSet,
+    images: ImageData,
+    others: ImageData,
     *,
     ways: Ways | None = None,
 ) -> Plan:
@@ -83,8 +84,8 @@ def plan(
     does to the answers is measured on the first of `images`, each alone. The closed form is the best of all plans if
     damages add up (`Frontier`); because they do not quite, a search then weighs them and varies the best plan, by the
     divergence of whole plans: all on some of `images`, those that did best there on all, which are kept in memory
-    meanwhile. What is promised is measured on `others`, which nothing was chosen by; labels are used there, and for
-    a target of accuracy.
+    meanwhile. What is promised is measured on `others`, which nothing was chosen by. Labels are needed for a target of
+    accuracy only; where `others` have none, no change of accuracy is promised.
 
     Raises:
         NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
@@ -93,9 +94,12 @@ def plan(
     sought = Target.parse(target) if isinstance(target, str) else target
     require_all_tokens(model, "plan for")
     ways = ways or Ways()
-    made = _Making(ways.space(model, diagnosis, sought), ways, sought, images)
+    own, unseen = images_for(model, images, "images"), images_for(model, others, "others")
+    if sought.of == DROP:
+        require_labels(own)
+    made = _Making(ways.space(model, diagnosis, sought), ways, sought, own)
     best, most = made.for_drop() if sought.of == DROP else made.for_cost(sought.most)
-    return made.finished(best, most, Answers.of(model, others, ways.batch_size))
+    return made.finished(best, most, Answers.of(model, unseen, ways.batch_size))
 
 
 class _Making:
@@ -250,7 +254,9 @@ class _Making:
             except NotSupported:
                 low = middle
                 continue
-            change = self.measured(step.choices, self.answers).change.mean().item()
+            found_change = self.measured(step.choices, self.answers).change
+            assert found_change is not None  # `plan` has required labels
+            change = found_change.mean().item()
             self.say(f"plan at {step.price:.3f}: {100 * change:+.1f} points")
             if -100 * change <= self.target.most:
                 high, found = middle, step
@@ -326,7 +332,9 @@ class _Budget:
 
 def expected_of(deviation: Deviation) -> dict[str, Expected]:
     """Gives what may be expected of other images."""
-    told = {"divergence": deviation.divergence, "agreement": deviation.agrees, "change": deviation.change}
+    told = {"divergence": deviation.divergence, "agreement": deviation.agrees}
+    if deviation.change is not None:
+        told["change"] = deviation.change
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")

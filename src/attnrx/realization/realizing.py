@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.data import ImageSet
+from attnrx.data import ImageData
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.model_data import images_for
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
 from attnrx.prescription import LINEAR_MAPS, LayerPrescription, Prescription
 from attnrx.realization.fitting import nearest, refitted
@@ -27,7 +28,7 @@ def realize(
     prescription: Prescription,
     by: str = "compress",
     norms: str = "renormalized",
-    calibration: ImageSet | None = None,
+    calibration: ImageData | None = None,
 ) -> nn.Module:
     """Gives a copy of the model that carries the prescription out; the model itself stays as it is.
 
@@ -56,7 +57,7 @@ def realize(
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
         return _realized(model, prescription, prescription.layers, by, norms)
-    images = _require_refittable(prescription, calibration)
+    images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     fits = (refitted(model, prescription, images), prescription.layers)
     return nearest([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
 
@@ -91,7 +92,7 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
             )
 
 
-def _require_refittable(prescription: Prescription, calibration: ImageSet | None) -> ImageSet:
+def _require_refittable(prescription: Prescription, calibration: ImageData | None) -> ImageData:
     if calibration is None:
         raise InvalidInput(
             "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."

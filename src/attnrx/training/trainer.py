@@ -13,6 +13,7 @@ from torch import nn
 
 from attnrx.data import Batch, Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
+from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 from attnrx.shapes import Tensor
 from attnrx.storage import check_schema, read_json, write_json
@@ -47,7 +48,7 @@ class TrainingRun:
 
 def train(
     model: nn.Module,
-    splits: Splits,
+    data: Any,
     config: TrainingConfig,
     folder: Path | str,
     *,
@@ -60,7 +61,7 @@ def train(
     would have ended: on a CPU bit for bit. A finished run is read back. With several processes (`accelerate launch`)
     every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
     """
-    folder = Path(folder)
+    folder, splits = Path(folder), splits_for(model, data)
     require_steps(splits, config)
     splits = require_fit(model, splits, config.reads_labels)
     asked = identity(model, splits, config)

@@ -1,0 +1,70 @@
+"""Use your own data: every verb takes a DataLoader, a dataset, batches, a tensor or a Hugging Face dataset."""
+
+# %% [markdown]
+# # Use your own data
+#
+# Every verb takes a `DataLoader`, a dataset, a list of batches, a tensor or a Hugging Face dataset. Labels are needed
+# only where accuracy is measured.
+
+# %%
+import torch
+from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+from torch.utils.data import DataLoader, TensorDataset
+
+import attnrx as rx
+
+# In place of your own loader: the test images as tensors on the model's scale, and their labels.
+batches = list(splits.test.batches(64))
+images = torch.cat([batch.images for batch in batches])
+labels = torch.cat([batch.labels for batch in batches])
+loader = DataLoader(TensorDataset(images, labels), batch_size=32)
+
+# %% [markdown]
+# ## Images and labels
+#
+# A batch is a pair `(images, labels)`, or a mapping with a key such as `pixel_values` and one such as `labels`. Images
+# are float tensors on the scale that the model was trained with; a `ScaleWarning` says so where they seem not to be.
+
+# %%
+diagnosis = rx.diagnose(model, loader)
+slim = rx.realize(model, rx.prescribe(diagnosis, "qk=total_rank:0.75"))
+evidence = rx.verify(slim, model, loader, [rx.checks.Accuracy()])
+for finding in evidence.findings:
+    print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
+
+# %% [markdown]
+# ## Images alone
+#
+# Without labels, the standard checks that need them are left out, and the evidence names them.
+
+# %%
+evidence = rx.verify(slim, model, images)
+print(evidence.about["notes"][0])
+
+# %% [markdown]
+# ## Pictures
+#
+# Items may be PIL pictures, as those of `torchvision.datasets.ImageFolder("photos")` or of
+# `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. They are resized, cropped and normalized as timm
+# does it for a model of timm, and as `rx.load_data` does it for every other model.
+#
+# ## Training
+#
+# `rx.train` takes a mapping from the names of splits to their data. It draws a new order for every epoch, so that an
+# interrupted run can be resumed exactly: the training data must have a length and an index.
+
+# %%
+config = rx.TrainingConfig(epochs=1, batch_size=32, learning_rate=1e-4, precision="fp32")
+data = {"train": loader, "validation": TensorDataset(images, labels)}
+run = rx.train(slim, data, config, "runs/own-data", reporter=rx.training.Silent())
+print(f"{len(run.history)} epoch")
+
+# %% [markdown]
+# ## What can go wrong
+#
+# - Images of type `uint8` are refused: divide them by 255 and normalize them.
+# - A generator is refused, because it can be read only once: give a list or a `DataLoader`.
+# - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
+#   `rx.train` takes it.
+# - `images=N` and `take(N)` choose images of all classes where the dataset lists its labels (`targets`), and evenly
+#   spread rows elsewhere: datasets are often sorted by class.

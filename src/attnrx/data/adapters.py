@@ -1,0 +1,426 @@
+"""A user's own data as an ImageSet: a DataLoader, a dataset, a list of batches, tensors or a Hugging Face dataset.
+
+Data with a length and an index (`torch.utils.data.Dataset`, `datasets.Dataset`, tensors, and a DataLoader over such a
+dataset with its default sampler) become an `IndexedImages`: any rows in any order, so a training run can be resumed
+exactly. Everything else is an iterable that can be iterated again and becomes an `IteratedImages`: one order, its own.
+
+An item, and a batch, is an image alone, a pair (image, label), or a mapping with an image under one of IMAGE_KEYS and a
+label under one of LABEL_KEYS. Images are float tensors on the scale that the model reads; a dataset whose images are
+PIL pictures is preprocessed as the model's library does it (`Family.preprocessing`).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, rows_of_part, spread
+from attnrx.data.normalization import Normalization
+from attnrx.data.passes import Pass
+from attnrx.errors import DataError, InvalidInput
+from attnrx.shapes import Float, Int, Tensor
+
+IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
+LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
+UNLABELLED = -1
+
+ImageData = Any
+"""Whatever `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
+
+Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
+
+
+def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet:
+    """Returns the data as an ImageSet; an ImageSet as it is.
+
+    `preprocess` turns a PIL picture into a float tensor [channels, height, width]. Labels are integers; without any,
+    the set has a `label_problem`, and whatever needs labels refuses it.
+
+    Raises:
+        InvalidInput: The data is of another type, or an item has no image.
+        DataError: The data is empty.
+    """
+    if isinstance(data, ImageSet):
+        return data
+    if isinstance(data, Tensor):
+        return _indexed(_Rows(data), "tensor", argument)
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(each, Tensor) for each in data):
+        return _indexed(_Rows(*data), "tensors", argument)
+    if isinstance(data, DataLoader):
+        return _of_loader(data, argument)
+    if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+        raise InvalidInput(
+            f"{argument} is {_named(data)}: give a DataLoader, a dataset, a list of batches, a tensor [images, "
+            "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
+            "load_data('cifar10').validation."
+        )
+    if isinstance(data, list | tuple):
+        return IteratedImages(data, "batches", argument)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return _indexed(data, type(data).__name__, argument, preprocess=preprocess)
+    return IteratedImages(data, type(data).__name__, argument, preprocess)
+
+
+def _named(data: Any) -> str:
+    return f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
+
+
+class _Rows:
+    """Images, and their labels if there are any, as rows of tensors."""
+
+    def __init__(self, images: Tensor, labels: Tensor | None = None):
+        if labels is not None and len(labels) != len(images):
+            raise InvalidInput(f"{len(images)} images and {len(labels)} labels: give one label for each image.")
+        self.images, self.targets = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> Tensor | tuple[Tensor, Tensor]:
+        return self.images[row] if self.targets is None else (self.images[row], self.targets[row])
+
+
+def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
+    name = type(loader.dataset).__name__
+    indexed = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
+    ordered = isinstance(loader.sampler, SequentialSampler)
+    shuffled = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
+    # Another sampler draws other images, or as often as it likes: only iterating shows which.
+    if not indexed or loader.batch_size is None or not (ordered or shuffled):
+        return IteratedImages(loader, name, argument)
+    return _indexed(loader.dataset, name, argument, loader=loader)
+
+
+def _indexed(
+    dataset: Any,
+    name: str,
+    argument: str,
+    loader: "DataLoader[Any] | None" = None,
+    preprocess: Preprocess | None = None,
+) -> "IndexedImages":
+    if not len(dataset):
+        raise DataError(f"{argument} is empty; give at least one image.")
+    source = _Source(dataset, name, argument, loader, preprocess)
+    return IndexedImages(source, torch.arange(len(dataset)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """A dataset with what turns some of its rows into a batch."""
+
+    dataset: Any
+    name: str
+    argument: str
+    loader: "DataLoader[Any] | None" = None
+    preprocess: Preprocess | None = None
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Reads some rows as one batch."""
+        items = [self.dataset[row] for row in rows]
+        if self.loader is not None:
+            found = read_batch(self.loader.collate_fn(items), self.argument)
+        else:
+            found = collated(items, self.argument, self.preprocess)
+        return replace(found, index=torch.tensor(rows))
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        """Reads batches of rows in this order, with the worker processes of the DataLoader."""
+        loader = self.loader
+        if loader is None or not loader.num_workers:
+            yield from map(self.batch, rows)
+            return
+        again = DataLoader(
+            loader.dataset,
+            batch_sampler=[list(each) for each in rows],
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=loader.worker_init_fn,
+        )
+        for own, batch in zip(rows, again, strict=True):
+            yield replace(read_batch(batch, self.argument), index=torch.tensor(own))
+
+    @property
+    def labels(self) -> Int[Tensor, "images"] | None:
+        """The labels of all rows, where the dataset has them beside its images, as torchvision's datasets do."""
+        for name in ("targets", "labels", "_labels"):
+            found = getattr(self.dataset, name, None)
+            if isinstance(found, Tensor | list | tuple) and len(found) == len(self.dataset):
+                return _as_labels(found)
+        names = getattr(self.dataset, "column_names", None)  # of a Hugging Face dataset
+        column = next((key for key in LABEL_KEYS if key in names), None) if isinstance(names, list) else None
+        return None if column is None else _as_labels(list(self.dataset[column]))
+
+
+def _as_labels(found: Any) -> Int[Tensor, "images"] | None:
+    try:
+        labels = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):  # names of classes, or nested lists
+        return None
+    usable = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
+    return labels.long() if usable else None
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedImages(ImageSet):
+    """Some rows of a dataset with an index, on the scale and with the transforms of the dataset itself."""
+
+    source: _Source
+    rows: Int[Tensor, "images"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the first row has a label."""
+        return int(self.source.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes up to 64 images and their labels, spread over the rows."""
+        rows = self.rows[spread(len(self))].tolist()
+        batches = [self.source.batch([row]) for row in rows]
+        contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
+        contents += [batch.labels.numpy().tobytes() for batch in batches]
+        return digest(self.source.name, self.rows, contents)
+
+    def take(self, count: int) -> ImageSet:
+        """Returns `count` rows: balanced over the classes where the dataset lists its labels, else evenly spread.
+
+        Datasets are often sorted by class, so the first rows would be one class.
+        """
+        if not 1 <= count <= len(self):
+            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
+        labels = self.source.labels
+        if labels is not None:
+            return replace(self, rows=self.rows[balanced_prefix(labels[self.rows], count)])
+        return replace(self, rows=self.rows[torch.arange(count) * len(self) // count])
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        """Returns whole batches of an ordered pass."""
+        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """Returns the set itself: the user's own transforms decide the scale."""
+        return self
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        _refuse_augmentation(order, self.source.argument)
+        steps = [self.rows[step.positions].tolist() for step in order.steps(len(self))]
+        for batch in self.source.batches(steps):
+            yield _on_device(batch, order.device)
+
+
+class IteratedImages(ImageSet):
+    """An iterable of batches, or of single items, that every pass iterates from its beginning.
+
+    The length is counted in a first pass where the iterable does not state its own. The batches are those of the
+    iterable; single items are collated.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        name: str,
+        argument: str = "data",
+        preprocess: Preprocess | None = None,
+        rows: slice = slice(0, None),
+    ):
+        if isinstance(source, Iterator):
+            raise InvalidInput(
+                f"{argument} is an iterator ({type(source).__name__}), which can be read once only; give a list, a "
+                "DataLoader, or an object whose __iter__ begins anew."
+            )
+        self.source, self.name, self.argument, self.preprocess, self.rows = source, name, argument, preprocess, rows
+        self._facts: tuple[int, str, bool] | None = None
+
+    def __len__(self) -> int:
+        return self._counted[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes the labels of all images, and of each batch the first image."""
+        return self._counted[1]
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether every image of every batch has a label."""
+        return self._counted[2]
+
+    @property
+    def _counted(self) -> tuple[int, str, bool]:
+        """The number of images, the fingerprint, and whether there are labels; from one pass, the first time."""
+        if self._facts is None:
+            labels, contents = [torch.empty(0, dtype=torch.long)], []
+            for batch in self._batches(64):
+                labels.append(batch.labels)
+                contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
+            every = torch.cat(labels)
+            if not len(every):
+                raise DataError(f"{self.argument} gave no image; give at least one.")
+            labelled = bool((every != UNLABELLED).all())
+            self._facts = len(every), digest(self.name, every, contents), labelled
+        return self._facts
+
+    def take(self, count: int) -> ImageSet:
+        """Returns the first `count` images."""
+        if not 1 <= count <= len(self):
+            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
+        return self._rows(slice(0, count))
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        """Returns consecutive images."""
+        return self._rows(rows_of_part(len(self), process, processes, batch_size))
+
+    def renormalized(self, normalization: Normalization) -> ImageSet:
+        """Returns the set itself: the user's own transforms decide the scale."""
+        return self
+
+    def _rows(self, rows: slice) -> "IteratedImages":
+        first = self.rows.start
+        own = slice(first + rows.start, first + rows.stop)
+        return IteratedImages(self.source, self.name, self.argument, self.preprocess, own)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        _refuse_augmentation(order, self.argument)
+        if order.seed is not None or order.start or order.shard != (0, 1):
+            raise InvalidInput(
+                f"{self.argument} can only be iterated in its own order, and training draws a new order for every "
+                "epoch so that a run can be resumed: give a dataset with a length and an index, or a DataLoader over "
+                "one."
+            )
+        for batch in self._batches(order.batch_size):
+            yield _on_device(batch, order.device)
+
+    def _batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields the batches on the CPU, with the row of every image, cut to `rows`."""
+        seen, stop = 0, self.rows.stop
+        for batch in self._as_given(batch_size):
+            first, last = self.rows.start - seen, len(batch) if stop is None else min(len(batch), stop - seen)
+            if max(first, 0) < last:
+                part = slice(max(first, 0), last)
+                index = torch.arange(seen, seen + len(batch))
+                yield Batch(batch.images[part], batch.labels[part], index[part])
+            seen += len(batch)
+            if stop is not None and seen >= stop:
+                return
+
+    def _as_given(self, batch_size: int) -> Iterator[Batch]:
+        parts = iter(self.source)
+        first = next(parts, None)
+        if first is None:
+            return
+        if _is_batch(first, self.argument):
+            yield read_batch(first, self.argument)
+            for part in parts:
+                yield read_batch(part, self.argument)
+            return
+        items = [first, *islice(parts, batch_size - 1)]
+        while items:
+            yield collated(items, self.argument, self.preprocess)
+            items = list(islice(parts, batch_size))
+
+
+def _is_batch(given: Any, argument: str) -> bool:
+    image, _ = fields_of(given, argument)
+    return isinstance(image, Tensor) and image.ndim == 4
+
+
+def fields_of(given: Any, argument: str) -> tuple[Any, Any]:
+    """Returns the image, or images, and the label, or None, of an item or a batch."""
+    if isinstance(given, Batch):
+        return given.images, given.labels
+    if isinstance(given, Mapping) or hasattr(given, "keys"):
+        image = next((given[key] for key in IMAGE_KEYS if key in given), None)
+        if image is None:
+            raise InvalidInput(
+                f"an item of {argument} has the keys {', '.join(map(str, given))}, and none of them names an image; "
+                f"rename one to one of {', '.join(IMAGE_KEYS)}."
+            )
+        return image, next((given[key] for key in LABEL_KEYS if key in given), None)
+    if isinstance(given, list | tuple):
+        if not given:
+            raise InvalidInput(f"an item of {argument} is an empty {type(given).__name__}; give (image, label).")
+        return given[0], given[1] if len(given) > 1 else None
+    return given, None
+
+
+def read_batch(given: Any, argument: str) -> Batch:
+    """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
+    images, labels = fields_of(given, argument)
+    images = _require_images(images, argument, dimensions=4)
+    if labels is None:
+        found = torch.full((len(images),), UNLABELLED)
+    else:
+        found = _require_labels(labels, len(images), argument)
+    return Batch(images.detach().cpu(), found, torch.arange(len(images)))
+
+
+def collated(items: Sequence[Any], argument: str, preprocess: Preprocess | None) -> Batch:
+    """Returns single items as one batch; PIL pictures are preprocessed."""
+    pairs = [fields_of(item, argument) for item in items]
+    images = [_as_image(image, argument, preprocess) for image, _ in pairs]
+    if len({image.shape for image in images}) > 1:
+        shapes = sorted({tuple(image.shape) for image in images})
+        raise InvalidInput(f"{argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one.")
+    labels = [label for _, label in pairs]
+    if any(label is None for label in labels):
+        return read_batch(torch.stack(images), argument)
+    return read_batch((torch.stack(images), [_class_number(label, argument) for label in labels]), argument)
+
+
+def _class_number(label: Any, argument: str) -> int:
+    number = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
+    if isinstance(number, bool | float) or not hasattr(number, "__index__"):
+        raise InvalidInput(f"a label of {argument} is {label!r}; give one class number (an integer) for each image.")
+    return int(number)
+
+
+def _as_image(image: Any, argument: str, preprocess: Preprocess | None) -> Tensor:
+    if not isinstance(image, Tensor) and hasattr(image, "convert"):  # a PIL picture
+        if preprocess is None:
+            raise InvalidInput(
+                f"{argument} holds PIL pictures, and this model states no preprocessing: give the dataset a transform "
+                "that returns float tensors on the model's scale."
+            )
+        return preprocess(image)
+    return _require_images(image, argument, dimensions=3)
+
+
+def _require_images(images: Any, argument: str, dimensions: int) -> Tensor:
+    shape = "[images, channels, height, width]" if dimensions == 4 else "[channels, height, width]"
+    if not isinstance(images, Tensor) or images.ndim != dimensions:
+        found = f"a tensor {list(images.shape)}" if isinstance(images, Tensor) else f"of type {type(images).__name__}"
+        raise InvalidInput(f"the images of {argument} are {found}; give float tensors {shape} on the model's scale.")
+    if not images.is_floating_point():
+        raise InvalidInput(
+            f"the images of {argument} are {images.dtype}; give floats on the scale that the model was trained with: "
+            "divided by 255, minus the mean, divided by the standard deviation."
+        )
+    return images
+
+
+def _require_labels(labels: Any, count: int, argument: str) -> Int[Tensor, "batch"]:
+    found = torch.as_tensor(labels).detach().cpu()
+    if found.shape != (count,) or found.is_floating_point():
+        raise InvalidInput(
+            f"the labels of {argument} are {found.dtype} {list(found.shape)} for {count} images; give one class number "
+            "(an integer) for each."
+        )
+    return found.long()
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(batch.images.to(device), batch.labels.to(device), batch.index.to(device))
+
+
+def _refuse_augmentation(order: Pass, argument: str) -> None:
+    if order.augmentation is not None:
+        raise InvalidInput(
+            f"{argument} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
+        )

@@ -1,0 +1,237 @@
+"""Every form of a user's own data gives what the same images give as tensors, in every verb."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+
+import attnrx as rx
+import cases
+from attnrx.data import Batch, ImageSet, image_set
+from attnrx.errors import AttnrxError, DataError, InvalidInput
+from attnrx.model_data import images_for, splits_for
+
+COUNT = 13
+CONFIG = cases.CONFIGS["dense"]
+
+
+def model() -> nn.Module:
+    return cases.model(CONFIG)
+
+
+IMAGES = cases.images(CONFIG, COUNT)
+LABELS = torch.arange(COUNT) % 3
+
+
+class Items(Dataset[Any]):
+    """A dataset with an index; `make` gives its items."""
+
+    def __init__(self, make: Callable[[int], Any], count: int = COUNT):
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < self.count:
+            raise IndexError(row)
+        return self.make(row)
+
+
+class Stream(IterableDataset[Any]):
+    """A dataset without an index."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(IMAGES, LABELS.tolist(), strict=True)
+
+
+def pair(row: int) -> Any:
+    return IMAGES[row], int(LABELS[row])
+
+
+def named(row: int) -> Any:
+    return {"pixel_values": IMAGES[row], "label": int(LABELS[row])}
+
+
+def hugging_face() -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": IMAGES.tolist(), "label": LABELS.tolist()}
+    found = datasets.Dataset.from_dict(rows)
+    found.set_transform(lambda rows: {"image": [torch.tensor(each) for each in rows["image"]], "label": rows["label"]})
+    return found
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(IMAGES.split(5), LABELS.split(5), strict=True))
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "pair of tensors": lambda: (IMAGES, LABELS),
+    "list of batches": batches,
+    "list of mappings": lambda: [{"image": images, "labels": labels} for images, labels in batches()],
+    "list of pairs": lambda: [pair(row) for row in range(COUNT)],
+    "tensor dataset": lambda: TensorDataset(IMAGES, LABELS),
+    "dataset of pairs": lambda: Items(pair),
+    "dataset of mappings": lambda: Items(named),
+    "subset": lambda: Subset(Items(pair, COUNT), range(COUNT)),
+    "loader": lambda: DataLoader(TensorDataset(IMAGES, LABELS), batch_size=4),
+    "loader of mappings": lambda: DataLoader(Items(named), batch_size=4),
+    "shuffled loader": lambda: DataLoader(TensorDataset(IMAGES, LABELS), batch_size=4, shuffle=True),
+    "loader with workers": lambda: DataLoader(Items(pair), batch_size=4, num_workers=2),
+    "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "stream": Stream,
+    "Hugging Face dataset": hugging_face,
+}
+
+
+def whole(data: ImageSet, batch_size: int = 6) -> Batch:
+    parts = list(data.batches(batch_size))
+    return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("images", "labels", "index")))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_holds_the_same_images_in_the_same_order(form: str) -> None:
+    data = images_for(model(), FORMS[form]())
+    found = whole(data)
+    assert len(data) == COUNT and data.has_labels and data.label_problem is None
+    torch.testing.assert_close(found.images, IMAGES.to(found.images.dtype), rtol=0, atol=1e-7)
+    assert torch.equal(found.labels, LABELS) and found.index.tolist() == list(range(COUNT))
+    assert data.fingerprint == images_for(model(), FORMS[form]()).fingerprint
+    parts = [whole(data.part(process, 3, 4)).index for process in range(3)]
+    assert torch.cat(parts).tolist() == list(range(COUNT))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_diagnosis_and_evidence(form: str) -> None:
+    vit, data, expected = model(), FORMS[form](), FORMS["pair of tensors"]()
+    mine, theirs = (rx.diagnose(vit, each, batch_size=COUNT) for each in (data, expected))
+    for own, other in zip(mine.layers, theirs.layers, strict=True):
+        for name in own.readings:
+            torch.testing.assert_close(own.readings[name], other.readings[name], rtol=1e-5, atol=1e-6)
+    slim = rx.realize(vit, rx.prescribe(mine, "total_rank:0.5"))
+    first, second = (rx.verify(slim, vit, each, checks=(rx.checks.Accuracy(),)) for each in (data, expected))
+    assert [finding.value for finding in first.findings] == [finding.value for finding in second.findings]
+
+
+def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> None:
+    vit = model()
+    diagnosis = rx.diagnose(vit, IMAGES)
+    prescription = rx.prescribe(diagnosis, "total_rank:0.5")
+    slim = rx.realize(vit, prescription, norms="exact")
+    evidence = rx.verify(slim, vit, DataLoader(Items(lambda row: IMAGES[row]), batch_size=4))
+    assert "accuracy" not in {finding.check for finding in evidence.findings}
+    assert "fidelity" in {finding.check for finding in evidence.findings}
+    assert any("not checked: accuracy" in note for note in evidence.about["notes"])
+    with pytest.raises(DataError, match="the data has no labels"):
+        rx.verify(slim, vit, IMAGES, checks=(rx.checks.Accuracy(),))
+    refined = rx.refine(slim, vit, [IMAGES[:5], IMAGES[5:]])
+    assert all(after <= before for before, after in zip(refined.before, refined.after, strict=True))
+    rx.measure_divergence(vit, diagnosis, IMAGES)
+    rx.export(slim, tmp_path / "slim.pt2", "program", calibration=IMAGES)
+    found = rx.plan(vit, diagnosis, "macs=0.97x", IMAGES, [IMAGES], ways=rx.planning.Ways(axes=("qk",)))
+    assert set(found.expected) == {"divergence", "agreement"}
+    found.save(tmp_path / "plan")
+    planned = rx.Prescription.load(tmp_path / "plan" / "prescription.json")
+    promises = rx.checks.Promises()
+    kept = rx.realize(vit, planned)
+    checked = rx.verify(kept, vit, FORMS["loader"](), checks=(promises,), prescription=planned)
+    assert {finding.details["quantity"] for finding in checked.findings} == {
+        "promised_divergence",
+        "promised_agreement",
+    }
+    with pytest.raises(DataError, match="no labels"):
+        rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, IMAGES)
+
+
+def test_few_images_of_a_sorted_dataset_are_of_all_classes() -> None:
+    labels = torch.arange(12) // 4
+    sorted_by_class = TensorDataset(IMAGES[:12], labels)
+    taken = whole(images_for(model(), sorted_by_class).take(3))
+    assert sorted(taken.labels.tolist()) == [0, 1, 2]
+    listed = Items(lambda row: (IMAGES[row], int(labels[row])), 12)
+    listed.targets = labels.tolist()  # type: ignore[attr-defined]
+    assert sorted(whole(images_for(model(), listed).take(6)).labels.tolist()) == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(DataError, match="13 images were requested"):
+        images_for(model(), sorted_by_class).take(13)
+
+
+def test_other_samplers_decide_for_themselves() -> None:
+    sampler = WeightedRandomSampler([1.0] + [0.0] * (COUNT - 1), 7)
+    found = whole(images_for(model(), DataLoader(TensorDataset(IMAGES, LABELS), batch_size=3, sampler=sampler)))
+    assert len(found) == 7 and (found.images == found.images[0]).all()
+
+
+def test_a_model_is_trained_on_a_loader(tmp_path: Path) -> None:
+    config = rx.TrainingConfig(epochs=2, batch_size=4, seed=3)
+    data = {"train": FORMS["loader"](), "validation": FORMS["tensor dataset"]()}
+    run = rx.train(model(), data, config, tmp_path / "first")
+    again = rx.train(model(), {**data, "train": FORMS["shuffled loader"]()}, config, tmp_path / "second")
+    assert [run.history[-1][name] for name in ("loss", "validation_loss")] == [
+        again.history[-1][name] for name in ("loss", "validation_loss")
+    ]
+    with pytest.raises(InvalidInput, match="its own order"):
+        rx.train(model(), {**data, "train": Stream()}, config, tmp_path / "third")
+    with pytest.raises(DataError, match="no validation images"):
+        rx.train(model(), FORMS["loader"](), config, tmp_path / "fourth")
+    with pytest.raises(InvalidInput, match="'trian'"):
+        splits_for(model(), {"trian": IMAGES})
+
+
+@pytest.mark.parametrize("kind", ["own", "timm"])
+def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (70, 50, 3), dtype=np.uint8))
+    if kind == "own":
+        vit = model()
+        expected_shape, mean = (1, 8, 8), torch.tensor(CONFIG.mean)
+    else:
+        timm = pytest.importorskip("timm")
+        source = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=3)
+        vit = rx.load(source)
+        expected_shape, mean = (3, 32, 32), torch.tensor(source.pretrained_cfg["mean"])
+    found = whole(images_for(vit, Items(lambda row: {"image": picture, "label": row}, 3)))
+    assert found.images.shape == (3, *expected_shape) and found.labels.tolist() == [0, 1, 2]
+    if kind == "timm":
+        from timm.data import create_transform, resolve_model_data_config
+
+        assert torch.equal(found.images[0], create_transform(**resolve_model_data_config(vit))(picture))
+    assert (found.images.mean((0, 2, 3)) + mean).abs().max() < 1.5
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number": (lambda: 3, "data is of the type int"),
+    "a path": (lambda: "cifar10", "data is the text 'cifar10'"),
+    "nothing": (lambda: None, "NoneType"),
+    "a mapping of splits": (lambda: {"train": IMAGES}, "dict"),
+    "an iterator": (lambda: iter(batches()), "read once only"),
+    "pixels": (lambda: (IMAGES * 255).to(torch.uint8), "torch.uint8"),
+    "one image": (lambda: IMAGES[0], "give float tensors"),
+    "too few labels": (lambda: (IMAGES, LABELS[:3]), "13 images and 3 labels"),
+    "labels of floats": (lambda: (IMAGES, LABELS.double()), "one class number"),
+    "labels of words": (lambda: [(IMAGES[0], "cat")], "one class number"),
+    "a mapping without images": (lambda: Items(lambda row: {"text": "a"}), "the keys text"),
+    "images of two sizes": (lambda: Items(lambda row: IMAGES[row][:, : 4 + row]), "resize them to one"),
+    "an empty item": (lambda: Items(lambda row: ()), "an empty tuple"),
+    "no image": (list, "gave no image"),
+    "an empty tensor": (lambda: IMAGES[:0], "is empty"),
+    "an empty dataset": (lambda: Items(pair, 0), "is empty"),
+    "arrays": (lambda: Items(lambda row: IMAGES[row].numpy()), "of type ndarray"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_data_that_cannot_be_read_are_refused(kind: str) -> None:
+    make, expected = BAD[kind]
+    with pytest.raises(AttnrxError, match=expected):
+        rx.diagnose(model(), make())
+
+
+def test_pictures_without_a_model_need_a_transform() -> None:
+    picture = Image.new("RGB", (8, 8))
+    with pytest.raises(InvalidInput, match="PIL pictures"):
+        whole(image_set(Items(lambda row: picture)))
