@@ -1,6 +1,6 @@
 """The processes that a launcher started: which one this is, and how they put together what each of them found.
 
-Every function here but `place` is for all of them at once: one that stays away lets the others wait.
+Every function here but `place` and `leave` is for all of them at once: one that stays away lets the others wait.
 """
 
 import os
@@ -23,6 +23,12 @@ def join() -> tuple[int, int]:
 
         PartialState()
     return place()
+
+
+def leave() -> None:
+    """Ends the process group, if there is one: a process that exits inside it can abort in gloo's threads."""
+    if _joined():
+        distributed.destroy_process_group()
 
 
 def place() -> tuple[int, int]:

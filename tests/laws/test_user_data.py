@@ -199,7 +199,8 @@ def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
     if kind == "timm":
         from timm.data import create_transform, resolve_model_data_config
 
-        assert torch.equal(found.images[0], create_transform(**resolve_model_data_config(vit))(picture))
+        transform: Any = create_transform(**resolve_model_data_config(vit))
+        assert torch.equal(found.images[0], transform(picture))
     assert (found.images.mean((0, 2, 3)) + mean).abs().max() < 1.5
 
 

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminable():
             code = _guarded(words)
         sys.stdout.flush()
+        if "torch" in sys.modules:
+            rx.processes.leave()
         return code
     except BrokenPipeError:
         # The reader had enough, e.g. `| head`. Python would complain again when it closes stdout at exit.
