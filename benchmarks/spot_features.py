@@ -21,14 +21,14 @@ from attnrx.diagnostics.token_relevance import kept, overlap
 from attnrx.models import family_of, reduction_of
 from attnrx.prescription import TokenPrescription
 from attnrx.realization import realize_tokens_
-from attnrx.tokens import Seen, parse_policy
+from attnrx.tokens import TokenState, parse_policy
 from attnrx.tokens.reducer import odds
 from attnrx.tokens.spot import SpotPredictor
 
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def measured(predictor: SpotPredictor, seen: Seen, count: int) -> Measured:
+def measured(predictor: SpotPredictor, seen: TokenState, count: int) -> Measured:
     """Returns, for every image: the shared patches and the deviations of token and attention features."""
     assert predictor.tokens is not None
     tokens = predictor.tokens(seen.patches, seen.there)
@@ -40,7 +40,9 @@ def measured(predictor: SpotPredictor, seen: Seen, count: int) -> Measured:
     return shared, local.std(1).mean(1), attention.std(1).mean(1)
 
 
-def watch(rows: list[Measured], count: int, predictor: nn.Module, given: tuple[Seen], scores: torch.Tensor) -> None:
+def watch(
+    rows: list[Measured], count: int, predictor: nn.Module, given: tuple[TokenState], scores: torch.Tensor
+) -> None:
     """Measures one decision of a predictor."""
     assert isinstance(predictor, SpotPredictor)
     rows.append(measured(predictor, given[0], count))

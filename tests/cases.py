@@ -56,13 +56,16 @@ from attnrx.rules import (
     UniformRank,
 )
 from attnrx.tokens import (
+    ATS,
     DTPS,
     AttentionAverage,
     AttentionReceived,
     ClassAttention,
     DynamicViT,
     EViT,
+    EvoViT,
     HaltingScores,
+    PiToMe,
     Random,
     Reducer,
     Spot,
@@ -148,6 +151,9 @@ REDUCTIONS: dict[str, Reducer] = {
     "dtps": DTPS(),
     "dtps-spot": DTPS(Spot(shared=True)),
     "etps": DTPS(ClassAttention()),
+    "pitome": PiToMe(),
+    "ats": ATS(),
+    "evo_vit": EvoViT(),
 }
 
 # name -> loss; Distillation needs a saved teacher, which its own test makes.

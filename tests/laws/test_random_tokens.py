@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.models import attach_tokens_, family_of, reduction_of
-from attnrx.tokens import Random, Seen, TokenPolicy, image_keys
+from attnrx.tokens import Random, TokenPolicy, TokenState, image_keys
 from attnrx.tokens.random import scrambled
 from pretrained import TIMM, VIT, timm
 
@@ -102,7 +102,7 @@ def shares(seed: int, keys: torch.Tensor) -> torch.Tensor:
     """Returns the scores of all patches of images with these keys."""
     count = len(keys)
     tokens, sizes = torch.zeros(count, PATCHES, 1), torch.ones(count, PATCHES)
-    seen = Seen(tokens, 0, sizes, torch.arange(PATCHES).expand(count, -1), image_keys=keys)
+    seen = TokenState(tokens, 0, sizes, torch.arange(PATCHES).expand(count, -1), image_keys=keys)
     return Random(seed).relevance(seen, nn.Module())
 
 
@@ -174,7 +174,7 @@ def test_an_image_in_float64_has_the_hash_of_float32(dtype: torch.dtype) -> None
 
 def test_a_token_that_was_added_has_a_score_of_its_own() -> None:
     tokens, places = torch.zeros(1, 4, 1), torch.tensor([[0, 1, 2, -1]])
-    seen = Seen(tokens, 0, torch.ones(1, 4), places, image_keys=torch.tensor([9]))
+    seen = TokenState(tokens, 0, torch.ones(1, 4), places, image_keys=torch.tensor([9]))
     assert len(Random().relevance(seen, nn.Module()).unique()) == 4
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnrx.models import family_of, observing, reduction_of
-from attnrx.tokens import AttentionAverage, ClassAttention, Reducer, Seen, Spot, TokenPolicy
+from attnrx.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
 
 TOKENS = 17  # 16 patches and the class token
 STAGES = (2, 4)
@@ -85,7 +85,7 @@ def test_the_attention_average_orders_patches_by_the_sum_over_stored_maps() -> N
     model = reduced("deep", TokenPolicy.staged(AttentionAverage(), 0.6, STAGES), "compress")
     seen, relevance = [], AttentionAverage.relevance
 
-    def spy(self: AttentionAverage, given: Seen, predictor: nn.Module) -> torch.Tensor:
+    def spy(self: AttentionAverage, given: TokenState, predictor: nn.Module) -> torch.Tensor:
         seen.append(relevance(self, given, predictor))
         return seen[-1]
 

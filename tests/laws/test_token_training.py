@@ -16,7 +16,7 @@ from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
 from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
 from attnrx.models import attach_tokens_, family_of, load_model, recording_blocks, reduction_of, save_model
 from attnrx.models import reducing as reducing_module
-from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Seen, Spot, SPViT, TokenPolicy, sampled_keep
+from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
 from attnrx.tokens.reducer import best, odds
 from attnrx.training import TrainingConfig, TrainingRun, train
 from cases import REDUCTIONS
@@ -223,7 +223,7 @@ def test_what_leaves_is_taken_along_by_a_gradient(reducer, monkeypatch: pytest.M
     """Every patch of the image matters to the tokens after a stage, those that were drawn to leave too."""
     generator = torch.Generator().manual_seed(0)
     patches = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    seen = Seen(patches, 0, torch.ones(2, 6, dtype=torch.float64), torch.arange(6).expand(2, -1))
+    seen = TokenState(patches, 0, torch.ones(2, 6, dtype=torch.float64), torch.arange(6).expand(2, -1))
     keep = torch.tensor([[1.0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.float64, requires_grad=True)
     scores = torch.randn(2, 6, 2, generator=generator, dtype=torch.float64).log_softmax(-1).requires_grad_()
     drawn = reducer.drawn(seen, keep, scores)

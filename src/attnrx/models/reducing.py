@@ -21,9 +21,9 @@ from attnrx.tokens import (
     MapMoments,
     Part,
     Reduction,
-    Seen,
     Shape,
     TokenPolicy,
+    TokenState,
     image_keys,
     policy_from_dict,
     sampled_keep,
@@ -76,12 +76,15 @@ class TokenReduction(nn.Module):
     def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
         """Adds the scores that one layer gives the patches, of all images or of some."""
         run, scores = self.run, scores[:, self.shape.layout.prefix :]
+        before = run.accumulated if run.accumulated_layers else None
         if part is None:
-            run.accumulated = scores if run.accumulated is None else run.accumulated + scores
-            return
-        if run.accumulated is None:
-            run.accumulated = scores.new_zeros(part.batch, scores.shape[1])
-        run.accumulated[part.images] += scores
+            run.accumulated = self.policy.reducer.accumulate(before, scores)
+        else:
+            if run.accumulated is None:
+                run.accumulated = scores.new_empty(part.batch, scores.shape[1])
+            own = None if before is None else before[part.images]
+            run.accumulated[part.images] = self.policy.reducer.accumulate(own, scores)
+        run.accumulated_layers += part is None or part.is_last
 
     def show(self, heads: tuple[int, ...], tap: Tap, decides: bool = True) -> None:
         """Takes in what a layer with these heads of the original model showed, of all images or of some.
@@ -97,6 +100,7 @@ class TokenReduction(nn.Module):
                 tap,
                 attention=_in_place(tap.attention, heads, self.shape.heads, sizes),
                 class_attention=_in_place(tap.class_attention, heads, self.shape.heads, sizes),
+                value_norms=_with_zeros(tap.value_norms, heads, self.shape.heads),
             )
         if decides:
             self.run.taps = [tap] if tap.part is None or tap.part.start == 0 else [*self.run.taps, tap]
@@ -131,12 +135,13 @@ class TokenReduction(nn.Module):
         tap = Tap.joined(run.taps)
         showed = (tap.class_attention, tap.attention, run.moments, tap.keys, run.accumulated, run.image_keys)
         whole = self.by == "compress" and not self.draws
-        seen = Seen(tokens, prefix, sizes, run.places, *showed, whole=whole)
+        place = {"stage": stage, "layer": self.policy.layers[stage], "depth": self.shape.depth}
+        state = TokenState(tokens, prefix, sizes, run.places, *showed, tap.value_norms, **place, whole=whole)
         if self.draws:
-            return self._draw(stage, seen)
-        reduction = self.policy.reducer.reduce(seen, count, self.predictor(stage))
+            return self._draw(stage, state)
+        reduction = self.policy.reducer.reduce(state, count, self.predictor(stage))
         act = _compressed if self.by == "compress" else _masked
-        tokens, run.sizes, run.places, run.moments, run.accumulated = act(seen, reduction)
+        tokens, run.sizes, run.places, run.moments, run.accumulated = act(state, reduction)
         run.trail.append(run.places if self.by == "compress" else _left(run.places, run.sizes[:, prefix:], reduction))
         return tokens
 
@@ -149,18 +154,18 @@ class TokenReduction(nn.Module):
                 "that the model states, or adopt the model for this size and attach the policy to that."
             )
 
-    def _draw(self, stage: int, seen: Seen) -> Tensor:
+    def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Draws what stays; every token stays in its place, with size 1 or 0."""
-        reducer, run, prefix = self.policy.reducer, self.run, seen.prefix
-        scores = reducer.keep_scores(seen, self.predictor(stage))
-        keep = sampled_keep(scores, seen.sizes[:, prefix:], self.temperature, one_leaves=reducer.extra > 0)
+        reducer, run, prefix = self.policy.reducer, self.run, state.prefix
+        scores = reducer.keep_scores(state, self.predictor(stage))
+        keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, one_leaves=reducer.extra > 0)
         run.drawn.append(keep)
-        drawn, sizes = reducer.drawn(seen, keep, scores), keep
+        drawn, sizes = reducer.drawn(state, keep, scores), keep
         if drawn.added is not None:
             sizes = keep.scatter(1, drawn.added, 1.0)
-            run.places, run.moments, run.accumulated = _replaced(seen, drawn.added)
-        run.sizes = torch.cat([seen.sizes[:, :prefix], sizes], dim=1)
-        return torch.cat([seen.tokens[:, :prefix], drawn.patches], dim=1)
+            run.places, run.moments, run.accumulated = _replaced(state, drawn.added)
+        run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
+        return torch.cat([state.tokens[:, :prefix], drawn.patches], dim=1)
 
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
         """Gives the tokens that the answer is read off, such that those that have left do not count."""
@@ -190,7 +195,7 @@ def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shap
     """Gives what reducers may have to know of a model that has, or once had, so many heads in every layer."""
     specs = [layer.spec for layer in family.attention(model)]
     stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
-    return Shape(specs[0].width, heads or stored, family.token_layout(model))
+    return Shape(specs[0].width, heads or stored, family.token_layout(model), depth=len(specs))
 
 
 def attach_tokens_(
@@ -291,6 +296,15 @@ def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Te
     return found
 
 
+def _with_zeros(norms: Tensor | None, heads: tuple[int, ...], count: int) -> Tensor | None:
+    """Puts the lengths of some heads' values into their places among all; a removed head reads nothing."""
+    if norms is None:
+        return None
+    found = norms.new_zeros(norms.shape[0], count, norms.shape[2])
+    found[:, list(heads)] = norms
+    return found
+
+
 def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
     """Names what the reducer must see of a layer."""
     needs = set(policy.reducer.needs)
@@ -306,7 +320,7 @@ def _show_no_heads(tapped: Tapped, layer: nn.Module, given: tuple[Tensor, ...], 
     """Shows a layer that has lost all its heads, whose backend does not run."""
     batch, count = output.shape[:2]
     maps = output.new_zeros(batch, 0, count, count)
-    tapped.show(Tap(maps, maps[:, :, 0], output.new_zeros(batch, count, 1)))
+    tapped.show(Tap(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))
 
 
 class _Hook:
@@ -348,54 +362,54 @@ class _Pooled(_Hook):
 Parts = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
 
 
-def _compressed(seen: Seen, reduction: Reduction) -> Parts:
+def _compressed(state: TokenState, reduction: Reduction) -> Parts:
     """Gives the tokens that are left, their sizes, their places in the image, and what was gathered of them."""
-    kept, extra, prefix, places = reduction.kept, reduction.extra, seen.prefix, seen.places
-    tokens = [seen.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
-    sizes, left = _left_sizes(seen, reduction), places.gather(1, kept)
+    kept, extra, prefix, places = reduction.kept, reduction.extra, state.prefix, state.places
+    tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
+    sizes, left = _left_sizes(state, reduction), places.gather(1, kept)
     if extra is not None:
         left = torch.cat([left, left.new_full((left.shape[0], extra.shape[1]), -1)], dim=1)
-    moments = seen.moments
+    moments = state.moments
     if moments is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
         moments = moments.at(torch.cat([first, prefix + kept], dim=1))
         moments = moments if extra is None else moments.with_new(extra.shape[1])
-    gathered = seen.accumulated
+    gathered = state.accumulated
     if gathered is not None:
         gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
-    return torch.cat(tokens, dim=1), torch.cat([seen.sizes[:, :prefix], sizes], dim=1), left, moments, gathered
+    return torch.cat(tokens, dim=1), torch.cat([state.sizes[:, :prefix], sizes], dim=1), left, moments, gathered
 
 
-def _masked(seen: Seen, reduction: Reduction) -> Parts:
+def _masked(state: TokenState, reduction: Reduction) -> Parts:
     """Writes what is left into its places, extra tokens into those that become free, and size 0 to the rest."""
-    kept, extra, places = reduction.kept, reduction.extra, seen.places
-    moments, gathered = seen.moments, seen.accumulated
+    kept, extra, places = reduction.kept, reduction.extra, state.places
+    moments, gathered = state.moments, state.accumulated
     written, values = kept, reduction.tokens
     if extra is not None:
-        leaving = seen.there.scatter(1, kept, 0.0)
+        leaving = state.there.scatter(1, kept, 0.0)
         free = leaving.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
         written, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        places, moments, gathered = _replaced(seen, free)
-    patches = seen.patches.scatter(1, written[..., None].expand_as(values), values)
-    sizes = torch.zeros_like(seen.sizes[:, seen.prefix :]).scatter(1, written, _left_sizes(seen, reduction))
-    tokens = torch.cat([seen.tokens[:, : seen.prefix], patches], dim=1)
-    return tokens, torch.cat([seen.sizes[:, : seen.prefix], sizes], dim=1), places, moments, gathered
+        places, moments, gathered = _replaced(state, free)
+    patches = state.patches.scatter(1, written[..., None].expand_as(values), values)
+    sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, written, _left_sizes(state, reduction))
+    tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
+    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), places, moments, gathered
 
 
-def _replaced(seen: Seen, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+def _replaced(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
     """Gives the places and what was gathered of the tokens, where new ones stand at the patches `added`."""
-    moments, gathered = seen.moments, seen.accumulated
+    moments, gathered = state.moments, state.accumulated
     return (
-        seen.places.scatter(1, added, -1),
-        None if moments is None else moments.without(seen.prefix + added),
+        state.places.scatter(1, added, -1),
+        None if moments is None else moments.without(state.prefix + added),
         None if gathered is None else gathered.scatter(1, added, 0.0),
     )
 
 
-def _left_sizes(seen: Seen, reduction: Reduction) -> Tensor:
+def _left_sizes(state: TokenState, reduction: Reduction) -> Tensor:
     if reduction.sizes is not None:
         return reduction.sizes
-    own = seen.sizes[:, seen.prefix :].gather(1, reduction.kept)
+    own = state.sizes[:, state.prefix :].gather(1, reduction.kept)
     return own if reduction.extra is None else torch.cat([own, torch.ones_like(reduction.extra[..., 0])], dim=1)
 
 

@@ -57,4 +57,4 @@ def _show_even(tapped: Tapped, layer: nn.Module, given: tuple[Tensor, ...], outp
     assert isinstance(spec, AttentionSpec)
     even = output.new_full((batch, len(spec.heads), count, count), 1 / count)
     keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
-    tapped.show(Tap(even, even[:, :, 0], keys))
+    tapped.show(Tap(even, even[:, :, 0], keys, even[:, :, 0]))

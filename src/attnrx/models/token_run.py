@@ -23,6 +23,7 @@ class TokenRun:
         self.places: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
+        self.accumulated_layers = 0
         self.image_keys: Int[Tensor, " batch"] | None = None
         self.taps: list[Tap] = []
         self.trail: list[Int[Tensor, "batch kept"]] = []

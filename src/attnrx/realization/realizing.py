@@ -116,6 +116,10 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
         mask_rewritten_(attention, layer.qk, layer.qk.basis)
     removed = (~layer.qk.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
     attention.output.weight[:, removed] = 0
+    # The values of a removed head change no output; as zeros they have no length, for reducers that go by it.
+    attention.value.weight[removed] = 0
+    if attention.value.bias is not None:
+        attention.value.bias[removed] = 0
 
 
 def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:

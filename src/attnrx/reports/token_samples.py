@@ -15,7 +15,7 @@ from attnrx.models import TokenReduction, family_of, reduction_of
 from attnrx.reports.content import TokenSamples
 from attnrx.reports.sampling import in_unit_range
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens import Seen, Selecting
+from attnrx.tokens import Selecting, TokenState
 
 AVERAGE = "class_attention, mean over the layers so far"  # what AttentionAverage goes by
 
@@ -92,7 +92,7 @@ def _watching(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
         return
     own, watched = policy.reducer, copy.copy(policy.reducer)
 
-    def shown(seen: Seen, predictor: nn.Module) -> Tensor:
+    def shown(seen: TokenState, predictor: nn.Module) -> Tensor:
         relevance = own.relevance(seen, predictor)
         given.append(_placed(seen, relevance, patches))
         return relevance
@@ -105,7 +105,7 @@ def _watching(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
         reduction.policy = policy
 
 
-def _placed(seen: Seen, relevance: Tensor, patches: int) -> Tensor:
+def _placed(seen: TokenState, relevance: Tensor, patches: int) -> Tensor:
     there = (seen.sizes[:, seen.prefix :] > 0) & (seen.places >= 0)
     places = seen.places.where(there, patches)
     found = torch.full((len(places), patches + 1), torch.nan, dtype=torch.float64, device=places.device)

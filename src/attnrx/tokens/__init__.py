@@ -4,32 +4,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.config import from_dict
+from attnrx.tokens.ats import ATS
 from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
 from attnrx.tokens.class_attention import ClassAttention
 from attnrx.tokens.dtps import DTPS
 from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
+from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
 from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
+from attnrx.tokens.pitome import PiToMe
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random, image_keys
 from attnrx.tokens.reducer import (
     ALL_LAYERS,
     LAST_LAYER,
     MOMENTS,
-    Drawn,
     Predicting,
     Reducer,
     Reduction,
+    SampledTokens,
     Selecting,
     Shape,
 )
 from attnrx.tokens.sampling import sampled_keep
-from attnrx.tokens.seen import MapMoments, Seen
 from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.spvit import SPViT
+from attnrx.tokens.state import MapMoments, TokenState
 from attnrx.tokens.text import parse_policy_text, parse_reducer_text
 from attnrx.tokens.tome import ToMe
 from attnrx.tokens.ward import Ward
@@ -50,12 +53,16 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "halting_scores": HaltingScores,
     "spvit": SPViT,
     "dtps": DTPS,
+    "pitome": PiToMe,
+    "ats": ATS,
+    "evo_vit": EvoViT,
 }
 for _name, _kind in REDUCERS.items():
     _kind.name = _name
 
 __all__ = [
     "ALL_LAYERS",
+    "ATS",
     "CACHED",
     "DTPS",
     "LAST_LAYER",
@@ -64,19 +71,20 @@ __all__ = [
     "AttentionAverage",
     "AttentionReceived",
     "ClassAttention",
-    "Drawn",
     "DynamicViT",
     "EViT",
+    "EvoViT",
     "HaltingScores",
     "MapMoments",
     "Packaging",
     "Part",
+    "PiToMe",
     "Predicting",
     "Random",
     "Reducer",
     "Reduction",
     "SPViT",
-    "Seen",
+    "SampledTokens",
     "Selecting",
     "Shape",
     "Soft",
@@ -84,6 +92,7 @@ __all__ = [
     "ToMe",
     "TokenLayout",
     "TokenPolicy",
+    "TokenState",
     "Ward",
     "ZeroTPrune",
     "attention_features",

@@ -6,7 +6,7 @@ from torch import nn
 
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.reducer import Selecting
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class AttentionAverage(Selecting):
         """The class attention, summed over the layers."""
         return ("class_attention", "class_attention_sum")
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Returns the sum over the layers of the mean over the heads."""
-        assert seen.accumulated is not None
-        return seen.accumulated
+        assert state.accumulated is not None
+        return state.accumulated
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class AttentionReceived(Selecting):
         """What of the layers before it must see."""
         return ("attention",)
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the sum over the tokens that are still there, averaged over the heads."""
-        assert seen.attention is not None
-        there = (seen.sizes > 0).to(seen.attention.dtype)
-        received = (seen.attention * there[:, None, :, None]).sum(2)
-        return received[:, :, seen.prefix :].mean(1)
+        assert state.attention is not None
+        there = (state.sizes > 0).to(state.attention.dtype)
+        received = (state.attention * there[:, None, :, None]).sum(2)
+        return received[:, :, state.prefix :].mean(1)

@@ -6,7 +6,7 @@ from torch import nn
 
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.reducer import Selecting
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class ClassAttention(Selecting):
         """What of the layers before it must see."""
         return ("class_attention",)
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the mean over the heads."""
-        return class_attention(seen)
+        return class_attention(state)
 
 
-def class_attention(seen: Seen) -> Float[Tensor, "batch patches"]:
+def class_attention(state: TokenState) -> Float[Tensor, "batch patches"]:
     """Gives what the class token pays to every patch in the layer before, averaged over the heads."""
-    assert seen.class_attention is not None
-    return seen.class_attention[:, :, seen.prefix :].mean(1)
+    assert state.class_attention is not None
+    return state.class_attention[:, :, state.prefix :].mean(1)

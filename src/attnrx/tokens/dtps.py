@@ -8,9 +8,9 @@ from torch import nn
 
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.dynamicvit import DynamicViT
-from attnrx.tokens.reducer import Drawn, Reduction, Selecting, Shape, best, taken
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.reducer import Reduction, SampledTokens, Selecting, Shape, best, taken
 from attnrx.tokens.soft import Soft
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class DTPS(Soft):
         """MACs of the predictor of the scores, and of comparing every patch with those that are kept."""
         return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and squeezes the rest into them."""
-        kept = best(self.scores.relevance(seen, predictor), seen.there, count)
-        leaving = seen.there.scatter(1, kept, 0.0)
-        unit = nn.functional.normalize(seen.patches, dim=-1)
+        kept = best(self.scores.relevance(state, predictor), state.there, count)
+        leaving = state.there.scatter(1, kept, 0.0)
+        unit = nn.functional.normalize(state.patches, dim=-1)
         alike = unit @ taken(unit, kept).transpose(1, 2)
-        return Reduction(kept, squeezed(seen.patches, taken(seen.patches, kept), alike, leaving))
+        return Reduction(kept, squeezed(state.patches, taken(state.patches, kept), alike, leaving))
 
     def drawn(
-        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
-    ) -> Drawn:
+        self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> SampledTokens:
         """Squeezes every patch that leaves into the nearest of those that stay, each of them in its place."""
-        unit = nn.functional.normalize(seen.patches, dim=-1)
+        unit = nn.functional.normalize(state.patches, dim=-1)
         alike = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
-        return Drawn(squeezed(seen.patches, seen.patches, alike, seen.there * (1 - keep)))
+        return SampledTokens(squeezed(state.patches, state.patches, alike, state.there * (1 - keep)))
 
 
 def squeezed(patches: Tensor, own: Tensor, alike: Tensor, leaving: Tensor) -> Tensor:

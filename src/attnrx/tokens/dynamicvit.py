@@ -7,7 +7,7 @@ from torch import nn
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
 from attnrx.tokens.reducer import Predicting, Shape
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 class DynamicViTPredictor(nn.Module):
@@ -18,9 +18,9 @@ class DynamicViTPredictor(nn.Module):
         self.features = TokenFeatures(width, width)
         self.scores = KeepScores(width)
 
-    def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
+    def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch."""
-        return self.scores(self.features(seen.patches, seen.there))
+        return self.scores(self.features(state.patches, state.there))
 
 
 @dataclass(frozen=True)

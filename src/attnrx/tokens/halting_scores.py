@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.reducer import Selecting
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class HaltingScores(Selecting):
         """Gives the halting score of every token."""
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the sum over the layers, negative."""
-        assert seen.accumulated is not None
-        return -seen.accumulated
+        assert state.accumulated is not None
+        return -state.accumulated
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives what is left until the sum is 1."""

@@ -9,29 +9,66 @@ from torch import nn
 
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens.reducer import Reducer, Reduction
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
-Tables = dict[str, Float[Tensor, "batch patches _"]]
+Tables = dict[str, Float[Tensor, "batch _ _"]]
+Indices = Int[Tensor, "batch _"]
+
+
+class Turns:
+    """The two sets of a round, by turns: patches at even indices into patches at odd ones."""
+
+    def of(self, table: Float[Tensor, "batch patches _"]) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the first set and those of the second."""
+        return table[:, 0::2], table[:, 1::2]
+
+    def indices(self, first: Indices, second: Indices) -> tuple[Indices, Indices]:
+        """Returns the patches at these positions of the first and of the second set."""
+        return 2 * first, 2 * second + 1
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The two sets of a round, by their patches; patches in neither are not merged."""
+
+    first: Indices
+    second: Indices
+
+    def of(self, table: Float[Tensor, "batch patches _"]) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the first set and those of the second."""
+        return rows_of(table, self.first), rows_of(table, self.second)
+
+    def indices(self, first: Indices, second: Indices) -> tuple[Indices, Indices]:
+        """Returns the patches at these positions of the first and of the second set."""
+        return self.first.gather(1, first), self.second.gather(1, second)
 
 
 @dataclass(frozen=True)
 class Merging(Reducer):
-    """Merges by bipartite soft matching (ToMe, Bolya et al., 2023), whatever says which patches are near.
+    """Merges by bipartite soft matching (ToMe, Bolya et al., 2023), for any measure of closeness and any two sets.
 
-    Patches are divided by turns into two sets; every patch of the first proposes to the nearest of the second, and the
-    best proposals are merged into means weighted by size. Later attention is proportional. A round merges one of the
-    sets at most; where more must go, rounds follow.
+    Patches are divided into two sets, by turns unless `split` is overridden. Every patch of the first set is matched
+    with the closest patch of the second, and the closest pairs are merged into means weighted by size. Later attention
+    is proportional. A round merges one of the sets at most; where more must be merged, rounds follow.
     """
 
     proportional: ClassVar[bool] = True
 
     @abstractmethod
-    def tables(self, seen: Seen) -> Tables:
+    def tables(self, state: TokenState) -> Tables:
         """Gives what is merged: the "patches", and whatever else patches are compared by."""
 
     @abstractmethod
-    def closeness(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
-        """Says how near every patch at an even place is to every one at an odd place: the larger, the nearer."""
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
+        """Returns what patches are compared by in one round, a row for every patch."""
+
+    @abstractmethod
+    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
+        """Returns how close every patch of the first set is to every one of the second: the larger, the closer."""
+
+    def split(self, state: TokenState, features: Tables, most: int) -> Turns | Sets:
+        """Divides the patches of one round, of which at most `most` are merged, into two sets."""
+        return Turns()
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
         """Gives the patches as they go on.
@@ -49,16 +86,16 @@ class Merging(Reducer):
             patches -= min(patches - second, patches - count)
         return total
 
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Merges until `count` are left."""
-        tables, sizes, kept = self.tables(seen), seen.sizes[:, seen.prefix :], None
-        if not seen.whole:
-            kept = places_of(seen.there > 0, seen.present)
+        tables, sizes, kept = self.tables(state), state.sizes[:, state.prefix :], None
+        if not state.whole:
+            kept = places_of(state.there > 0, state.present)
             tables = {name: rows_of(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         first, merged = sizes.shape[1], None
         while (patches := sizes.shape[1]) > count:
-            merging = self._round(tables, sizes, patches - count)
+            merging = self._round(state, tables, sizes, patches - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
             merged = merging.into if patches == first else None  # of several rounds, any patch may be new
             sizes, kept = merging.sizes, merging.stay if kept is None else kept.gather(1, merging.stay)
@@ -66,10 +103,13 @@ class Merging(Reducer):
             kept = torch.arange(first, device=sizes.device).expand(sizes.shape[0], -1)
         return Reduction(kept, self.finished(tables, merged), sizes=sizes)
 
-    def _round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
-        near, nearest = self.closeness(tables, sizes).max(-1)
+    def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
+        features = self.features(tables, sizes)
+        split = self.split(state, features, most)
+        sides = {name: split.of(table) for name, table in features.items()}
+        near, nearest = self.closeness(*({name: side[part] for name, side in sides.items()} for part in (0, 1))).max(-1)
         leaving = near.argsort(dim=1, descending=True, stable=True)[:, :most]
-        return Round(sizes, 2 * leaving, 2 * nearest.gather(1, leaving) + 1)
+        return Round(sizes, *split.indices(leaving, nearest.gather(1, leaving)))
 
 
 class Round:

@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.reducer import Selecting
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 SEEDS = 2**31
 STEP = 2**20
@@ -38,12 +38,12 @@ class Random(Selecting):
         """The hash of every image."""
         return ("image_keys",)
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Returns a score in [0, 1) for every patch; a token that an earlier stage added has one of its own."""
-        keys = seen.image_keys
+        keys = state.image_keys
         assert keys is not None
         image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
-        mixed = scrambled(image[:, None] ^ (seen.places + 1))
+        mixed = scrambled(image[:, None] ^ (state.places + 1))
         return ((mixed >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # as many bits as float32 holds exactly
 
 

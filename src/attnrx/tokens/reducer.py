@@ -11,9 +11,9 @@ from torch import nn
 from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
-LAST_LAYER = {"class_attention", "attention", "keys"}
+LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
@@ -33,7 +33,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """What a stage of training leaves, every patch in its place: its values, and the places of what was added.
 
     A token that the stage adds takes the place of a patch that leaves.
@@ -45,25 +45,27 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a reducer may have to know of the model before it has seen a token.
+    """What a reducer may have to know of the model before any token.
 
     `heads` are those of the original model: it sees them all, in their order, though some were removed. `directions`
-    is the size of the keys that it is shown, where costs are asked for.
+    is the size of the keys that it is shown, where costs are asked for, `depth` the number of layers.
     """
 
     width: int
     heads: int
     layout: TokenLayout
     directions: int = 0
+    depth: int = 2
 
 
 class Reducer(ABC):
     """Decides at every stage of a policy which tokens go on: a frozen dataclass of its knobs.
 
-    `needs` names what it must see. Of the layer before a stage: "class_attention", "attention", "keys" (`LAST_LAYER`).
-    Of all layers before (`ALL_LAYERS`): "attention_mean" and "attention_variance", in `moments`; and, as the sum of a
-    score for every patch, in `accumulated`: "class_attention_sum", the class attention averaged over the heads, or
-    "accumulated", what `layer_score` gave the tokens. And "image_keys", a hash of the pixels of every image.
+    `needs` names what it must see. Of the layer before a stage: "class_attention", "attention", "keys", "value_norms"
+    (`LAST_LAYER`). Of all layers before (`ALL_LAYERS`): "attention_mean" and "attention_variance", in `moments`; and in
+    `accumulated`, summed unless `accumulate` is overridden, a score for every patch: "class_attention_sum", the class
+    attention averaged over the heads, or "accumulated", what `layer_score` gave the tokens. And "image_keys", a hash of
+    the pixels of every image.
 
     A reducer with `proportional` tokens changes their sizes, and later attention counts a token as often as its size
     says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at every stage, or
@@ -107,18 +109,24 @@ class Reducer(ABC):
         """Scores every token after one layer, for a reducer that needs their sum."""
         return torch.zeros_like(tokens[..., 0])
 
-    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def accumulate(
+        self, before: Float[Tensor, "batch patches"] | None, scores: Float[Tensor, "batch patches"]
+    ) -> Float[Tensor, "batch patches"]:
+        """Adds the scores of one layer to those accumulated `before`, None at the first layer."""
+        return scores if before is None else before + scores
+
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
         raise NotSupported(f"{self} has no scores to be trained by.")
 
     def drawn(
-        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
-    ) -> Drawn:
+        self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> SampledTokens:
         """Gives what goes on in training, where `keep` was drawn by the scores: 1 for a patch that stays, 0 for others.
 
         A draw as inference would select gives what `reduce` leaves, and `keep` passes a gradient on.
         """
-        return Drawn(seen.patches)
+        return SampledTokens(state.patches)
 
     def __str__(self) -> str:
         told = [
@@ -130,7 +138,7 @@ class Reducer(ABC):
         return f"{name}({','.join(told)})" if told else name
 
     @abstractmethod
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Leaves `count` patches of every image."""
 
 
@@ -146,17 +154,17 @@ class Selecting(Reducer):
     """A reducer that scores the patches and keeps the best."""
 
     @abstractmethod
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Says how much every patch matters; what is selected goes by the order within an image alone."""
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Turns relevance into weights of 0 or more, by which patches that leave are taken together."""
         return relevance
 
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the patches of the highest relevance, in their order."""
-        kept = best(self.relevance(seen, predictor), seen.there, count)
-        return Reduction(kept, taken(seen.patches, kept))
+        kept = best(self.relevance(state, predictor), state.there, count)
+        return Reduction(kept, taken(state.patches, kept))
 
 
 class Predicting(Selecting):
@@ -167,13 +175,13 @@ class Predicting(Selecting):
         """It is."""
         return True
 
-    def relevance(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
         """Gives the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
-        return odds(self.keep_scores(seen, predictor))
+        return odds(self.keep_scores(state, predictor))
 
-    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop."""
-        return predictor(seen)
+        return predictor(state)
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
         """Gives the probability of keep."""

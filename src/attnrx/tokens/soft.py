@@ -7,8 +7,8 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Drawn, Reducer, Reduction, Selecting, Shape, best, odds, taken
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.reducer import Reducer, Reduction, SampledTokens, Selecting, Shape, best, odds, taken
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,19 @@ class Soft(Reducer):
         """MACs of the predictor of the scores."""
         return self.scores.predictor_macs(shape, patches, count)
 
-    def keep_scores(self, seen: Seen, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop that the scores give, which training draws by."""
-        return self.scores.keep_scores(seen, predictor)
+        return self.scores.keep_scores(state, predictor)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         """Scores every token after one layer as the scores do."""
         return self.scores.layer_score(tokens)
+
+    def accumulate(
+        self, before: Float[Tensor, "batch patches"] | None, scores: Float[Tensor, "batch patches"]
+    ) -> Float[Tensor, "batch patches"]:
+        """Accumulates as the scores do."""
+        return self.scores.accumulate(before, scores)
 
 
 class Packaging(Soft):
@@ -69,21 +75,21 @@ class Packaging(Soft):
         """MACs of the predictor of the scores, and of the token for the rest."""
         return super().predictor_macs(shape, patches, count) + patches * shape.width
 
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and fuses the rest."""
-        relevance = self.scores.relevance(seen, predictor)
-        kept = best(relevance, seen.there, count)
-        weights = self.scores.weights(relevance).masked_fill(seen.there == 0, 0.0).scatter(1, kept, 0.0)
-        return Reduction(kept, taken(seen.patches, kept), fused(seen.patches, weights))
+        relevance = self.scores.relevance(state, predictor)
+        kept = best(relevance, state.there, count)
+        weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
+        return Reduction(kept, taken(state.patches, kept), fused(state.patches, weights))
 
     def drawn(
-        self, seen: Seen, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
-    ) -> Drawn:
+        self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
+    ) -> SampledTokens:
         """Writes the token for the rest into the place of the first patch that leaves."""
-        leaving = seen.there * (1 - keep)
-        package = fused(seen.patches, self.scores.weights(odds(scores)) * leaving)
+        leaving = state.there * (1 - keep)
+        package = fused(state.patches, self.scores.weights(odds(scores)) * leaving)
         place = leaving.detach().argmax(1, keepdim=True)
-        return Drawn(seen.patches.scatter(1, place[..., None].expand_as(package), package), place)
+        return SampledTokens(state.patches.scatter(1, place[..., None].expand_as(package), package), place)
 
 
 def fused(patches: Tensor, weights: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from attnrx.shapes import Float, Tensor
 from attnrx.tokens.parts import images_of, parts_of
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
 from attnrx.tokens.reducer import Predicting, Shape
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
 
@@ -72,19 +72,19 @@ class SpotPredictor(nn.Module):
         self.tokens = TokenFeatures(shape.width, projected) if projected else None
         self.scores = KeepScores(projected + attention)
 
-    def forward(self, seen: Seen) -> Float[Tensor, "batch patches 2"]:
+    def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
         """Gives the logarithms of keep and drop for every patch."""
-        parts = [] if self.tokens is None else [self.tokens(seen.patches, seen.there)]
-        assert seen.attention is not None
-        few = [self._features(seen, images_of(part)) for part in parts_of(seen.attention, *seen.attention.shape[1:])]
+        parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
+        assert state.attention is not None
+        few = [self._features(state, images_of(part)) for part in parts_of(state.attention, *state.attention.shape[1:])]
         parts.append(few[0] if len(few) == 1 else torch.cat(few))
         return self.scores(torch.cat(parts, dim=-1))
 
-    def _features(self, seen: Seen, images: slice) -> Float[Tensor, "part patches features"]:
+    def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
         """Gives what the maps say of the patches of some images."""
-        assert seen.attention is not None
-        maps = [seen.attention[images]]
-        moments = None if seen.moments is None else seen.moments.of_images(images)
+        assert state.attention is not None
+        maps = [state.attention[images]]
+        moments = None if state.moments is None else state.moments.of_images(images)
         if moments is not None and self.spot.mean:
             maps.append(moments.mean)
         if moments is not None and self.spot.variance:
@@ -92,7 +92,7 @@ class SpotPredictor(nn.Module):
         if self.spot.head_averaged:
             maps = [each.mean(1, keepdim=True) for each in maps]
         # All maps as further heads of one: a few wide passes instead of many narrow ones.
-        return attention_features(torch.cat(maps, dim=1), seen.prefix, None if seen.whole else seen.there[images])
+        return attention_features(torch.cat(maps, dim=1), state.prefix, None if state.whole else state.there[images])
 
 
 def attention_features(

@@ -7,7 +7,7 @@ from torch import nn
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class ToMe(Merging):
         """MACs of comparing the two sets by their keys, in every round."""
         return self.compared(shape.directions, patches, count)
 
-    def tables(self, seen: Seen) -> Tables:
+    def tables(self, state: TokenState) -> Tables:
         """Gives the patches and their keys."""
-        assert seen.keys is not None
-        return {"patches": seen.patches, "keys": seen.keys[:, seen.prefix :]}
+        assert state.keys is not None
+        return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
-    def closeness(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
-        """Gives the cosine of the keys."""
-        keys = nn.functional.normalize(tables["keys"], dim=-1)
-        return keys[:, 0::2] @ keys[:, 1::2].transpose(1, 2)
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
+        """Returns the keys, scaled to length 1."""
+        return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
+
+    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
+        """Returns the cosine of the keys."""
+        return first["keys"] @ second["keys"].transpose(1, 2)

@@ -7,7 +7,7 @@ import torch
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,22 @@ class Ward(Merging):
         """MACs of comparing the two sets by their tokens, in every round."""
         return self.compared(shape.width, patches, count)
 
-    def tables(self, seen: Seen) -> Tables:
+    def tables(self, state: TokenState) -> Tables:
         """Gives the patches and their lengths."""
-        lengths = {"lengths": seen.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
-        return {"patches": seen.patches, **lengths}
+        lengths = {"lengths": state.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
+        return {"patches": state.patches, **lengths}
 
-    def closeness(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
-        """Gives the squared error that merging would add, negative."""
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
+        """Returns the patches, their squared lengths and the inverse of their sizes."""
         patches = tables["patches"]
-        squares, light = patches.norm(dim=-1).square(), sizes.reciprocal()
-        first, second = patches[:, 0::2], patches[:, 1::2].transpose(1, 2)
-        near = torch.baddbmm(_sums(squares), first, second, beta=-1, alpha=2).clamp_max_(0)
-        return near.div_(_sums(light))
+        squares, light = patches.norm(dim=-1, keepdim=True).square(), sizes.reciprocal()[..., None]
+        return {"patches": patches, "squares": squares, "light": light}
+
+    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
+        """Returns the squared error that merging would add, negative."""
+        squares, light = (first[name] + second[name].transpose(1, 2) for name in ("squares", "light"))
+        near = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
+        return near.clamp_max_(0).div_(light)
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
         """Gives the patches, as long as they should be."""
@@ -55,11 +59,6 @@ class Ward(Merging):
         changed, lengths = rows.index_select(0, merged), tables["lengths"].flatten(0, 1).index_select(0, merged)
         # One that several left into is written as often, the same each time.
         return rows.index_copy_(0, merged, changed * _stretch(changed, lengths)).view_as(patches)
-
-
-def _sums(values: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch first second"]:
-    """Adds the value of every patch at an even place to that of every one at an odd place."""
-    return values[:, 0::2, None] + values[:, None, 1::2]
 
 
 def _stretch(

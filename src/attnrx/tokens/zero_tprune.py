@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.reducer import Reducer, Reduction, Shape, best, taken
-from attnrx.tokens.seen import Seen
+from attnrx.tokens.state import TokenState
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ class ZeroTPrune(Reducer):
         """The patches that leave because another is like them."""
         return min(int(self.similar * (present - count)), present // 2)
 
-    def reduce(self, seen: Seen, count: int, predictor: nn.Module) -> Reduction:
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Drops until `count` are left."""
-        assert seen.attention is not None
-        assert seen.keys is not None
-        present = seen.present
+        assert state.attention is not None
+        assert state.keys is not None
+        present = state.present
         alike = self._alike(present, count)
-        there = (seen.sizes > 0).to(seen.attention.dtype)
+        there = (state.sizes > 0).to(state.attention.dtype)
         if alike:
-            first = self.importance(seen.attention, there, seen.prefix)
-            gone = redundant(seen.keys[:, seen.prefix :], first, there[:, seen.prefix :], present, alike)
-            there = there.scatter(1, seen.prefix + gone, 0.0)
-        relevance = self.importance(seen.attention, there, seen.prefix)
-        kept = best(relevance, there[:, seen.prefix :], count)
-        return Reduction(kept, taken(seen.patches, kept))
+            first = self.importance(state.attention, there, state.prefix)
+            gone = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, alike)
+            there = there.scatter(1, state.prefix + gone, 0.0)
+        relevance = self.importance(state.attention, there, state.prefix)
+        kept = best(relevance, there[:, state.prefix :], count)
+        return Reduction(kept, taken(state.patches, kept))
 
 
 def page_rank(

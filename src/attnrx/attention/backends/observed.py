@@ -46,7 +46,7 @@ class Observed(Backend):
         attention = sized_softmax(logits, None if self.tapped is None else self.tapped.sizes())
         output = attention @ value
         if self.tapped is not None:
-            self.tapped.pass_on(attention, factors)
+            self.tapped.pass_on(attention, factors, value)
         self.observe(
             Observation(
                 factors.query.expand(-1, -1, value.shape[1], -1),

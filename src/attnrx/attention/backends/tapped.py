@@ -19,7 +19,8 @@ from attnrx.tokens import Part, images_of, parts_of
 
 @dataclass(frozen=True)
 class Tap:
-    """What one layer showed: its attention, or only that of the first token, and the mean of its heads' keys.
+    """What one layer showed: its attention, or only that of the first token, the mean of its heads' keys, and the
+    lengths of its values.
 
     `part` says of which images of the batch, None of all.
     """
@@ -27,6 +28,7 @@ class Tap:
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
+    value_norms: Float[Tensor, "batch heads tokens"] | None = None
     part: Part | None = None
 
     @classmethod
@@ -38,6 +40,7 @@ class Tap:
             _together([tap.attention for tap in taps]),
             _together([tap.class_attention for tap in taps]),
             _together([tap.keys for tap in taps]),
+            _together([tap.value_norms for tap in taps]),
         )
 
 
@@ -50,8 +53,8 @@ class Tapped(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys". Where nobody wishes for the whole map, nor for a gradient of the sizes, a fused kernel is
-    used. Whole maps are shown part by part, where that keeps them in the cache.
+    "class_attention", "keys", "value_norms". Where nobody wishes for the whole map, nor for a gradient of the sizes, a
+    fused kernel is used. Whole maps are shown part by part, where that keeps them in the cache.
     """
 
     takes_few_queries = True
@@ -89,7 +92,7 @@ class Tapped(Backend):
             return self._written_out(factors, value, sizes)
         if self.wanted:
             first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
-            self.pass_on(sized_softmax(first, sizes), factors)
+            self.pass_on(sized_softmax(first, sizes), factors, value)
         if query.shape[2] >= FEW_QUERIES and runs_on(Occasion.of(value)):
             read = native_attention([query], [key], [value], sizes, factors.scale)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
@@ -109,7 +112,7 @@ class Tapped(Backend):
             own = images_of(part)
             logits = (query[own] * factors.scale) @ key[own].transpose(-1, -2)
             attention = sized_softmax(logits, None if sizes is None else sizes[own])
-            self.pass_on(attention, factors, part)
+            self.pass_on(attention, factors, value, part)
             outputs.append(attention @ value[own])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -117,12 +120,15 @@ class Tapped(Backend):
         self,
         attention: Float[Tensor, "part heads queries tokens"],
         factors: ScoreFactors,
+        value: Float[Tensor, "batch heads keys reads"],
         part: Part | None = None,
     ) -> None:
         """Shows what was asked for, of attention whose first row is that of the class token."""
         found = {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             found["keys"] = factors.key[images_of(part)].mean(2)
+        if "value_norms" in self.wanted:
+            found["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
             self.show(Tap(**{name: found[name] for name in self.wanted}, part=part))
 

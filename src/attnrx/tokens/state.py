@@ -67,11 +67,11 @@ class MapMoments:
         return self._changed(lambda sums: between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
-        """Gives the moments with so many tokens more, which no layer has seen yet."""
+        """Gives the moments with so many tokens more, which no layer has state yet."""
         return self._changed(lambda sums: F.pad(sums, (0, count, 0, count)))
 
     def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
-        """Gives the moments as if no layer had seen these tokens: others stand in their places now."""
+        """Gives the moments as if no layer had state these tokens: others stand in their places now."""
         known = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, forgotten, 0.0)
         both = (known[:, :, None] * known[:, None, :])[:, None]
         return self._changed(lambda sums: sums * both)
@@ -103,7 +103,7 @@ def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "
 
 
 @dataclass(frozen=True)
-class Seen:
+class TokenState:
     """All that is known at a stage. The first `prefix` tokens are not patches; they never leave.
 
     `sizes` says for how many patches of the image every token stands: 0 for one that has left but is still in its
@@ -112,7 +112,8 @@ class Seen:
     of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
     says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is, for
     every patch, the sum over the layers so far of what the reducer's `layer_score` gave it or of its class attention.
-    `image_keys` are hashes of the images.
+    `image_keys` are hashes of the images, `value_norms` the lengths of the values, head by head. `stage` counts from 0;
+    it runs before the layer `layer` (counted from 1) of `depth` layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -125,6 +126,10 @@ class Seen:
     keys: Float[Tensor, "batch tokens directions"] | None = None
     accumulated: Float[Tensor, "batch patches"] | None = None
     image_keys: Int[Tensor, "batch"] | None = None
+    value_norms: Float[Tensor, "batch heads tokens"] | None = None
+    stage: int = 0
+    layer: int = 2
+    depth: int = 2
     whole: bool = False
     """Whether every token is known to be there still, so that nothing has to be left out of a sum."""
 

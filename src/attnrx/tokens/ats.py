@@ -1,0 +1,47 @@
+"""ATS: patches are sampled from the distribution of what the class token attends to, times the length of the values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.reducer import Reducer, Reduction, best, taken
+from attnrx.tokens.state import TokenState
+
+
+@dataclass(frozen=True)
+class ATS(Reducer):
+    """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
+
+    The significance of a patch is the attention of the class token to it times the length of its value, summed over the
+    heads and scaled to a sum of 1. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
+    (k = 1..K) chooses the patches: one of large significance is hit more than once, patches of small significance share
+    a point. As published the number of patches differs from image to image, as each is kept once however often it is
+    hit. Here it is fixed: K is the number to keep, and the patches of the highest significance fill what repeated hits
+    leave free. As published patches are removed within the attention of a layer; here it is before the next layer.
+    """
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The class attention and the lengths of the values of the layer before."""
+        return ("class_attention", "value_norms")
+
+    def significance(self, state: TokenState) -> Float[Tensor, "batch patches"]:
+        """Returns the distribution that is sampled from; 0 for patches that were pruned."""
+        assert state.class_attention is not None
+        assert state.value_norms is not None
+        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :].sum(1) * state.there
+        # Where all are 0 (no value has any length), all patches that are left are alike.
+        scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.there)
+        return scores / scores.sum(1, keepdim=True)
+
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        """Samples `count` points, and keeps as many patches."""
+        significance = self.significance(state)
+        # The points up to a share s of the distribution are floor(K s + 1/2): a patch is hit if there are more of them
+        # at its end than at its beginning.
+        ends = (count * significance.cumsum(1) + 0.5).floor()
+        hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
+        kept = best(significance + 2 * hit, state.there, count)
+        return Reduction(kept, taken(state.patches, kept))

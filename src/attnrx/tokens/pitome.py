@@ -1,0 +1,77 @@
+"""PiToMe: tokens that resemble many others are merged, isolated ones are protected."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.merging import Merging, Sets, Tables
+from attnrx.tokens.reducer import Shape
+from attnrx.tokens.state import TokenState
+
+
+@dataclass(frozen=True)
+class PiToMe(Merging):
+    """Merges among the tokens of the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
+
+    The energy of a patch is the mean over all patches of f(c), c the cosine of their mean keys over the heads:
+    f(c) = c above the margin, alpha (exp(c - margin) - 1) below. It is large for patches in large groups of similar
+    ones, such as background. The 2 k patches of the highest energy, sorted by it, form by turns the two sets of which k
+    are merged; all others are protected. The margin falls with depth: `margin` (1 - l / L), for the layer l (counted
+    from 0) of L whose keys are compared.
+
+    As published a share is merged in every layer, between attention and MLP; here it is before a layer, and where more
+    than half must be merged, rounds follow. Energies count every token once, whatever its size.
+    """
+
+    margin: float = 0.9
+    alpha: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.margin <= 1 or not 0 <= self.alpha < float("inf"):
+            raise InvalidInput(f"{self}: give a margin from 0 to 1 and an alpha that is finite and not negative.")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The keys of the layer before."""
+        return ("keys",)
+
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """MACs of comparing all patches with all, and the two sets once more, in every round."""
+        total = 0
+        while patches > count:
+            merged = min(patches // 2, patches - count)
+            total += (patches**2 + merged**2) * shape.directions
+            patches -= merged
+        return total
+
+    def tables(self, state: TokenState) -> Tables:
+        """Returns the patches and their keys."""
+        assert state.keys is not None
+        return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
+
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
+        """Returns the keys, scaled to length 1."""
+        return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
+
+    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
+        """Returns the cosine of the keys."""
+        return first["keys"] @ second["keys"].transpose(1, 2)
+
+    def split(self, state: TokenState, features: Tables, most: int) -> Sets:
+        """Sorts the patches by energy, and deals the first ones out to the two sets by turns."""
+        keys = features["keys"]
+        margin = self.margin * (1 - (state.layer - 2) / state.depth)
+        order = energy(keys @ keys.transpose(1, 2), margin, self.alpha).argsort(dim=1, descending=True, stable=True)
+        merged = 2 * min(most, keys.shape[1] // 2)
+        return Sets(order[:, 0:merged:2], order[:, 1:merged:2])
+
+
+def energy(
+    cosines: Float[Tensor, "batch patches others"], margin: float, alpha: float
+) -> Float[Tensor, "batch patches"]:
+    """Returns the energy of every patch; its cosine with itself adds the same to all."""
+    below = alpha * ((cosines - margin).exp() - 1)
+    return torch.where(cosines >= margin, cosines, below).mean(-1)
