@@ -16,6 +16,7 @@ from attnrx.rules import (
     EffectiveRank,
     EnergyRetention,
     LargestMatched,
+    MedianThreshold,
     NormClip,
     RandomMatched,
     RemoveHeads,
@@ -37,6 +38,20 @@ from diagnoses import diagnosis, layer, of_strengths, spectrum
 def with_readings(given: Diagnosis, **readings: torch.Tensor) -> Diagnosis:
     layers = (LayerDiagnosis(one.spectrum, {**one.readings, **readings}) for one in given.layers)
     return replace(given, layers=tuple(layers))
+
+
+def test_the_median_threshold_is_that_of_the_used_directions_of_a_head() -> None:
+    rows = [9.0, -4.0, 1.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5
+    assert MedianThreshold().decide(of_strengths(*rows), 0).ranks == (1, 0, 0)  # 2.858 * 2; the second does not decay
+    assert MedianThreshold(1.5).decide(of_strengths(*rows), 0).ranks == (2, 0, 0)
+
+
+def test_the_median_threshold_finds_the_rank_of_a_matrix_in_noise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(64, 5, generator=generator, dtype=torch.float64))[0] for _ in range(2))
+    noise = torch.randn(64, 64, generator=generator, dtype=torch.float64) / 8
+    values = torch.linalg.svdvals(left @ torch.diag(torch.arange(6.0, 11.0, dtype=torch.float64)) @ right.T + noise)
+    assert MedianThreshold().decide(of_strengths(values.tolist()), 0).ranks == (5,)
 
 
 def test_effective_rank_counts_equal_strengths_exactly() -> None:

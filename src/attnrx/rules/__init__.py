@@ -9,6 +9,7 @@ from attnrx.rules.energy_retention import EnergyRetention
 from attnrx.rules.fusion_owner import FusionOwner
 from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.median_threshold import MedianThreshold
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
 from attnrx.rules.outputs import OUTPUT_METRICS
@@ -43,6 +44,7 @@ __all__ = [
     "FusionOwner",
     "FusionRank",
     "LargestMatched",
+    "MedianThreshold",
     "NormClip",
     "Or",
     "RandomMatched",

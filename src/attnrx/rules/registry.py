@@ -11,6 +11,7 @@ from attnrx.rules.energy_retention import EnergyRetention
 from attnrx.rules.fusion_owner import FusionOwner
 from attnrx.rules.fusion_rank import FusionRank
 from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.median_threshold import MedianThreshold
 from attnrx.rules.norm_clip import NormClip
 from attnrx.rules.parsing import parse_text, split_maps
 from attnrx.rules.random_matched import RandomMatched
@@ -32,6 +33,7 @@ RULES: Mapping[str, type[Rule]] = {
     for kind in (
         EnergyRetention,
         Threshold,
+        MedianThreshold,
         TopRank,
         TotalRank,
         UniformRank,
