@@ -17,9 +17,9 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.costs import Conditions, LatencyProtocol
-from attnrx.experiments import Contender, Rates, compare_speeds, noise_bench
 from attnrx.models import build_model
 from attnrx.storage import read_json, write_text
+from attnrx_lab.comparison import Contender, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"
 # Kernels read so many numbers at once; ranks in between take longer than the next multiple.
@@ -77,12 +77,12 @@ def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[s
     contenders = [Contender.parse(f"{name}={text}") for name, text in {**OURS, **OTHERS}.items()]
     rates = Rates(part.batches, protocols, macs=(macs,), runtime=form)
     partial = path.with_suffix(".partial.json")  # what `compare_speeds` saves after every batch size is not the whole
-    compare_speeds(noise_bench(model), contenders, rates, say, partial)
+    compare_speeds(noise_bench(model), contenders, rates, log, partial)
     partial.rename(path)
     return read_json(path)
 
 
-def say(told: str) -> None:
+def log(told: str) -> None:
     """Tells what is going on beside the table."""
     print(told, file=sys.stderr, flush=True)
 

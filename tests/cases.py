@@ -6,19 +6,7 @@ from functools import partial
 
 import torch
 
-from attnrx.checks import (
-    Accuracy,
-    Bounds,
-    Calibration,
-    Check,
-    Controls,
-    Costs,
-    Fidelity,
-    Latency,
-    Promises,
-    Robustness,
-    Transfer,
-)
+from attnrx.checks import Accuracy, Bounds, Calibration, Check, Controls, Costs, Fidelity, Latency, Promises
 from attnrx.costs import LatencyProtocol
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.losses import Loss, PerturbationRobustness, TargetRank, Task
@@ -75,6 +63,7 @@ from attnrx.tokens import (
     Ward,
     ZeroTPrune,
 )
+from attnrx_lab.checks import Robustness, Transfer
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
 

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency, Robustness
+from attnrx.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency
 from attnrx.costs import LatencyProtocol
 from attnrx.diagnostics import Moments
 from attnrx.losses import Task
 from attnrx.realization import realize
 from attnrx.training import TrainingRun, train
 from attnrx.training.optimization import strengths_of
+from attnrx_lab.checks import Robustness
 from tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.

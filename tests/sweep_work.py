@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import InvalidInput
-from attnrx.results import Store
-from attnrx.sweeps import Sweep, Task, make_engine, run_jobs
+from attnrx_lab.sweeps import JobWorkers, Sweep, SweepStudy
 
 SLOW = 0.4  # seconds
 
 
-def work(task: Task) -> dict[str, Any]:
-    """Does what the words say: WHAT NUMBER FOLDER; every beginning and every end leaves a line in FOLDER."""
-    what, number, folder = task.words
+def work(words: tuple[str, ...], threads: int) -> dict[str, Any]:
+    """Runs WHAT NUMBER FOLDER; every beginning and every end leaves a line in FOLDER."""
+    what, number, folder = words
     note(folder, number, "began")
     if what == "slow":
         time.sleep(SLOW)
@@ -31,7 +30,7 @@ def work(task: Task) -> dict[str, Any]:
         raise RuntimeError(f"{number} is broken")
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    print(f"said by {number}", flush=True)
+    print(f"output of {number}", flush=True)
     note(folder, number, "ended")
     return {"value": float(number), "nested": {"square": float(number) ** 2}, "words": "no number"}
 
@@ -50,11 +49,10 @@ def sweep(folder: Path, what: str = "slow", count: int = 6) -> Sweep:
 
 
 def run(store: Path, workers: int) -> dict[str, int]:
-    return run_jobs(Store(store), make_engine("processes", work, workers, threads=1), 1, lambda _: None)
+    return JobWorkers(SweepStudy(store), work, workers, threads=1).run(lambda _: None)
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell without job control starts with &
+    # A shell without job control starts background commands with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run(Path(sys.argv[1]), int(sys.argv[2]))

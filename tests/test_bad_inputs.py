@@ -3,7 +3,6 @@
 Everything runs in this process through the function behind the command `attnrx`, on files that are made once.
 """
 
-import importlib
 import io
 import json
 import os
@@ -22,7 +21,7 @@ import torch
 
 import attnrx as rx
 from attnrx.cli import main
-from attnrx.cli.commands import COMMANDS
+from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from attnrx.config import to_dict
 from attnrx.errors import AttnrxError
@@ -30,6 +29,7 @@ from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
 from attnrx.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx_lab.sweeps import Sweep
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet
 
@@ -136,9 +136,9 @@ def check(words: str, files: Path, tmp_path: Path, value: str = "", expected: st
 def options() -> list[tuple[str, str]]:
     """Every option of every command that has a type, with the command."""
     found = []
-    for name in COMMANDS:
+    for name in command_modules():
         parser = Parser(name, "a", "b")
-        importlib.import_module(f"attnrx.cli.commands.{name}").add(parser)
+        command_module(name).add(parser)
         found += [(name, action.option_strings[-1]) for action in parser._actions if action.type is not None]
         assert not [action.dest for action in parser._actions if action.type in (int, float)], "types: cli/options.py"
     return found
@@ -176,16 +176,16 @@ COMPLETE = {
 def texts() -> list[tuple[str, str]]:
     """Every option that takes a text."""
     found = []
-    for name in COMMANDS:
+    for name in command_modules():
         parser = Parser(name, "a", "b")
-        importlib.import_module(f"attnrx.cli.commands.{name}").add(parser)
+        command_module(name).add(parser)
         free = (each for each in parser._actions if each.option_strings and each.nargs is None and not each.choices)
         found += [(name, each.option_strings[-1]) for each in free if each.type is None]
     return found
 
 
 def test_every_command_has_a_complete_line() -> None:
-    assert COMPLETE.keys() == COMMANDS.keys()
+    assert COMPLETE.keys() == command_modules().keys()
 
 
 @pytest.mark.parametrize(("command", "option"), texts())
@@ -492,9 +492,9 @@ LINES = (
     "sweep run {sweep} --over a=1 --store {out}",
     "sweep run {sweep} --command costs --store {out}", "sweep run --command costs --over a --store {out}",
     "sweep run --command costs --over a=1 --store {out}",
-    "sweep run --store {out}", "sweep run {sweep} --store {out} --gpus 1",
+    "sweep run --store {out}", "sweep run {sweep} --store sqlite:///nowhere/x.db",
     "sweep run --command nothing --store {out}", "sweep run --command costs --store {out}",
-    "sweep run --command {{{{model --store {out}", "sweep run {sweep} --store {out} --engine nothing",
+    "sweep run --command {{{{model --store {out}", "sweep run {sweep} --store nothing://x",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip
@@ -858,7 +858,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
     "budget": (lambda: rx.Budget(NAN), "macs=nan"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
-    "sweep": (lambda: rx.sweeps.Sweep.of("costs 'a", {}), "cannot be cut into words"),
+    "sweep": (lambda: Sweep.of("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 
 
@@ -873,16 +873,17 @@ def test_a_call_with_a_bad_argument_is_refused(name: str) -> None:
 
 
 def test_cells_of_csv_that_begin_like_a_formula_are_written_as_text(tmp_path: Path) -> None:
-    from attnrx.cli.sweep_results import every_number
-    from attnrx.results import Ended, Job, Result, Store
+    from attnrx_lab.commands.sweep_results import results_csv
+    from attnrx_lab.sweeps import Job, Result, SweepStudy
 
-    store = Store(tmp_path / "s.sqlite")
+    study = SweepStudy(tmp_path / "s.sqlite")
     job = Job(
         ("costs", "x"), {"=axis": "=HYPERLINK(1)", "plain": "a", "plus": "+1", "minus": "-1", "at": "@a", "tab": "\ta"}
     )
-    store.add([job])
-    store.claim()
-    store.finish(job, Ended(1.0, {}), [Result("-metric", -1.5, -2.0, 3.0, 4, "@unit")])
-    header, row = every_number(store).splitlines()
+    study.add([job])
+    taken = study.take()
+    assert taken is not None
+    study.finish(taken[0], 1.0, [Result("-metric", -1.5, -2.0, 3.0, 4, "@unit")], None, {})
+    header, row = results_csv(study).splitlines()
     assert header.startswith("'=axis,plain,plus")
     assert row == "'=HYPERLINK(1),a,'+1,'-1,'@a,'\ta,'-metric,-1.5,-2.0,3.0,4,'@unit"

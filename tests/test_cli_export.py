@@ -93,16 +93,16 @@ def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str,
 def test_without_the_packages_their_extra_is_named(
     made: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnrx.exporting import format as contract
+    from attnrx import optional
 
-    import_module = contract.importlib.import_module
+    import_module = optional.importlib.import_module
 
     def missing(name: str) -> Any:
         if name.startswith("onnx"):
             raise ModuleNotFoundError(f"No module named {name!r}")
         return import_module(name)
 
-    monkeypatch.setattr(contract.importlib, "import_module", missing)
+    monkeypatch.setattr(optional.importlib, "import_module", missing)
     with pytest.raises(rx.AttnrxError, match=r"pip install 'attnrx\[onnx\]'"):
         rx.export(rx.load(made.run), tmp_path / "x.onnx")
     assert not list(tmp_path.iterdir())

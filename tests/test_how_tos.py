@@ -16,7 +16,7 @@ import attnrx as rx
 FOLDER = Path(__file__).parents[1] / "docs" / "how-to"
 # A process of its own for each, forked from one that has imported what takes long.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["attnrx.flow", "attnrx.experiments", "timm"])
+PROCESSES.set_forkserver_preload(["attnrx.api", "attnrx_lab.comparison", "timm"])
 
 
 def _literate() -> ModuleType:

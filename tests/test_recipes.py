@@ -14,11 +14,11 @@ import torch
 
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.experiments import Request, SpotExperiment, SvdaExperiment, load_recipe, recipe_names, reproduce
-from attnrx.experiments.recipe import HEADER, read_header, recipes_folder
-from attnrx.experiments.spot_methods import token_price
 from attnrx.models import config_costs, named_config
 from attnrx.training import Silent
+from attnrx_lab.papers import Request, SpotExperiment, SvdaExperiment, load_recipe, recipe_names, reproduce
+from attnrx_lab.papers.recipe import HEADER, RECIPES, read_header
+from attnrx_lab.papers.spot_methods import token_price
 
 SEED = 7
 
@@ -230,10 +230,9 @@ def test_only_must_be_a_dataset_of_the_recipe(tmp_path: Path):
 
 
 def test_recipes_travel_with_the_package():
-    """The wheel takes the folder that is beside the package in a checkout."""
-    root = Path(__file__).resolve().parents[1]
-    assert recipes_folder().resolve() == root / "recipes"
-    assert '"recipes" = "attnrx/recipes"' in (root / "pyproject.toml").read_text()
+    """The wheel holds whole packages, and the recipes are a folder of one."""
+    assert RECIPES.parent.name == "attnrx_lab"
+    assert 'packages = ["src/attnrx", "src/attnrx_lab"]' in (RECIPES.parents[2] / "pyproject.toml").read_text()
 
 
 @pytest.mark.slow

@@ -13,14 +13,14 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import attnrx as rx
-from attnrx.cli.commands import COMMANDS
+from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from test_browser import browser  # noqa: F401, a fixture
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES = {
     "rules": rx.rules.RULES,
-    "checks": rx.checks.CHECKS,
+    "checks": rx.checks.all_checks(),
     "tokens": rx.tokens.REDUCERS,
     "diagnostics": rx.diagnostics.DIAGNOSTICS,
 }
@@ -113,11 +113,11 @@ def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     assert [loss.__name__ for loss in rx.losses.LOSSES if f"attnrx.losses.{loss.__name__}" not in page.anchors] == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", command_modules())
 def test_every_command_and_option_is_in_the_reference(pages: dict[str, Page], name: str):
     page = pages["command-line.html"]
-    module = importlib.import_module(f"attnrx.cli.commands.{name}")
-    parser = Parser(name, COMMANDS[name], module.EXAMPLE)
+    module = command_module(name)
+    parser = Parser(name, command_module(name).SUMMARY, module.EXAMPLE)
     module.add(parser)
     _, _, section = page.text.partition(f'<h2 id="attnrx-{name}">')
     section = section.partition("<h2 ")[0]

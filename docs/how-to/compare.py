@@ -10,7 +10,7 @@
 import os
 
 import attnrx as rx
-from attnrx.experiments import Bench, Contender, Rates, compare_contenders, compare_speeds, noise_bench
+from attnrx_lab.comparison import Bench, Contender, Rates, compare_contenders, compare_speeds, noise_bench
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name

@@ -10,6 +10,7 @@
 import os
 
 import attnrx as rx
+from attnrx_lab.checks import Robustness
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
@@ -39,7 +40,7 @@ checks = [
     rx.checks.Fidelity(most_discrepancy=0.5),  # of the logits, relative (Eq. 46)
     rx.checks.Calibration(),
     rx.checks.Costs(),
-    rx.checks.Robustness(severities=(3,), corruptions=("gaussian_noise",)),
+    Robustness(severities=(3,), corruptions=("gaussian_noise",)),
 ]
 evidence = rx.verify(slim, model, splits.test, checks, masked=masked, prescription=prescription, diagnosis=diagnosis)
 for finding in evidence.findings:

@@ -1,21 +1,23 @@
 """The reference of the command line, from the parsers themselves."""
 
 import argparse
-import importlib
 from collections.abc import Iterator
 
-from attnrx.cli.commands import COMMANDS
+from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.main import EPILOG
 from attnrx.cli.parser import Parser
 
 
 def command_pages() -> str:
     """Gives a section for every command: what it does, an example, and its options in tables."""
-    return "\n\n".join((_overview(), *(_command(name) for name in COMMANDS)))
+    return "\n\n".join((_overview(), *(_command(name) for name in command_modules())))
 
 
 def _overview() -> str:
-    rows = [f"| [`attnrx {name}`](#attnrx-{name}) | {summary} |" for name, summary in COMMANDS.items()]
+    rows = [
+        f"| [`attnrx {name}`](#attnrx-{name}) | {command_module(name).SUMMARY} |"
+        for name, summary in ((name, command_module(name).SUMMARY) for name in command_modules())
+    ]
     codes = EPILOG.partition("exit codes:\n")[2].strip("\n").splitlines()
     told = [line.split(maxsplit=1) for line in codes]
     exits = [f"| {code} | {meaning} |" for code, meaning in told]
@@ -24,8 +26,8 @@ def _overview() -> str:
 
 
 def _command(name: str) -> str:
-    module = importlib.import_module(f"attnrx.cli.commands.{name}")
-    parser = Parser(name, COMMANDS[name], module.EXAMPLE)
+    module = command_module(name)
+    parser = Parser(name, command_module(name).SUMMARY, module.EXAMPLE)
     module.add(parser)
     parts = [f"## attnrx {name}", str(parser.description), f"```bash\n{_wrapped(module.EXAMPLE)}\n```"]
     for group in parser._action_groups:

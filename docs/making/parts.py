@@ -19,17 +19,22 @@ def _snake_case(name: str) -> str:
 # Every kind of part: its registry, name in text -> class.
 REGISTRIES: Mapping[str, Callable[[], Registry]] = {
     "rules": lambda: rx.rules.RULES,
-    "checks": lambda: rx.checks.CHECKS,
+    "checks": rx.checks.all_checks,
     "tokens": lambda: rx.tokens.REDUCERS,
     "losses": lambda: {_snake_case(kind.__name__): kind for kind in rx.losses.LOSSES},
     "diagnostics": lambda: rx.diagnostics.DIAGNOSTICS,
 }
 
 
+def _address(kind: str, part: type) -> str:
+    package = part.__module__.partition(".")[0]  # attnrx, or attnrx_lab for its checks
+    return f"{package}.{kind}.{part.__name__}"
+
+
 def table(kind: str) -> str:
     """Gives a line for every part: its name in text, what it does, and its knobs."""
     rows = [
-        f"| [`{name}`][attnrx.{kind}.{part.__name__}] | {first_sentence(part)} | {_knobs(part)} |"
+        f"| [`{name}`][{_address(kind, part)}] | {first_sentence(part)} | {_knobs(part)} |"
         for name, part in REGISTRIES[kind]().items()
     ]
     return "\n".join(("| in text | what it does | knobs |", "|---|---|---|", *rows))
@@ -38,7 +43,7 @@ def table(kind: str) -> str:
 def entries(kind: str) -> str:
     """Gives what is documented of every part, from its docstring."""
     return "\n\n".join(
-        f"::: attnrx.{kind}.{part.__name__}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind]().values()
+        f"::: {_address(kind, part)}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind]().values()
     )
 
 

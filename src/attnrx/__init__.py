@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _HOMES = {
     "AttnrxError": "attnrx.errors",
-    "Budget": "attnrx.flow",
+    "Budget": "attnrx.api",
     "Diagnosis": "attnrx.diagnosis",
     "Evidence": "attnrx.evidence",
     "Finding": "attnrx.evidence",
@@ -29,23 +29,23 @@ _HOMES = {
     "Spectrum": "attnrx.spectrum",
     "TrainingConfig": "attnrx.training",
     "ViTConfig": "attnrx.models",
-    "control_prescriptions": "attnrx.flow",
-    "diagnose": "attnrx.flow",
-    "export": "attnrx.flow",
-    "load": "attnrx.flow",
+    "control_prescriptions": "attnrx.api",
+    "diagnose": "attnrx.api",
+    "export": "attnrx.api",
+    "load": "attnrx.api",
     "load_data": "attnrx.data",
-    "matching": "attnrx.flow",
-    "measure_divergence": "attnrx.flow",
-    "plan": "attnrx.flow",
-    "prescribe": "attnrx.flow",
-    "prescribe_within": "attnrx.flow",
-    "push_to_hub": "attnrx.flow",
-    "realize": "attnrx.flow",
-    "refine": "attnrx.flow",
-    "save": "attnrx.flow",
-    "train": "attnrx.flow",
+    "matching": "attnrx.api",
+    "measure_divergence": "attnrx.api",
+    "plan": "attnrx.api",
+    "prescribe": "attnrx.api",
+    "prescribe_within": "attnrx.api",
+    "push_to_hub": "attnrx.api",
+    "realize": "attnrx.api",
+    "refine": "attnrx.api",
+    "save": "attnrx.api",
+    "train": "attnrx.training",
     "use_backend": "attnrx.models",
-    "verify": "attnrx.flow",
+    "verify": "attnrx.api",
     "write_report": "attnrx.reports",
 }
 
@@ -57,17 +57,14 @@ _ROOMS = (
     "costs",
     "data",
     "diagnostics",
-    "experiments",
     "exporting",
     "losses",
     "models",
     "processes",
     "realization",
     "reports",
-    "results",
     "rules",
     "storage",
-    "sweeps",
     "tokens",
     "training",
 )
@@ -112,7 +109,6 @@ if TYPE_CHECKING:
         costs,
         data,
         diagnostics,
-        experiments,
         exporting,
         losses,
         models,
@@ -120,18 +116,12 @@ if TYPE_CHECKING:
         processes,
         realization,
         reports,
-        results,
         rules,
         storage,
-        sweeps,
         tokens,
         training,
     )
-    from attnrx.data import load_data
-    from attnrx.diagnosis import Diagnosis
-    from attnrx.errors import AttnrxError
-    from attnrx.evidence import Evidence, Finding
-    from attnrx.flow import (
+    from attnrx.api import (
         Budget,
         control_prescriptions,
         diagnose,
@@ -146,14 +136,17 @@ if TYPE_CHECKING:
         realize,
         refine,
         save,
-        train,
         verify,
     )
+    from attnrx.data import load_data
+    from attnrx.diagnosis import Diagnosis
+    from attnrx.errors import AttnrxError
+    from attnrx.evidence import Evidence, Finding
     from attnrx.models import ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
     from attnrx.spectrum import Spectrum
-    from attnrx.training import TrainingConfig
+    from attnrx.training import TrainingConfig, train
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from attnrx.data.readers.reader import SPLITS
 from attnrx.data.splits import VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import family_of
+from attnrx.optional import required_module
 from attnrx.shapes import Float, Tensor
 
 
@@ -36,7 +37,7 @@ def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "chann
     scale = Normalization(*family.normalization(model))
 
     def preprocess(picture: Any) -> Tensor:
-        from torchvision.transforms.v2 import functional as transforms
+        transforms = required_module("torchvision.transforms.v2.functional", "data", "preprocessing of PIL images")
 
         pixels = transforms.pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
         return scale.apply(geometry.still(pixels).float() / 255)

@@ -1,6 +1,7 @@
 """A sweep that was stopped anywhere, in any way, and run again == one that never was: no finished job runs twice."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,8 +12,7 @@ import pytest
 
 import sweep_work
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.results import Ended, Job, Result, Store
-from attnrx.sweeps import Sweep, make_engine, run_jobs
+from attnrx_lab.sweeps import Job, Result, Sweep, SweepStudy
 from sweep_work import notes, run, sweep
 
 SCRIPT = Path(sweep_work.__file__)
@@ -23,16 +23,18 @@ EVERY = [str(number) for number in range(6)]
 def store(tmp_path: Path) -> Path:
     """A store with six slow jobs."""
     path = tmp_path / "results.sqlite"
-    assert Store(path).add(sweep(tmp_path).jobs) == 6
+    assert SweepStudy(path).add(sweep(tmp_path).jobs) == 6
     return path
 
 
 def statuses(store: Path) -> list[str]:
-    return [entry.status for entry in Store(store).entries()]
+    return [entry.state for entry in SweepStudy(store).states()]
 
 
 def values(store: Path) -> dict[str, float | None]:
-    return {str(result.labels["seed"]): result.value for result in Store(store).results() if result.metric == "value"}
+    return {
+        str(result.labels["seed"]): result.value for result in SweepStudy(store).results() if result.metric == "value"
+    }
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
@@ -74,15 +76,15 @@ def test_a_sweep_killed_in_the_middle_goes_on(store: Path, tmp_path: Path) -> No
     killed.kill()
     killed.wait()
     wait_for(lambda: not any(alive(worker) for worker in workers))
-    before = {entry.job.id: entry for entry in Store(store).entries()}
-    finished = [entry for entry in before.values() if entry.status == "done"]
-    begun = [entry for entry in before.values() if entry.status == "running"]
+    before = {entry.job.id: entry for entry in SweepStudy(store).states()}
+    finished = [entry for entry in before.values() if entry.state == "done"]
+    begun = [entry for entry in before.values() if entry.state == "running"]
     assert begun, "the kill came while jobs were running"
     assert 2 <= len(finished) < 6
 
     assert run(store, 2)["done"] == 6
     assert values(store) == {name: float(name) for name in EVERY}
-    after = {entry.job.id: entry for entry in Store(store).entries()}
+    after = {entry.job.id: entry for entry in SweepStudy(store).states()}
     for entry in finished:
         assert after[entry.job.id] == entry, "what was finished is as it was"
         assert notes(tmp_path, entry.job.labels["seed"]) == ["began", "ended"]
@@ -92,24 +94,24 @@ def test_a_sweep_killed_in_the_middle_goes_on(store: Path, tmp_path: Path) -> No
 
 def test_a_job_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     path = tmp_path / "results.sqlite"
-    store = Store(path)
+    store = SweepStudy(path)
     for what in ("refuse", "break", "die", "quick"):
         store.add(Sweep.of([what, "{seed}", str(tmp_path)], {"seed": [1]}).jobs)
     assert run(path, 1) == {"waiting": 0, "running": 0, "done": 1, "failed": 3}
-    errors = [entry.error or "" for entry in store.entries()]
+    errors = [entry.error or "" for entry in store.states()]
     assert errors[0] == "1 is refused."
     assert errors[1] == "RuntimeError: 1 is broken"
     assert "was ended by SIGKILL" in errors[2]
-    assert store.retry() == 3
+    assert store.requeue_failed() == 3
     assert run(path, 2)["failed"] == 3
-    assert [entry.attempts for entry in store.entries()] == [2, 2, 2, 1]
+    assert [entry.attempts for entry in store.states()] == [2, 2, 2, 1]
 
 
 def test_what_a_job_says_is_in_its_folder(store: Path) -> None:
     run(store, 3)
-    for entry in Store(store).entries():
+    for entry in SweepStudy(store).states():
         log = store.with_suffix(".jobs") / entry.job.id / "log.txt"
-        assert log.read_text() == f"said by {entry.job.labels['seed']}\n"
+        assert log.read_text() == f"output of {entry.job.labels['seed']}\n"
 
 
 def test_two_sweeps_share_a_store(store: Path, tmp_path: Path) -> None:
@@ -120,36 +122,44 @@ def test_two_sweeps_share_a_store(store: Path, tmp_path: Path) -> None:
     assert statuses(store) == ["done"] * 6
 
 
-def test_every_job_is_claimed_by_one(tmp_path: Path) -> None:
+def test_every_job_is_taken_once(tmp_path: Path) -> None:
     path = tmp_path / "results.sqlite"
-    first, second = Store(path), Store(path)
+    first, second = SweepStudy(path), SweepStudy(path)
     first.add(Job((str(number),)) for number in range(5))
-    claimed = [each.claim() for each in (first, second, first, second, first, second)]
-    assert sorted(job.words[0] for job in claimed if job) == ["0", "1", "2", "3", "4"]
-    assert claimed[-1] is None
+    taken = [each.take() for each in (first, second, first, second, first, second)]
+    assert sorted(one[1].words[0] for one in taken if one) == ["0", "1", "2", "3", "4"]
+    assert taken[-1] is None
 
 
-def test_a_job_is_anybodys_when_its_lease_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a machine that is gone leaves it: whoever was late has no say any more."""
+def test_a_job_waits_again_when_its_process_is_gone_and_not_before(tmp_path: Path) -> None:
     path = tmp_path / "results.sqlite"
-    late, other = Store(path), Store(path)
-    late.add([Job(("slow",))])
-    job = late.claim()
-    assert job is not None
-    now = time.time()
-    monkeypatch.setattr("attnrx.results.time.time", lambda: now + 50)
-    late.renew()
-    monkeypatch.setattr("attnrx.results.time.time", lambda: now + 100)
-    assert other.claim() is None, "the lease was renewed"
-    monkeypatch.setattr("attnrx.results.time.time", lambda: now + 120)
-    assert other.claim() == job
-    assert not late.finish(job, Ended(1.0, {}), [Result("value", 1.0)])
-    assert other.finish(job, Ended(2.0, {}), [Result("value", 2.0)])
+    gone, other = SweepStudy(path), SweepStudy(path)
+    gone.add([Job(("slow",))])
+    taken = gone.take()
+    assert taken is not None
+    assert other.requeue_abandoned() == 0, "its process runs"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    taken[0].set_user_attr("owner", [platform.node(), ended.pid])
+    assert other.requeue_abandoned() == 1
+    again = other.take()
+    assert again is not None and again[1] == taken[1]
+    assert not gone.finish(taken[0], 1.0, [Result("value", 1.0)], None, {})
+    other.finish(again[0], 2.0, [Result("value", 2.0)], None, {})
     assert [result.value for result in other.results()] == [2.0]
+    assert [(state.state, state.attempts) for state in other.states()] == [("done", 2)]
+
+
+def test_a_worker_that_comes_too_late_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker takes the last job between the look at the waiting ones and the request for one."""
+    study = SweepStudy(tmp_path / "results.sqlite")
+    monkeypatch.setattr(study, "_trials", lambda _: [object()])
+    assert study.take() is None
+    assert study.states() == ()
 
 
 def test_the_same_words_are_the_same_job(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results.sqlite")
+    store = SweepStudy(tmp_path / "results.sqlite")
     assert store.add(sweep(tmp_path, count=2).jobs) == 2
     assert store.add(sweep(tmp_path, count=3).jobs) == 1
 
@@ -181,21 +191,6 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         Sweep.load(file)
     file.write_text('command = "train {seed}"\n[grid]\nseed = [0, 1]\n')
     assert [job.words for job in Sweep.load(file).jobs] == [("train", "0"), ("train", "1")]
-
-
-@pytest.mark.slow
-def test_ray_runs_the_same_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    # Its workers are no children of this process, and must find the work as they find attnrx.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    path = tmp_path / "results.sqlite"
-    store = Store(path)
-    store.add(sweep(tmp_path, "quick", 3).jobs)
-    store.add(Sweep.of(["break", "{seed}", str(tmp_path)], {"seed": [9]}).jobs)
-    counts = run_jobs(store, make_engine("ray", sweep_work.work, 2, threads=1), 1, lambda _: None)
-    assert counts == {"waiting": 0, "running": 0, "done": 3, "failed": 1}, store.entries()
-    assert values(path) == {name: float(name) for name in EVERY[:3]}
-    assert store.entries()[-1].error == "RuntimeError: 9 is broken"
 
 
 def test_a_signal_ends_the_sweep_and_its_jobs_wait_again(store: Path) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import cases
+from attnrx.api import control_prescriptions, prescribe
 from attnrx.budget import prescribed_costs
 from attnrx.checks import Bounds, Comparison
 from attnrx.costs import count_params, count_product_macs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported
 from attnrx.examination import diagnose
-from attnrx.flow import control_prescriptions, prescribe
 from attnrx.models import attach_tokens_, evaluating, family_of, load_model, model_fingerprint, save_model, written_out
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import cases
+from attnrx.api import prescribe
 from attnrx.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
 from attnrx.examination import diagnose
-from attnrx.flow import prescribe
 from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize

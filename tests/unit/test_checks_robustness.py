@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import cases
-from attnrx.checks import Comparison, Robustness
-from attnrx.data import CORRUPTION_GROUPS, CORRUPTIONS, Normalization
+from attnrx.checks import Comparison
+from attnrx.data import Normalization
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import attach_tokens_, family_of
 from attnrx.tokens import TokenPolicy, ToMe
+from attnrx_lab.checks import Robustness
+from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS
 from comparisons import Setting, pixels
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from attnrx.checks import CHECKS, Robustness, parse_checks, standard
+from attnrx.checks import CHECKS, all_checks, parse_checks, standard
 from attnrx.errors import AttnrxError
+from attnrx_lab.checks import Robustness
 
 
 @pytest.mark.parametrize(
@@ -59,5 +60,5 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 
 def test_what_is_only_on_request_is_not_standard() -> None:
-    assert {name for name, check in CHECKS.items() if check.on_request} == {"controls", "promises", "transfer"}
+    assert {name for name, check in all_checks().items() if check.on_request} == {"controls", "promises", "transfer"}
     assert {check.name for check in standard()} == {name for name, check in CHECKS.items() if not check.on_request}

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates, zoom
 
-from attnrx.data import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
-from attnrx.data.corruptions.filters import landscapes, streaked
 from attnrx.data.passes import generator
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
+from attnrx_lab.corruptions.filters import landscapes, streaked
 
 # One amount that rises. The others trade several against each other, or hang on what the image shows.
 RISING = ("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "gaussian_blur", "brightness", "contrast")
@@ -119,7 +119,7 @@ def test_glass_moves_pixels_no_farther_than_it_may() -> None:
 
 
 def test_glass_copies_as_the_benchmark_does() -> None:
-    from attnrx.data.corruptions.blur import _copied
+    from attnrx_lab.corruptions.blur import _copied
 
     pixels = np.arange(12.0).reshape(4, 3).copy()
     targets, sources = [3, 2, 1, 3], [2, 1, 3, 0]
@@ -175,7 +175,7 @@ def test_contrast_keeps_the_mean_and_scales_the_rest() -> None:
 
 
 def test_elastic_reads_between_pixels_as_scipy_does() -> None:
-    from attnrx.data.corruptions.digital import _sampled
+    from attnrx_lab.corruptions.digital import _sampled
 
     images = smooth(20)[:1]
     places = 26 * torch.rand(1, 400, 2, generator=generator(4)) - 3  # beyond the border too

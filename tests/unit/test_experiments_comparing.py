@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import cases
+from attnrx.api import prescribe
 from attnrx.errors import InvalidInput, NothingChanged, UnknownName
 from attnrx.examination import diagnose
-from attnrx.experiments import Bench, Contender, compare_contenders
-from attnrx.experiments.differences import ImageResults, paired_differences
-from attnrx.flow import prescribe
 from attnrx.models import family_of
 from attnrx.prescription import LAYER_MAPS, Prescription
 from attnrx.realization import realize
 from attnrx.storage import read_json
+from attnrx_lab.comparison import Bench, Contender, compare_contenders
+from attnrx_lab.comparison.differences import ImageResults, paired_differences
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]

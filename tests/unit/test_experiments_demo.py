@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnrx.api import load
 from attnrx.evidence import Evidence
-from attnrx.experiments import DemoResult, demo
-from attnrx.experiments.generated import generated_splits
-from attnrx.experiments.short_training import patch_size, short_training, small_model
-from attnrx.flow import load
 from attnrx.models import model_fingerprint
 from attnrx.training import Silent
+from attnrx_lab.demo import DemoResult, demo
+from attnrx_lab.papers.generated_data import generated_splits
+from attnrx_lab.papers.short_training import patch_size, short_training, small_model
 
 # Under the name of the digits, so that the small model of theirs is trained.
 SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")
@@ -27,7 +27,7 @@ def single_precision(exact_arithmetic: None) -> None:
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
     folder = tmp_path_factory.mktemp("demo")
-    return demo(SPLITS, folder, epochs=2, reporter=Silent(), say=STAGES.append)
+    return demo(SPLITS, folder, epochs=2, reporter=Silent(), log=STAGES.append)
 
 
 def test_all_files_are_there_and_are_read_back(result: DemoResult):

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.api import diagnose, realize, save
 from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.experiments import FusionExperiment, IrrattExperiment, Method
-from attnrx.experiments.fusion import blocks
-from attnrx.experiments.fusion_pictures import fusions_page, ranks_page
-from attnrx.experiments.irratt_methods import paper_price, realized_price
-from attnrx.flow import diagnose, realize, save
 from attnrx.models import build_model, family_of
 from attnrx.training import Silent
+from attnrx_lab.papers import FusionExperiment, IrrattExperiment, Method
+from attnrx_lab.papers.fusion import blocks
+from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
+from attnrx_lab.papers.irratt_methods import paper_price, realized_price
 
 HALF = (
     Method("original"),

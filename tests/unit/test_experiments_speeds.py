@@ -8,9 +8,9 @@ import torch
 import cases
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.errors import InvalidInput
-from attnrx.experiments import Contender, Rates, compare_speeds, noise_bench
 from attnrx.models import build_model, family_of
 from attnrx.storage import read_json
+from attnrx_lab.comparison import Contender, Rates, compare_speeds, noise_bench
 
 PROTOCOL = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnrx.api import load
 from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.experiments.spot import alone
-from attnrx.experiments.spot_experiment import FineTuning, SpotExperiment
-from attnrx.experiments.spot_methods import TokenMethod, token_price
-from attnrx.experiments.spot_speed import SpeedExperiment
-from attnrx.experiments.spot_tables import SUBJECTS, at, projected, untrained
-from attnrx.flow import load
 from attnrx.models import reduction_of
 from attnrx.training import Silent
+from attnrx_lab.papers.spot import alone
+from attnrx_lab.papers.spot_experiment import FineTuning, SpotExperiment
+from attnrx_lab.papers.spot_methods import TokenMethod, token_price
+from attnrx_lab.papers.spot_speed import SpeedExperiment
+from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected, untrained
 
 SPOT, RANDOM = TokenMethod("spot", "spot"), TokenMethod("random", "random")
 TOME, ORIGINAL = TokenMethod("tome", "tome", trained=False), TokenMethod("all", trained=False)

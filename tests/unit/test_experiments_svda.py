@@ -9,8 +9,8 @@ import torch
 
 from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, UnknownName
-from attnrx.experiments import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
 from attnrx.training import Silent
+from attnrx_lab.papers import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
 
 TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=("renormalized",), draws=3)
 

@@ -11,9 +11,9 @@ import attnrx as rx
 from attnrx.cli.main import main
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput
-from attnrx.experiments import SvdaExperiment, SvdaRun, load_recipe, make_table
-from attnrx.experiments.recipe import Column, Expected, Recipe, RecipeFile, Row
-from attnrx.experiments.table import ReproducedTable
+from attnrx_lab.papers import SvdaExperiment, SvdaRun, load_recipe, make_table
+from attnrx_lab.papers.recipe import Column, Expected, Recipe, RecipeFile, Row
+from attnrx_lab.papers.table import ReproducedTable
 
 LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)

@@ -16,8 +16,8 @@ from attnrx.checks.statistics import proportion
 from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Relabelled, Splits, fit_labels, from_tensors, imagenet_indices
 from attnrx.errors import DataError, UnknownName
-from attnrx.experiments import Bench, Contender, compare_contenders
 from attnrx.models import build_model
+from attnrx_lab.comparison import Bench, Contender, compare_contenders
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}
 CONFIG = cases.CONFIGS["dense"]  # three classes

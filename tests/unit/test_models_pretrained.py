@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from attnrx.api import load, push_to_hub
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.flow import load, push_to_hub
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, save_weights
 from attnrx.models.low_rank_linear import LowRankLinear

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import cases
+from attnrx.api import diagnose, prescribe, realize
 from attnrx.attention import Eager, using
 from attnrx.costs import count_params, count_product_macs
 from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, plain_svd
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.experiments.peers import (
+from attnrx.models import VisionTransformer, family_of
+from attnrx_lab.baselines import (
     FACTORS,
     MAPS,
     PEERS,
@@ -26,9 +28,7 @@ from attnrx.experiments.peers import (
     places,
     with_factors,
 )
-from attnrx.experiments.peers.maps import linear_at, weights_at
-from attnrx.flow import diagnose, prescribe, realize
-from attnrx.models import VisionTransformer, family_of
+from attnrx_lab.baselines.maps import linear_at, weights_at
 from comparisons import pixels
 
 CONFIGS = ("dense", "svda")

@@ -10,10 +10,10 @@ import pytest
 from attnrx.checks.statistics import Estimate
 from attnrx.cli import main
 from attnrx.errors import CheckpointError
-from attnrx.experiments.comparing import Trial, Trials
-from attnrx.experiments.differences import Difference
 from attnrx.reports import ComparisonRecord, ReportContent
 from attnrx.reports.page import render
+from attnrx_lab.comparison.comparing import Trial, Trials
+from attnrx_lab.comparison.differences import Difference
 
 ABOUT: dict[str, Any] = {
     "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},

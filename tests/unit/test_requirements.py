@@ -9,7 +9,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-STATED = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
+EXTRAS = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+STATED = [*PROJECT["dependencies"], *(each for each in EXTRAS if not each.startswith("attnrx["))]
 PINNED = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (ROOT / "requirements" / "oldest.txt").read_text(), re.MULTILINE))
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,7 @@ import pytest
 from attnrx.checks.statistics import t_interval
 from attnrx.cli import main
 from attnrx.errors import CheckpointError
-from attnrx.reports import ReportContent, SweepRecord, write_report
-from attnrx.reports.sections.sweep import sweep
-from attnrx.reports.sweep import over_seeds
-from attnrx.results import Ended, Job, Result, Store
-from attnrx.sweeps import rows_of
+from attnrx_lab.sweeps import Job, Result, SweepStudy, SweepSummary, over_seeds, rows_of
 
 ESTIMATE = {"value": 80.0, "low": 70.0, "high": 90.0}
 COMPARISON = {
@@ -58,16 +53,16 @@ TABLE = {
 def store(folder: Path, values: dict[int, float]) -> Path:
     """Two contenders at two costs, with one seed for each of the values."""
     path = folder / "results.sqlite"
-    made = Store(path)
+    made = SweepStudy(path)
     for seed, value in values.items():
         for contender, worse in (("a|b", 0.0), ("<b>", 5.0)):
             made.add([Job((contender, str(seed)), {"seed": seed, "data": "digits", "contender": contender})])
-            job = made.claim()
-            assert job is not None
+            taken = made.take()
+            assert taken is not None
             labels = ({"share": 0.5}, {"share": 0.25})
             rows = [Result("macs_share", own["share"], labels=own) for own in labels]
             rows += [Result("change", value - worse / own["share"], -9.0, 9.0, 50, "points", own) for own in labels]
-            made.finish(job, Ended(1.0, {}), rows)
+            made.finish(taken[0], 1.0, rows, None, {})
     return path
 
 
@@ -113,37 +108,6 @@ def test_where_the_seed_changes_nothing_the_interval_is_that_of_the_measurement(
     assert (mean.value, mean.low, mean.high, mean.runs) == (4.0, 1.0, 9.0, 3)
 
 
-def test_a_page_shows_curves_and_every_number(tmp_path: Path) -> None:
-    found = SweepRecord.load(store(tmp_path, {0: 1.0, 1: 2.0}))
-    assert found.runs == 2
-    page = write_report(tmp_path / "page.html", ReportContent("sweep", sweep=found)).read_text()
-    assert "4 of 4 jobs of a sweep are done, up to 2 seeds each" in page
-    assert "% of the original&#39;s MACs" in page or "% of the original's MACs" in page
-    assert page.count('class="band') == 2
-    assert "&lt;b&gt;" in page
-    assert "<b>" not in page.partition("</style>")[2]
-
-
-def test_what_was_compared_is_drawn_over_what_was_timed(tmp_path: Path) -> None:
-    """In one store: quality over time where a time is known, and speed over the MACs of the same contender."""
-    made = Store(tmp_path / "results.sqlite")
-    for record in (COMPARISON, SPEEDS):
-        made.add([Job((record["kind"],), {"model": "tiny"})])
-        job = made.claim()
-        assert job is not None
-        made.finish(job, Ended(1.0, {}), rows_of(record))
-    section = sweep(ReportContent("sweep", sweep=SweepRecord.load(made.path)))
-    assert section is not None
-    drawn = [(figure.title, "original's time" in unescape(figure.picture)) for figure in section.data["figures"]]
-    over_macs = [title for title, timed in drawn if not timed]
-    over_time = [title for title, timed in drawn if timed]
-    assert over_macs == [
-        *(f"{metric}: model tiny" for metric in ("accuracy", "change", "agreement", "divergence")),
-        "speedup: model tiny, batch 8, threads 1",
-    ]
-    assert over_time[:4] == over_macs[:4]
-
-
 def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = str(store(tmp_path, {0: 1.0, 1: 2.0}))
     assert main(["sweep", "results", place, "--format", "csv"]) == 0
@@ -169,20 +133,18 @@ def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.Captur
     assert main(["sweep", "status", place, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["counts"] == {"waiting": 0, "running": 0, "done": 4, "failed": 0}
-    assert main(["report", place, "--out", str(tmp_path / "page.html")]) == 0
     assert main(["sweep", "results", place]) == 0
     assert "a|b" in capsys.readouterr().out
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        Store(tmp_path / "none.sqlite", create=False)
+        SweepStudy(tmp_path / "none.sqlite", create=False)
     (tmp_path / "text.sqlite").write_text("not a database, and long enough to be told from an empty one" * 20)
-    with pytest.raises(CheckpointError, match="cannot be used as a results store"):
-        Store(tmp_path / "text.sqlite", create=False)
-    Store(tmp_path / "new.sqlite")
+    with pytest.raises(CheckpointError, match="cannot be used as the storage of a sweep"):
+        SweepStudy(tmp_path / "text.sqlite", create=False)
     with pytest.raises(CheckpointError, match="holds no number yet"):
-        SweepRecord.load(tmp_path / "new.sqlite")
+        SweepSummary.of(SweepStudy(tmp_path / "new.sqlite"))
     assert main(["sweep", "run", "--command", "costs x"]) == 2
     assert "--store" in capsys.readouterr().err
 
@@ -193,7 +155,7 @@ def test_commands_are_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     command = ["sweep", "run", "--store", str(tmp_path / "r.sqlite"), "--command", "costs {model}"]
     assert main([*command, "--over", "model=svda:digits,svda:nothing", "--json"]) == 1
     jobs = json.loads(capsys.readouterr().out)["jobs"]
-    assert [job["status"] for job in jobs] == ["done", "failed"]
+    assert [job["state"] for job in jobs] == ["done", "failed"]
     assert "svda:nothing" in jobs[1]["error"]
-    metrics = {result.metric for result in Store(tmp_path / "r.sqlite").results()}
+    metrics = {result.metric for result in SweepStudy(tmp_path / "r.sqlite").results()}
     assert any("macs" in metric for metric in metrics)

@@ -4,6 +4,10 @@ comparison = Comparison(candidate, reference, splits.test, masked=masked, prescr
 findings = [finding for check in standard() for finding in check(comparison)]
 """
 
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+
 from torch import nn
 
 from attnrx.checks.accuracy import Accuracy
@@ -17,13 +21,10 @@ from attnrx.checks.costs import Costs
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.promises import Promises
-from attnrx.checks.robustness import Robustness
 from attnrx.checks.text import Asked, parse_checks_text
-from attnrx.checks.transfer import Transfer
 
 CHECKS: dict[str, type[Check]] = {
-    check.name: check
-    for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises, Robustness, Transfer)
+    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises)
 }
 
 __all__ = [
@@ -40,17 +41,22 @@ __all__ = [
     "Latency",
     "Predictions",
     "Promises",
-    "Robustness",
-    "Transfer",
     "aggregate",
+    "all_checks",
     "parse_checks",
     "standard",
 ]
 
 
+@cache
+def all_checks() -> Mapping[str, type[Check]]:
+    """Returns CHECKS and the checks of other packages: entry points of the group `attnrx.checks`, by name."""
+    return CHECKS | {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
+
+
 def parse_checks(text: str) -> tuple[Asked, ...]:
     """Reads checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
-    return parse_checks_text(text, CHECKS)
+    return parse_checks_text(text, all_checks())
 
 
 def standard(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
@@ -58,5 +64,5 @@ def standard(masked: nn.Module | None = None, controls: Controls | None = None) 
 
     `masked`, the reference with the prescription realized as zeros, lets fidelity and bounds speak of it too.
     """
-    checks = (Accuracy(), Fidelity(masked), Calibration(), Costs(), Latency(), Bounds(masked), Robustness())
+    checks = (Accuracy(), Fidelity(masked), Calibration(), Costs(), Latency(), Bounds(masked))
     return checks if controls is None else (*checks, controls)

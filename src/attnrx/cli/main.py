@@ -1,6 +1,5 @@
 """The entry point: finds the command, runs it, and turns what happened into words and an exit code."""
 
-import importlib
 import json
 import os
 import signal
@@ -14,12 +13,13 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 
 import attnrx as rx
-from attnrx.cli.commands import COMMANDS
+from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.options import require_environment
-from attnrx.cli.outcome import Outcome, Say, show
+from attnrx.cli.outcome import Outcome, show
 from attnrx.cli.outputs import require_out
 from attnrx.cli.parser import Parser, UsageError
 from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
+from attnrx.progress import Log
 
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Tells people how it is going, on stderr."""
     if _speaks():
         print(line, file=sys.stderr, flush=True)
@@ -117,13 +117,13 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"attnrx {rx.__version__}")
         return 0
-    outcome = outcome_of(words, say)
+    outcome = outcome_of(words, log)
     if _speaks():
         _present(outcome, "--json" in words)
     return outcome.code
 
 
-def outcome_of(words: Sequence[str], say: Say) -> Outcome:
+def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     """Runs the command that the words name, whatever it raises, and gives its answer."""
     require_environment()
     command, parser, arguments = parsed(words)
@@ -131,16 +131,16 @@ def outcome_of(words: Sequence[str], say: Say) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)
         warnings.showwarning = _warn
-        return command.run(arguments, say)
+        return command.run(arguments, log)
 
 
 def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
     """Returns the module of the command that the words name, its parser and its arguments."""
     name, rest = words[0], words[1:]
-    if name not in COMMANDS:
-        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")
-    command = importlib.import_module(f"attnrx.cli.commands.{name}")
-    parser = Parser(name, COMMANDS[name], command.EXAMPLE)
+    if name not in command_modules():
+        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_modules())} See `attnrx --help`.")
+    command = command_module(name)
+    parser = Parser(name, command.SUMMARY, command.EXAMPLE)
     command.add(parser)
     return command, parser, parser.parse_args(rest)
 
@@ -149,7 +149,7 @@ def _warn(message: Warning | str, category: type[Warning], filename: str, lineno
     """Says our own warnings plainly, and those of libraries as Python does."""
     ours = issubclass(category, ScaleWarning)
     text = f"attnrx: warning: {message}" if ours else warnings.formatwarning(message, category, filename, lineno)
-    say(text.rstrip())
+    log(text.rstrip())
 
 
 def _present(outcome: Outcome, as_json: bool) -> None:
@@ -178,8 +178,8 @@ def _speaks() -> bool:
 
 def overview() -> str:
     """Gives the help of attnrx itself."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items()]
+    width = max(map(len, command_modules()))
+    lines = [f"  {name.ljust(width)}  {command_module(name).SUMMARY}" for name in command_modules()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"
     purpose = (
         "Prescriptions for attention: diagnose a Vision Transformer, prescribe, make it smaller, prove what it cost."

@@ -1,11 +1,9 @@
 """What a command gives back, and how it is shown: a table on a terminal, plain text elsewhere, JSON on request."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

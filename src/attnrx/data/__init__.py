@@ -11,7 +11,6 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 from attnrx.data.adapters import ImageData, image_set
 from attnrx.data.augmentation import Augmentation
 from attnrx.data.catalogue import DATASETS, DatasetCard
-from attnrx.data.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
 from attnrx.data.loading import load_data
@@ -21,14 +20,10 @@ from attnrx.data.readers.arrow import Columns
 from attnrx.data.splits import Splits
 
 __all__ = [
-    "CORRUPTIONS",
-    "CORRUPTION_GROUPS",
     "DATASETS",
-    "SEVERITIES",
     "Augmentation",
     "Batch",
     "Columns",
-    "Corruption",
     "DatasetCard",
     "ImageData",
     "ImageSet",

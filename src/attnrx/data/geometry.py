@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from attnrx.data.augmentation import Box
+from attnrx.optional import required_module
 from attnrx.shapes import Tensor, UInt8
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
@@ -54,7 +55,7 @@ class Geometry:
 
     def window(self, picture: UInt8[Tensor, "channels height width"], box: Box) -> UInt8[Tensor, "channels size size"]:
         """Resizes one window of a picture to the model's input."""
-        from torchvision.transforms.v2 import functional as transforms
+        transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
 
         return transforms.resized_crop(picture, *box, [self.size, self.size], antialias=True)
 

@@ -1,6 +1,5 @@
 """The contract of a format: a captured program in, a file out, and what runs the file."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,16 +65,6 @@ class Format(ABC):
             raise NotSupported(
                 f"{self.name} at {_name(dtype)}: it is written at {known}. Give precision={_name(self.dtypes[0])!r}."
             )
-
-
-def needed(module: str, extra: str) -> Any:
-    """Imports what a format needs, or says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise NotSupported(
-            f"this format needs the package {module.partition('.')[0]} ({error}): pip install 'attnrx[{extra}]'."
-        ) from error
 
 
 def require_suffix(path: Path, suffix: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnrx.errors import InvalidInput
-from attnrx.exporting.format import Format, Run, needed, to_numpy
+from attnrx.exporting.format import Format, Run, to_numpy
+from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 
 INPUT, OUTPUT, EXTRA = "images", "logits", "onnx"
@@ -36,7 +37,7 @@ class Onnx(Format):
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program, and lets its own optimizer fold what is constant."""
         for package in ("onnx", "onnxscript"):
-            needed(package, EXTRA)
+            required_module(package, EXTRA, "this format")
         translated: Any = torch.onnx.export(
             program,
             dynamo=True,
@@ -59,7 +60,7 @@ def _translations() -> dict[Any, Any]:
 
     TopK of all is one, for of two equal values it puts the one with the lower index first.
     """
-    op = needed("onnxscript", EXTRA).opset18
+    op = required_module("onnxscript", EXTRA, "this format").opset18
 
     def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
         count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
@@ -70,7 +71,7 @@ def _translations() -> dict[Any, Any]:
 
 def session(path: Path, threads: int) -> Run:
     """Opens an ONNX file in ONNX Runtime on so many threads, which do not spin while they wait."""
-    runtime = needed("onnxruntime", EXTRA)
+    runtime = required_module("onnxruntime", EXTRA, "this format")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3

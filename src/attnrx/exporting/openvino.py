@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.exporting.format import Format, Run, needed, to_numpy
+from attnrx.exporting.format import Format, Run, to_numpy
+from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 
 EXTRA = "openvino"
@@ -25,12 +26,12 @@ class OpenVINO(Format):
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program and saves it without narrowing the weights."""
-        openvino = needed("openvino", EXTRA)
+        openvino = required_module("openvino", EXTRA, "this format")
         openvino.save_model(openvino.convert_model(program), str(path), compress_to_fp16=False)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Compiles the model for the CPU."""
-        openvino = needed("openvino", EXTRA)
+        openvino = required_module("openvino", EXTRA, "this format")
         hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         compiled = openvino.Core().compile_model(str(path), "CPU", hints)
 

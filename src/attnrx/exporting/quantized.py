@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from attnrx.errors import InvalidInput
-from attnrx.exporting.format import Run, needed, to_numpy
+from attnrx.exporting.format import Run, to_numpy
 from attnrx.exporting.onnx import EXTRA, INPUT, Onnx, session
+from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 
 # What ends an activation function: its own operator, or the product that GELU, SiLU and gates are written out to.
@@ -49,7 +50,10 @@ class Int8(Onnx):
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Writes the ONNX, watches it on the images, and quantises it."""
-        quantization, onnx = needed("onnxruntime.quantization", EXTRA), needed("onnx", EXTRA)
+        quantization, onnx = (
+            required_module("onnxruntime.quantization", EXTRA, "this format"),
+            required_module("onnx", EXTRA, "this format"),
+        )
         plain = path.with_name(f"float_{path.name}")
         try:
             super().write(program, plain, images)

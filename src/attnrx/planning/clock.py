@@ -16,10 +16,10 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import TokenReduction, attach_tokens_, family_of
 from attnrx.models.blocks import block_names
 from attnrx.models.last_layer import last_layer_of
-from attnrx.planning.damages import Say
 from attnrx.planning.fitting import never_slower, never_slower_mlp
 from attnrx.planning.prices import Prices
 from attnrx.planning.space import TOKENS, Choices, Space
+from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
@@ -62,7 +62,7 @@ class Clock:
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
 
-def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
+def timed_prices(space: Space, clock: Clock, log: Log) -> Prices:
     """Times one block of every kind at every level and at several numbers of tokens, and the whole model beside it.
 
     Where tokens have left, attention may count the sizes of the others, and does in what is timed. Each time is
@@ -83,7 +83,7 @@ def timed_prices(space: Space, clock: Clock, say: Say) -> Prices:
     for qk in (0, *space.available("qk")):
         for vo in (0, *space.available("vo")):
             attention[qk, vo] = timer.block({"qk": qk, "vo": vo})
-        say(f"prices: qk at {space.levels[qk]:g}")
+        log(f"prices: qk at {space.levels[qk]:g}")
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in space.available("mlp"):

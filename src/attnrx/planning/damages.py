@@ -16,11 +16,11 @@ from attnrx.planning.answers import Answers, Pixels, log_probabilities, softened
 from attnrx.planning.resuming import as_output, recorded, resumed
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision
+from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import ALL_LAYERS, TokenPolicy
 
-Say = Callable[[str], None]
 Weights = Mapping[str, np.ndarray]
 Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]
 
@@ -74,7 +74,7 @@ class Damages:
         return found
 
 
-def measure_damages(space: Space, answers: Answers, say: Say) -> dict[str, Damages]:
+def measure_damages(space: Space, answers: Answers, log: Log) -> dict[str, Damages]:
     """Measures every axis at a few levels in every layer alone; the error that ranks leave out says what lies between.
 
     Gives the damages by every one of MEASURES.
@@ -100,7 +100,7 @@ def measure_damages(space: Space, answers: Answers, say: Say) -> dict[str, Damag
                 measured[key] += passing.with_block_of(probe)
             for place, count in enumerate(counts):
                 leaving[:, place] += passing.with_leaving(count)
-            say(f"damages: {done} of {len(answers.batches)} batches")
+            log(f"damages: {done} of {len(answers.batches)} batches")
     places, found = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
         own = {key: sums[:, index] for key, sums in measured.items()}

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 import numpy as np
-from sklearn.linear_model import LinearRegression
 
+from attnrx.optional import required_module
 from attnrx.planning.space import Space
 
 
@@ -44,5 +44,6 @@ def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> n
     """Fits times [places, numbers] by what every step that a place has reached saves, off one whole or off zero."""
     if not steps.size:
         return times
-    fitted = LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
+    linear_model = required_module("sklearn.linear_model", "plan", "a cost model of measured latency")
+    fitted = linear_model.LinearRegression(positive=True, fit_intercept=not from_zero).fit(steps, -times)
     return -fitted.predict(steps)

@@ -18,13 +18,14 @@ from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocating import Frontier, Step, filled
 from attnrx.planning.answers import Answers, Deviation
 from attnrx.planning.clock import Clock, timed_prices
-from attnrx.planning.damages import Damages, Say, measure_damages
+from attnrx.planning.damages import Damages, measure_damages
 from attnrx.planning.pinning import pinned
 from attnrx.planning.plan import Expected, Plan, Point
 from attnrx.planning.prices import Prices, counted_prices
 from attnrx.planning.refining import Search, Trial, knobs_of, refine_plan, weights_of
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
+from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.tokens import Reducer, parse_reducer
 
@@ -50,7 +51,7 @@ def silent(told: str) -> None:
 class Ways:
     """What a plan may use: its axes, the reducer of the tokens, how it is searched for, and what is timed.
 
-    `batch_size` is how many images are answered at once; `say` hears what is going on.
+    `batch_size` is how many images are answered at once; `log` hears what is going on.
     """
 
     axes: tuple[str, ...] = AXES
@@ -58,7 +59,7 @@ class Ways:
     search: Search = field(default_factory=Search)
     clock: Clock = field(default_factory=Clock)
     batch_size: int = 32
-    say: Say = silent
+    log: Log = silent
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Gives all plans: every head at its own rank, unless a clock on CUDA counts, where heads are padded."""
@@ -106,7 +107,7 @@ class _Making:
     """All that is known while one plan is made."""
 
     def __init__(self, space: Space, ways: Ways, target: Target, images: ImageSet):
-        self.space, self.ways, self.target, self.say = space, ways, target, ways.say
+        self.space, self.ways, self.target, self.log = space, ways, target, ways.log
         self.answers = Answers.of(space.model, images, ways.batch_size)
         self.fewer = self.answers.first(FOR_TRIALS)
         self.timed: dict[str, Any] | None = None
@@ -119,13 +120,13 @@ class _Making:
         if self.target.spend != "latency":
             return counted_prices(self.space, self.target.spend)
         clock = self.ways.clock
-        tell = partial(print, flush=True) if clock.apart else self.say
-        prices = called(timed_prices, self.space, clock, tell, apart=clock.apart, hear=self.say)
+        tell = partial(print, flush=True) if clock.apart else self.log
+        prices = called(timed_prices, self.space, clock, tell, apart=clock.apart, hear=self.log)
         return pinned(prices, self.space, self._shares)
 
     @cached_property
     def alone(self) -> dict[str, Damages]:
-        return measure_damages(self.space, self.answers.first(FOR_DAMAGES), self.say)
+        return measure_damages(self.space, self.answers.first(FOR_DAMAGES), self.log)
 
     @property
     def damages(self) -> Damages:
@@ -178,7 +179,7 @@ class _Making:
             trial = self._searched(allowed) if attempt else self._best((self._first(allowed),))
             timed = self._clocked(trial)
             said.append(timed["ratio"])
-            self.say(f"the clock says {said[-1]:.3f} where {trial.step.price:.3f} was predicted")
+            self.log(f"the clock says {said[-1]:.3f} where {trial.step.price:.3f} was predicted")
             if said[-1] <= most and (kept is None or trial.divergence < kept[0].divergence):
                 kept = trial, allowed, timed
             if NEAR * most <= said[-1] <= most and (attempt or self.ways.search.trials < 2):
@@ -211,7 +212,7 @@ class _Making:
         first = list(order.values())[:FINALISTS]
         found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
         best = min(found, key=lambda trial: trial.divergence)
-        self.say(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
+        self.log(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
         return best
 
     def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
@@ -242,7 +243,7 @@ class _Making:
     def _beside_shipped(self, models: Mapping[str, nn.Module]) -> dict[str, LatencyComparison]:
         clock, shipped = self.ways.clock, family_of(self.space.model).shipped(self.space.model)
         sides = models, shipped, clock.images(self.space), clock.protocol
-        return called(compare_latencies, *sides, apart=clock.apart, hear=self.say)
+        return called(compare_latencies, *sides, apart=clock.apart, hear=self.log)
 
     def for_drop(self) -> tuple[Trial, float]:
         """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""
@@ -257,7 +258,7 @@ class _Making:
             found_change = self.measured(step.choices, self.answers).change
             assert found_change is not None  # `plan` has required labels
             change = found_change.mean().item()
-            self.say(f"plan at {step.price:.3f}: {100 * change:+.1f} points")
+            self.log(f"plan at {step.price:.3f}: {100 * change:+.1f} points")
             if -100 * change <= self.target.most:
                 high, found = middle, step
             else:
@@ -326,7 +327,7 @@ class _Budget:
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
         found = self.making.tried(knobs, step, self.making.fewer)
-        self.making.say(f"plan at {step.price:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
+        self.making.log(f"plan at {step.price:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
         return found
 
 

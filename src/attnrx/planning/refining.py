@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.optional import required_module
 from attnrx.planning.allocating import Step, even_weights
 from attnrx.planning.damages import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
@@ -106,12 +107,7 @@ def refine_plan(space: Space, search: Search, asked: str, budget: Budget, first:
     """
     if search.trials < 2:
         return (first,)
-    try:
-        import optuna
-    except ImportError as error:
-        raise InvalidInput(
-            "refining a plan takes Optuna: pip install 'attnrx[search]', or ask for no trials (0)."
-        ) from error
+    optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=_address(search.storage),

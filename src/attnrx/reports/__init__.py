@@ -6,7 +6,6 @@ from attnrx.reports.content import AttentionSamples, ReportContent, TokenSamples
 from attnrx.reports.page import write_report
 from attnrx.reports.ranks import PathwayRanks, model_ranks
 from attnrx.reports.sampling import sample_attention
-from attnrx.reports.sweep import SweepRecord
 from attnrx.reports.token_samples import sample_tokens
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "ComparisonRecord",
     "PathwayRanks",
     "ReportContent",
-    "SweepRecord",
     "TokenSamples",
     "TradeOffPoint",
     "completed_card",

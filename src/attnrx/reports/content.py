@@ -12,7 +12,6 @@ from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.ranks import PathwayRanks
-from attnrx.reports.sweep import SweepRecord
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens import TokenPolicy
 
@@ -115,8 +114,7 @@ class ReportContent:
 
     `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training
     run, one per epoch. `costs` are those of the original and of the candidate; where they or `latency` are not given,
-    they are taken from the evidence, and `ranks` from the prescription. A `comparison` is of several candidates, and a
-    `sweep` of many runs.
+    they are taken from the evidence, and `ranks` from the prescription. A `comparison` is of several candidates.
     """
 
     title: str
@@ -132,11 +130,10 @@ class ReportContent:
     latency: tuple[LatencyComparison, ...] = ()
     ranks: tuple[PathwayRanks, ...] = ()
     comparison: ComparisonRecord | None = None
-    sweep: SweepRecord | None = None
 
     def __post_init__(self):
         samples = (self.attention, self.tokens)
-        parts = (self.prescription, self.diagnosis, self.evidence, *samples, self.costs, self.comparison, self.sweep)
+        parts = (self.prescription, self.diagnosis, self.evidence, *samples, self.costs, self.comparison)
         lists = (self.trade_off, self.history, self.latency, self.ranks)
         if all(part is None for part in parts) and not any(lists):
             raise InvalidInput(

@@ -1,15 +1,15 @@
 """From a model, data and a config to something that can make steps."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType
 from torch import nn
 
 from attnrx.data import Normalization, Splits
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of, require_ordinary_weights
+from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
@@ -19,8 +19,11 @@ from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
 from attnrx.training.sharding import shard_
 from attnrx.training.stepping import Learner, Schedule
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 NEVER = 2**62  # a step that no run reaches
-ONE_COPY = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # kinds of Accelerate that keep the model whole
 
 
 def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
@@ -58,15 +61,15 @@ def require_steps(splits: Splits, config: TrainingConfig) -> None:
         )
 
 
-def join(model: nn.Module, config: TrainingConfig) -> Accelerator:
+def join(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     """Joins the processes that a launcher started, if there are several, and settles how they share the model."""
     # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
     unused = any(not parameter.numel() for parameter in model.parameters())
     # Precision is ours to decide, so that a run does not depend on how it was launched.
-    accelerator = Accelerator(
-        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)]
-    )
-    if accelerator.distributed_type not in ONE_COPY:
+    accelerate = required_module("accelerate", "train", "training")
+    parallel = accelerate.DistributedDataParallelKwargs(find_unused_parameters=unused)
+    accelerator = accelerate.Accelerator(mixed_precision="no", kwargs_handlers=[parallel])
+    if accelerator.distributed_type.value not in ONE_COPY:
         raise NotSupported(
             f"the processes were launched for {accelerator.distributed_type.value}; launch plain data parallel "
             'processes, and say parallel="fsdp" (--parallel fsdp) for weights in parts.'
@@ -84,7 +87,7 @@ def prepare(
     model: nn.Module,
     splits: Splits,
     config: TrainingConfig,
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     features: list[Tensor] | None = None,
 ) -> Learner:
     """Moves the model to its device and puts the optimizer, the running mean and the processes around it.

@@ -2,13 +2,15 @@
 
 import platform
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
-def provenance(accelerator: Accelerator) -> dict[str, Any]:
+def provenance(accelerator: "Accelerator") -> dict[str, Any]:
     """Gives the versions, the device and the processes of a run."""
     device = accelerator.device
     return {

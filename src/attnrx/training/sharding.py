@@ -8,10 +8,9 @@ PyTorch's `fully_shard` under its processes runs anywhere.
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -20,8 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from attnrx.models import block_names, family_of
 from attnrx.shapes import Tensor
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def shard_(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+
+def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
     """Shares the weights of every block, and then those of the rest, among all processes."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for name in block_names(model, family_of(model)):
@@ -55,7 +57,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         release_(model)
 
 
-def collecting(model: Any, accelerator: Accelerator) -> AbstractContextManager[None]:
+def collecting(model: Any, accelerator: "Accelerator") -> AbstractContextManager[None]:
     """Keeps the gradients of a part of a step to each process, until the last part adds them up."""
     return _apart(model) if isinstance(model, FSDPModule) else accelerator.no_sync(model)
 

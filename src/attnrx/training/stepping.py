@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from attnrx.data import Batch
@@ -20,6 +20,9 @@ from attnrx.training.mixing import Mixed
 from attnrx.training.optimization import learning_rate_share, set_learning_rate
 from attnrx.training.randomness import MIXING, NOISE, STEP, derived_seed
 from attnrx.training.sharding import collecting, release_, whole
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     mean: WeightMean | None
     meter: Meter
-    accelerator: Accelerator
+    accelerator: "Accelerator"
     config: TrainingConfig
     schedule: Schedule
     first_bad: Tensor

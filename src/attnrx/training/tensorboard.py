@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnrx.errors import NotSupported
+from attnrx.optional import required_module
 from attnrx.training.reporters import Outline, Reporter
 
 
@@ -17,12 +17,9 @@ class TensorBoard(Reporter):
 
     def started(self, outline: Outline) -> None:
         """Opens the log."""
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise NotSupported(
-                "TensorBoard was asked for and is not installed; install attnrx with its extra: attnrx[tensorboard]."
-            ) from error
+        required_module("tensorboard", "tensorboard", "a TensorBoard log")
+        from torch.utils.tensorboard.writer import SummaryWriter
+
         self._writer = SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
 
     def stepped(self, step: int, loss: float) -> None:

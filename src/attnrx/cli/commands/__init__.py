@@ -1,24 +1,25 @@
-"""The commands, one file each: `EXAMPLE`, `add(parser)` and `run(arguments, say)`.
+"""The commands, one file each: `SUMMARY`, `EXAMPLE`, `add(parser)` and `run(arguments, log)`.
 
-These files name what they need as `rx.NAME`, which is loaded when it is used: a command's help needs none of it.
+These files name what they need as `rx.NAME`, which is loaded when it is used: a command's help needs none of it. Other
+packages add commands by entry points of the group `attnrx.commands`, each naming such a module.
 """
 
-# The name of every command, which is also the name of its module, and what it does in one line.
-COMMANDS: dict[str, str] = {
-    "train": "train a model, or go on with a run that was stopped",
-    "diagnose": "read the spectra and indicators of every layer and head off a model",
-    "prescribe": "decide which directions and heads a model can do without",
-    "plan": "share one budget out over ranks and tokens, for a target of latency, MACs, parameters or accuracy",
-    "realize": "carry a prescription out, as a mask or as a smaller model",
-    "verify": "collect evidence of what a candidate costs against its reference",
-    "export": "write a model as a file that runs without attnrx, checked against the model",
-    "push": "put a saved model on the Hugging Face hub, with its card and evidence",
-    "report": "write everything that was found into one HTML page",
-    "costs": "price a model in parameters and MACs, before or after a prescription",
-    "compare": "compress one model in several ways, and see what each costs and loses",
-    "bench": "compress one model in several ways, and time each beside the model as its library ships it",
-    "sweep": "run one command over seeds, datasets and rules, and keep every number",
-    "diff": "compare two diagnoses, two prescriptions or two pieces of evidence",
-    "reproduce": "make a table of the paper again, from training to numbers",
-    "demo": "go the whole way on one dataset, from training to a report",
-}
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from types import ModuleType
+
+CORE = ("train", "diagnose", "prescribe", "plan", "realize", "verify", "export", "push", "report", "costs", "diff")
+
+
+@cache
+def command_modules() -> Mapping[str, str]:
+    """Returns the name of every command with that of its module, those of other packages last."""
+    plugins = {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}
+    return {name: f"attnrx.cli.commands.{name}" for name in CORE} | dict(sorted(plugins.items()))
+
+
+def command_module(name: str) -> ModuleType:
+    """Imports the module of a command."""
+    return importlib.import_module(command_modules()[name])

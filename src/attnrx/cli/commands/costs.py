@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import RANK, SHARE_REMOVED
-from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import POLICY, Parser, add_trust
 from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
+SUMMARY = "price a model in parameters and MACs, before or after a prescription"
 EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --mlp 152 --convention paper --json"
 
 
@@ -60,7 +62,7 @@ def add(parser: Parser) -> None:
     )
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Prices in closed form: nothing is run, and a model that is named is built without weights."""
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     forms = (arguments.qk, arguments.vo, arguments.mlp, policy)

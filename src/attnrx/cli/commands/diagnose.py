@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
-from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
+from attnrx.progress import Log
 
+SUMMARY = "read the spectra and indicators of every layer and head off a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
 # What is shown of every head; the file holds all readings.
@@ -45,11 +47,11 @@ def add(parser: Parser) -> None:
     )
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Reads every diagnostic in one pass."""
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_for(model, arguments), arguments)
-    say(f"diagnosing {arguments.model} on {len(images):,} images")
+    log(f"diagnosing {arguments.model} on {len(images):,} images")
     spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
     diagnostics = tuple(
         replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.findings import measured
-from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outcome import Outcome, Table, percent
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from attnrx.prescription import TokenPrescription
 
+SUMMARY = "compare two diagnoses, two prescriptions or two pieces of evidence"
 EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_rank"
 
 
@@ -24,7 +26,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--reading", metavar="NAME", help="for diagnoses: show this one head by head")
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Compares."""
     kinds = [_kind(path) for path in (arguments.before, arguments.after)]
     if kinds[0] != kinds[1] or kinds[0] not in COMPARED:

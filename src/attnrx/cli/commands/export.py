@@ -6,10 +6,12 @@ from dataclasses import fields, replace
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.options import OPSET, batch
-from attnrx.cli.outcome import Outcome, Say, Table
+from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
+SUMMARY = "write a model as a file that runs without attnrx, checked against the model"
 EXAMPLE = (
     "attnrx export slim --to onnx --out slim.onnx\n"
     "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
@@ -43,13 +45,13 @@ def add(parser: Parser) -> None:
     add_device(parser)
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Exports, and tells what was compared."""
     form = _format(arguments)
     device = arguments.device if form.on_cuda else "cpu"
     model = load_model(arguments.model, device, arguments.weights, arguments.trust)
     calibration = None if arguments.data is None else splits_for(model, arguments).train
-    say(f"writing {arguments.model} as {form.name}, and running it beside the model")
+    log(f"writing {arguments.model} as {form.name}, and running it beside the model")
     exported = rx.export(
         model,
         arguments.out,

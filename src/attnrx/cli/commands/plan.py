@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS
-from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outcome import Outcome, Table, percent
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
+SUMMARY = "share one budget out over ranks and tokens, for a target of latency, MACs, parameters or accuracy"
 EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data imagenette224.parquet --out runs/plan"
 
 
@@ -49,10 +51,10 @@ def add(parser: Parser) -> None:
     add_running(parser, 32)
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Plans, and tells every choice."""
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
-    ways = replace(_ways(arguments), say=say)
+    ways = replace(_ways(arguments), log=log)
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)
     images = splits.train.take(arguments.images)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import SHARE
-from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outcome import Outcome, Table, percent
 from attnrx.cli.parser import POLICY, Parser, add_out, add_trust
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from attnrx.prescription import ScoreDecision, TokenPrescription
     from attnrx.rules import Template
 
+SUMMARY = "decide which directions and heads a model can do without"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
 
 
@@ -68,7 +70,7 @@ def add(parser: Parser) -> None:
     )
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Decides."""
     from attnrx.rules import Template
 

@@ -3,9 +3,11 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
+from attnrx.progress import Log
 
+SUMMARY = "put a saved model on the Hugging Face hub, with its card and evidence"
 EXAMPLE = (
     "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
     "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
@@ -21,9 +23,9 @@ def add(parser: Parser) -> None:
     parser.add_argument("--private", action="store_true", help="a repository that is made is for its owner alone")
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Completes the card and uploads."""
-    say(f"uploading {arguments.folder} to {arguments.repository}")
+    log(f"uploading {arguments.folder} to {arguments.repository}")
     address = rx.push_to_hub(
         arguments.folder,
         arguments.repository,

@@ -8,15 +8,17 @@ import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.making import REFINED_ON, made
 from attnrx.cli.options import COUNT, STEPS
-from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.cli.prices import priced, prices_table
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
+SUMMARY = "carry a prescription out, as a mask or as a smaller model"
 EXAMPLE = (
     "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
 )
@@ -59,7 +61,7 @@ def add(parser: Parser) -> None:
     add_device(parser)
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Realizes, prices and saves."""
     rx.models.require_model_folder(arguments.out)
     prescription = rx.Prescription.load(arguments.prescription)

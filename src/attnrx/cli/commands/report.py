@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import load_model, splits_for
 from attnrx.cli.options import COUNT
-from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
 from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+SUMMARY = "write everything that was found into one HTML page"
 EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html"
 
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("store", nargs="?", metavar="STORE", help="the results of `attnrx sweep`, shown as curves")
     parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
     add_trust(parser)
     parser.add_argument("--evidence", metavar="FILE", help="what `attnrx verify` wrote")
@@ -45,7 +46,7 @@ def add(parser: Parser) -> None:
     add_device(parser)
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Collects what is there, and writes the page."""
     evidence, prescription = _evidence(arguments), _prescription(arguments)
     attention, tokens = _samples(arguments, prescription)
@@ -61,7 +62,6 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         history=_history(arguments.training) if arguments.training else (),
         ranks=_ranks(arguments, prescription),
         comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
-        sweep=rx.reports.SweepRecord.load(arguments.store) if arguments.store else None,
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome
@@ -69,7 +69,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
 
 
 def _subject(arguments: Namespace) -> str:
-    return arguments.candidate or arguments.comparison or arguments.store or arguments.out
+    return arguments.candidate or arguments.comparison or arguments.out
 
 
 def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
@@ -107,9 +107,7 @@ def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tup
 
 
 def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
-    named = {
-        name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "store", "data")
-    }
+    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
     return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
 
 

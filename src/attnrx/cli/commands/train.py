@@ -9,13 +9,15 @@ import attnrx as rx
 from attnrx.cli.inputs import load_splits, splits_for
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, SEED
-from attnrx.cli.outcome import Outcome, Say, Table, percent
+from attnrx.cli.outcome import Outcome, Table, percent
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
+SUMMARY = "train a model, or go on with a run that was stopped"
 EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42"
 
 # Knobs of TrainingConfig that are one number: the option, its type, its help with the default.
@@ -78,17 +80,17 @@ def add(parser: Parser) -> None:
     knobs.add_argument("--cutmix", type=NOT_NEGATIVE, metavar="A", help="paste parts, shares from Beta(A, A) (off)")
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Trains, or goes on."""
     # The losses first: a typing error must not wait for a dataset.
     config = rx.TrainingConfig(**_chosen(arguments))
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    model, splits = _model_and_data(arguments, config.seed, say)
+    model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
         config = replace(config, batch_size=_batch_size(len(splits.train), config.accumulate))
-        say(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
+        log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
-        model = _reducing(model, policy, config, say)
+        model = _reducing(model, policy, config, log)
     reporter = rx.training.default_reporter()
     if arguments.tensorboard:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
@@ -127,11 +129,11 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
 
 
 def _reducing(
-    model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", say: Say
+    model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
 ) -> "nn.Module":
     """Puts the policy into the model, with fresh predictors of the run's seed."""
     if policy.reducer.learned and not any(isinstance(loss, rx.losses.KeepRatio) for loss in config.losses):
-        say(
+        log(
             f"warning: {policy.reducer} is trained by what it draws, and without keep_ratio among the losses nothing "
             "holds that to the policy's shares; add --losses keep_ratio."
         )
@@ -141,7 +143,7 @@ def _reducing(
     return rx.realize(model, rx.prescribe(model, {"tokens": tokens}))
 
 
-def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Module, rx.data.Splits]":
+def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
     """A trained model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
@@ -150,10 +152,10 @@ def _model_and_data(arguments: Namespace, seed: int, say: Say) -> "tuple[nn.Modu
     channels, size, _ = family.input_shape(model)
     splits = load_splits(arguments, size)
     for note in splits.notes:
-        say(f"{splits.name}: {note}")
+        log(f"{splits.name}: {note}")
     classes = len(splits.class_names)
     if (splits.channels, classes) != (channels, rx.models.SCENARIOS[arguments.model.partition(":")[2]]["classes"]):
-        say(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
+        log(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
     scale = splits.normalization
     shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}
     return rx.models.build_model(arguments.model, seed, mean=scale.mean, std=scale.std, **shape), splits

@@ -13,13 +13,15 @@ from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
 from attnrx.cli.making import kind_of, made
 from attnrx.cli.options import DRAWS, POINTS
-from attnrx.cli.outcome import Outcome, Say
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
 from attnrx.errors import InvalidInput
+from attnrx.progress import Log
 
 if TYPE_CHECKING:
     from torch import nn
 
+SUMMARY = "collect evidence of what a candidate costs against its reference"
 EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"
 
 
@@ -51,14 +53,14 @@ def add(parser: Parser) -> None:
     add_running(parser, 256)
 
 
-def run(arguments: Namespace, say: Say) -> Outcome:
+def run(arguments: Namespace, log: Log) -> Outcome:
     """Verifies and writes the evidence."""
     _, processes = rx.processes.join()
     asked = _asked(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
     checks = _checks(asked, case, arguments)
-    say(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
+    log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     given = case.prescription
     evidence = rx.verify(
         case.candidate,
@@ -77,7 +79,7 @@ def run(arguments: Namespace, say: Say) -> Outcome:
         rx.processes.from_first(lambda: evidence.save(arguments.out))
     record = {"evidence": arguments.out, **json.loads(rx.storage.json_text(evidence.to_record()))}
     for note in evidence.about["notes"]:
-        say(f"warning: {note}")
+        log(f"warning: {note}")
     tables = (findings_table(evidence), *robustness_tables(evidence))
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     return Outcome(record, (*tables, evidence.summary, written), code=1 if evidence.failures else 0)
@@ -156,7 +158,7 @@ def _beside(arguments: Namespace) -> Path:
 
 def _asked(arguments: Namespace) -> "list[rx.checks.Asked]":
     """Reads what was asked for: without a word, every check that needs none."""
-    known = rx.checks.CHECKS
+    known = rx.checks.all_checks()
     if arguments.checks is not None:
         asked = list(rx.checks.parse_checks(arguments.checks))
     else:
@@ -172,6 +174,6 @@ def _checks(asked: "Sequence[rx.checks.Asked]", case: _Case, arguments: Namespac
         knobs = dict(one.knobs)
         if one.name == "accuracy" and arguments.most_drop is not None:
             knobs["most_drop"] = arguments.most_drop
-        make: Any = rx.checks.CHECKS[one.name]
+        make: Any = rx.checks.all_checks()[one.name]
         built.append(make(**knobs, **case.inputs(one.name, arguments)))
     return built

@@ -14,7 +14,6 @@ from attnrx.reports.sections.ranks import ranks
 from attnrx.reports.sections.robustness import robustness
 from attnrx.reports.sections.section import Section
 from attnrx.reports.sections.spectra import spectra
-from attnrx.reports.sections.sweep import sweep
 from attnrx.reports.sections.tokens import tokens
 from attnrx.reports.sections.trade_off import trade_off
 from attnrx.reports.sections.training import training
@@ -23,7 +22,6 @@ from attnrx.reports.sections.verdict import verdict
 
 # In the order of the page; the verdict comes before all of them.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
-    sweep,
     comparison,
     treatment,
     ranks,

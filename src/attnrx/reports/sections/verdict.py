@@ -9,7 +9,6 @@ from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
 from attnrx.reports.sections.section import Section
-from attnrx.reports.sweep import SweepRecord
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def sentence(evidence: Evidence | None) -> str:
 def _sentence(content: ReportContent) -> str:
     if content.evidence is None and content.comparison is not None:
         return _compared(content.comparison)
-    return _swept(content.sweep) if content.evidence is None and content.sweep else sentence(content.evidence)
+    return sentence(content.evidence)
 
 
 def tiles(content: ReportContent) -> list[Tile]:
@@ -87,13 +86,6 @@ def _compared(found: ComparisonRecord) -> str:
     where = f" on {number(images)} images" if isinstance(images, int) else ""
     tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
     return f"{names} {contenders} measured beside the original in {tried}{where}; no claim was made that could fail."
-
-
-def _swept(found: SweepRecord) -> str:
-    done, failed, every = found.counts["done"], found.counts["failed"], sum(found.counts.values())
-    more = f" {failed} failed." if failed else ""
-    seeds = "one seed each" if found.runs == 1 else f"up to {found.runs} seeds each"
-    return f"{done} of {every} jobs of a sweep are done, {seeds}; no claim was made that could fail.{more}"
 
 
 def _original(found: ComparisonRecord | None) -> list[Tile]:

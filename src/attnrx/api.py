@@ -1,0 +1,224 @@
+"""The verbs: load -> diagnose -> prescribe -> realize -> verify -> save. The only place where everything meets."""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.budget import Budget, prescribe_within
+from attnrx.checks import Check, Comparison, standard
+from attnrx.checks.comparison import chance_notes
+from attnrx.checks.statistics import Estimate
+from attnrx.data import ImageData, ImageSet, require_labels
+from attnrx.diagnosis import Diagnosis
+from attnrx.divergence import measure_divergence
+from attnrx.errors import InvalidInput
+from attnrx.evidence import Evidence, Finding
+from attnrx.examination import diagnose, told_or_read
+from attnrx.exporting import export, is_exported, load_exported
+from attnrx.hub import upload
+from attnrx.model_data import images_for, matching
+from attnrx.models import (
+    FAMILIES,
+    described_tokens,
+    family_of,
+    load_model,
+    model_fingerprint,
+    require_ordinary_weights,
+    save_model,
+)
+from attnrx.models.checkpoint import load_weights
+from attnrx.planning import plan
+from attnrx.prescription import Prescription
+from attnrx.realization import prescribed_tokens, realize
+from attnrx.refinement import refine
+from attnrx.reports import completed_card, model_card
+from attnrx.rules import RulesLike, control_prescriptions, parse_rules
+from attnrx.rules import prescribe as prescribe_with
+from attnrx.storage import write_text
+
+__all__ = [
+    "Budget",
+    "control_prescriptions",
+    "diagnose",
+    "export",
+    "load",
+    "matching",
+    "measure_divergence",
+    "plan",
+    "prescribe",
+    "prescribe_within",
+    "prescribed_tokens",
+    "push_to_hub",
+    "realize",
+    "refine",
+    "save",
+    "verify",
+]
+
+
+def load(
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    trust: bool = False,
+) -> nn.Module:
+    """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
+    `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name such as
+    `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance, adopted
+    if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file;
+    an AOTInductor package is native code and needs `trust=True`.
+    """
+    if not isinstance(source, str | Path | nn.Module) or source == "":
+        raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
+    if isinstance(source, str | Path) and is_exported(source):
+        return load_exported(source, trust)
+    return load_model(source, seed, weights, pretrained)
+
+
+def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
+    """Decides what every layer can do without.
+
+    `rules` names the rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule alone is about qk, the scores. Every rule may state its metric,
+    e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk, `rules.OUTPUT_METRICS` for vo,
+    fc1 and fc2). The rule of tokens is a policy, or what was prescribed before, with trained predictors
+    (`prescribed_tokens`); it alone needs no diagnosis: the model may stand in its place.
+    """
+    read, tokens = parse_rules(rules)
+    return prescribe_with(told_or_read(diagnosis, *read.values()), {**read, "tokens": tokens})
+
+
+def verify(
+    candidate: nn.Module,
+    reference: nn.Module,
+    data: ImageData,
+    checks: Sequence[Check] | None = None,
+    about: Mapping[str, Any] | None = None,
+    **context: Any,
+) -> Evidence:
+    """Collects evidence of what the candidate costs against the reference: the standard checks, or `checks`.
+
+    `data` are images with labels, in any form that `data.image_set` reads; without labels the standard checks that need
+    them are left out, and the notes of the evidence name them.
+
+    `context` holds what some checks need or may be told, the fields of `Comparison`: `masked` (the reference with the
+    prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
+    """
+    for model in (candidate, reference):
+        require_ordinary_weights(model)
+    context.setdefault("device", next(reference.parameters()).device)
+    unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
+    if unknown:
+        raise InvalidInput(f"verify does not know {', '.join(unknown)}; its context is {Comparison.__doc__}")
+    images = images_for(reference, data)
+    comparison = Comparison(candidate, reference, images, **context)
+    chosen = tuple(standard() if checks is None else checks)
+    if not chosen:
+        raise InvalidInput("verify was given no check; leave `checks` out for the standard ones.")
+    left_out = []
+    if checks is None and not images.has_labels:
+        left_out = [check.name for check in chosen if check.needs_labels]
+        chosen = tuple(check for check in chosen if not check.needs_labels)
+    if any(check.needs_labels for check in chosen):
+        require_labels(images)
+    findings = tuple(finding for check in chosen for finding in check(comparison))
+    facts = {
+        "candidate": model_fingerprint(candidate),
+        "reference": model_fingerprint(reference),
+        "data": images.fingerprint,
+        "images": len(images),
+        "seed": comparison.seed,
+        "batch_size": comparison.batch_size,
+        "checks": [check.describe() for check in chosen],
+        "rules": None if comparison.prescription is None else dict(comparison.prescription.rules),
+        "tokens": described_tokens(candidate),
+        "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+        "threads": torch.get_num_threads(),
+        "notes": [*_left_out_notes(left_out, images), *_chance_notes(findings, comparison)],
+        **dict(about or {}),
+    }
+    return Evidence(findings, facts)
+
+
+def _left_out_notes(names: Sequence[str], images: ImageSet) -> list[str]:
+    return [f"not checked: {', '.join(names)}: {images.label_problem}"] if names else []
+
+
+def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
+    wanted = {"quantity": "accuracy", "model": "reference"}
+    found = [one for one in findings if one.check == "accuracy" and wanted.items() <= one.details.items()]
+    if not found or found[0].low is None or found[0].high is None:
+        return []
+    return chance_notes(Estimate(found[0].value, found[0].low, found[0].high), comparison.predictions.labels)
+
+
+def save(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    prescription: Prescription | None = None,
+    evidence: Evidence | None = None,
+) -> Path:
+    """Writes a folder that `load` reads: weights, config.json, and beside them prescription, evidence and a model
+    card.
+
+    A model that the folder holds is replaced at once, with its prescription, evidence and card; files that attnrx did
+    not write stay, and are never overwritten.
+    """
+    if evidence is not None:
+        evidence.require(model_fingerprint(model), "the model to save")
+
+    def write_beside(new: Path) -> None:
+        if prescription is not None:
+            prescription.save(new / "prescription.json")
+        if evidence is not None:
+            evidence.save(new / "evidence.json")
+        write_text(new / "README.md", _card(model, evidence, prescription))
+
+    return save_model(folder, model, write_beside=write_beside)
+
+
+def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
+    costs = family_of(model).costs(model)
+    facts = {"family": family_of(model).name, "parameters": costs.params, "macs": costs.macs}
+    return model_card(facts, evidence, prescription)
+
+
+def push_to_hub(
+    folder: Path | str,
+    repository: str,
+    *,
+    license: str | None = None,
+    base_model: str | None = None,
+    private: bool = False,
+) -> str:
+    """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and gives its address.
+
+    It is read first, so that nothing broken is published, nor evidence of another model. A card that `save` wrote
+    without evidence gets that of evidence.json, if `verify` wrote it into the folder. `license` (of the weights, as the
+    hub names it) and `base_model` (the original's OWNER/NAME) go into the head of its card.
+    `load("hub:OWNER/NAME")` gives it back.
+    """
+    folder = Path(folder)
+    model, card = load_weights(folder, FAMILIES), folder / "README.md"
+    if not card.is_file():
+        raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
+    text = written = card.read_text(encoding="utf-8")
+    if (folder / "evidence.json").exists():
+        evidence = Evidence.load(folder / "evidence.json")
+        evidence.require(model_fingerprint(model), str(folder))
+        beside = folder / "prescription.json"
+        prescription = Prescription.load(beside) if beside.exists() else None
+        if text == _card(model, None, prescription):
+            text = _card(model, evidence, prescription)
+    if license is not None or base_model is not None:
+        text = completed_card(text, license, base_model)
+    if text != written:
+        write_text(card, text)
+    return upload(folder, repository, private)

@@ -1,0 +1,19 @@
+"""Libraries that only some functions need: imported when they are used, and installed by an extra of attnrx."""
+
+import importlib
+from typing import Any
+
+from attnrx.errors import NotSupported
+
+
+def required_module(module: str, extra: str, purpose: str) -> Any:
+    """Imports a module of an optional library.
+
+    Raises:
+        NotSupported: It is not installed; the message names `purpose` and the extra of attnrx that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error

@@ -1,0 +1,91 @@
+"""Peers that write every linear map as two: SVD, ASVD, FWSVD and SVD-LLM, each as its paper does."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import floor
+
+from torch import nn
+
+from attnrx.costs import ModelCosts
+from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
+from attnrx.shapes import Tensor
+from attnrx_lab.baselines.maker import Maker
+from attnrx_lab.baselines.maps import (
+    MAPS,
+    Place,
+    factored_model_costs,
+    linear_at,
+    places,
+    weights_at,
+    with_factors,
+)
+from attnrx_lab.baselines.statistics import MapStatistics
+
+Factor = Callable[[nn.Module, Place, MapStatistics], LowRank]
+
+
+def _svd(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
+    return plain_svd(*weights_at(model, place))
+
+
+def _asvd(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
+    return asvd(*weights_at(model, place), data.moments(place).magnitude)
+
+
+def _fwsvd(model: nn.Module, place: Place, data: MapStatistics, side: str = "inputs") -> LowRank:
+    return fwsvd(*weights_at(model, place), data.fisher(place), side=side)
+
+
+def _fwsvd_outputs(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
+    return _fwsvd(model, place, data, "outputs")
+
+
+def _svd_llm(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
+    return svd_llm(*weights_at(model, place), data.moments(place).moment)
+
+
+# svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
+# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W;
+# fwsvd_outputs: of each output's. svd_llm: whitened inputs, without its updates of the layers that follow.
+FACTORS: Mapping[str, Factor] = {
+    "svd": _svd,
+    "asvd": _asvd,
+    "fwsvd": _fwsvd,
+    "fwsvd_outputs": _fwsvd_outputs,
+    "svd_llm": _svd_llm,
+}
+
+
+class FactoringPeer(Maker):
+    """Writes all linear maps, or those named, as two, every one at the same share of its own multiply-adds.
+
+    A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
+    compression ratio. Scores and what is read out are as they were: these methods know nothing of heads.
+    """
+
+    def __init__(self, model: nn.Module, kind: str, names: Sequence[str], statistics: MapStatistics):
+        self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
+        self.places = places(model, names or MAPS)
+        self._whole: dict[Place, LowRank] = {}
+
+    def costs(self, share: float) -> ModelCosts:
+        """Prices the model at a share."""
+        return factored_model_costs(self.model, self.ranks(share))
+
+    def make(self, share: float) -> nn.Module:
+        """Gives the model at a share."""
+        ranks = self.ranks(share)
+        return with_factors(self.model, {place: self._at(place).truncated(rank) for place, rank in ranks.items()})
+
+    def ranks(self, share: float) -> dict[Place, int]:
+        """Gives the rank of every map."""
+        found = {}
+        for place in self.places:
+            weight = linear_at(self.model, place).weight
+            assert isinstance(weight, Tensor)
+            found[place] = max(1, floor(share * break_even_rank(*weight.shape)))
+        return found
+
+    def _at(self, place: Place) -> LowRank:
+        if place not in self._whole:
+            self._whole[place] = self.factor(self.model, place, self.statistics)
+        return self._whole[place]

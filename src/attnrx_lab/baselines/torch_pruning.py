@@ -1,0 +1,141 @@
+"""Torch-Pruning as a peer: narrower heads and a narrower MLP, chosen and cut by that package."""
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.costs import LayerCosts, ModelCosts, layer_costs
+from attnrx.data import ImageSet
+from attnrx.errors import NotSupported
+from attnrx.models import LIBRARIES, family_of
+from attnrx.models.adopted import Adopted
+from attnrx.optional import required_module
+from attnrx.shapes import Tensor
+from attnrx_lab.baselines.maker import Maker
+
+
+class TorchPruningPeer(Maker):
+    """Removes features inside heads and MLPs by the package torch-pruning; what layers pass on keeps its width.
+
+    Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
+    towards the model's own answers, no labels. Queries, keys and values of a layer lose the same share of every head,
+    the MLP that share of its hidden features. The pruned weights run in our attention, because that of timm 1.0.31
+    does not survive the cut (its attn_dim stays) and its fused path would rescale the scores.
+
+    Raises:
+        NotSupported: the package is not installed, or the model is not an uncompressed one of timm.
+    """
+
+    def __init__(self, model: nn.Module, calibration: ImageSet, batch_size: int = 16):
+        self.package = required_module("torch_pruning", "lab", "the baseline torch_pruning")
+        self.model, self.calibration, self.batch_size = model, calibration, batch_size
+        self.family = LIBRARIES["timm"]
+        if not _is_whole(model):
+            raise NotSupported("torch_pruning prunes the attention of timm: give an uncompressed timm:NAME.")
+        self.head_dim = family_of(model).attention(model)[0].spec.head_dim
+
+    def costs(self, share: float) -> ModelCosts:
+        """Prices the model at a share, by the rounding of torch-pruning 1.6: int(share * features) stay."""
+        costs, maps, share = self.family.costs(self.model), self.family.mlp(self.model), self._least(share)
+        return replace(
+            costs,
+            layers=tuple(
+                _priced(layer, first.get_parameter("weight").shape[0], share)
+                for layer, (first, _) in zip(costs.layers, maps, strict=True)
+            ),
+        )
+
+    def make(self, share: float) -> nn.Module:
+        """Gives the model at a share of the features inside heads and MLPs."""
+        theirs = _as_timm(self.model)
+        if share < 1:
+            self._prune_(theirs, 1 - self._least(share))
+        made: Any = copy.deepcopy(self.model)
+        for index, layer in enumerate(self.family.layers(theirs)):
+            block: Any = layer
+            self.family.set_attention_(made, index, self.family.own(block.attn))
+            for which, linear in enumerate((block.mlp.fc1, block.mlp.fc2)):
+                self.family.set_mlp_(made, index, which, linear)
+        if self.family.costs(made).total != self.costs(share).total:
+            raise NotSupported(
+                f"torch-pruning {self.package.__version__} rounds a share of {share:g} otherwise than 1.6, by which "
+                "models are priced here; install torch-pruning 1.6."
+            )
+        return made.eval()
+
+    def _least(self, share: float) -> float:
+        return max(share, 1 / self.head_dim)
+
+    def _prune_(self, theirs: nn.Module, ratio: float) -> None:
+        parameter = next(theirs.parameters())
+        blocks: list[Any] = list(self.family.layers(theirs))
+        fixed = [module for name, module in theirs.named_modules() if name in ("head", "head_dist", "patch_embed.proj")]
+        fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
+        example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
+        with torch.enable_grad(), warnings.catch_warnings():
+            # It warns that tokens and positions would be narrowed too; their width is that of the layers, which stays.
+            warnings.filterwarnings("ignore", message="Unwrapped parameters")
+            pruner = self.package.pruner.BasePruner(
+                theirs,
+                example.to(parameter.device),
+                importance=self.package.importance.GroupTaylorImportance(),
+                pruning_ratio=ratio,
+                ignored_layers=fixed,
+                num_heads={block.attn.qkv: block.attn.num_heads for block in blocks},
+                prune_head_dims=True,
+            )
+            for batch in self.calibration.batches(self.batch_size, device=parameter.device):
+                logits = theirs(batch.images.to(parameter.dtype))
+                F.cross_entropy(logits, logits.argmax(-1)).backward()
+            pruner.step()
+        for own in theirs.parameters():
+            own.grad = None
+
+
+def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
+    """Prices a layer whose heads and hidden features are fewer."""
+    own = layer.spec
+    rank = int(share * own.head_dim)
+    narrow = replace(own, head_dim=rank, original_rank=rank, ranks=(rank,) * len(own.heads), value_ranks=None)
+    fewer = layer_costs(narrow, layer.tokens, int(share * hidden))
+    names = ("query_key", "scores", "value_output", "read_out", "mlp", "spec", "directions", "direction")
+    return replace(layer, **{name: getattr(fewer, name) for name in names})
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether this is a model of timm with all that it was made with."""
+    if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
+        return False
+    with torch.device("meta"):
+        fresh = LIBRARIES["timm"].create(model.origin)
+    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
+    return sizes[0] == sizes[1]
+
+
+def _as_timm(model: nn.Module) -> nn.Module:
+    """Gives the model of timm that was adopted, with the weights that it has now."""
+    assert isinstance(model, Adopted)
+    family = LIBRARIES["timm"]
+    theirs = family.create(model.origin)
+    state: dict[str, Tensor] = {
+        name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
+    }
+    for index, attention in enumerate(family.attention(model)):
+        fused = (attention.scores.query, attention.scores.key, attention.value)
+        state[f"blocks.{index}.attn.qkv.weight"] = torch.cat([part.weight for part in fused])
+        biases = [part.bias for part in fused if part.bias is not None]
+        if biases:
+            state[f"blocks.{index}.attn.qkv.bias"] = torch.cat(biases)
+        state |= {f"blocks.{index}.attn.proj.{name}": own for name, own in attention.output.state_dict().items()}
+    parameter = next(model.parameters())
+    theirs = theirs.to(parameter.device, parameter.dtype)
+    theirs.load_state_dict(state)
+    for layer in family.layers(theirs):
+        attention: Any = layer.get_submodule("attn")
+        attention.fused_attn = False  # written out, so that the package can follow it
+    return theirs.eval().requires_grad_()

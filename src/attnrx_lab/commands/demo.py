@@ -1,0 +1,79 @@
+"""attnrx demo: the name of a dataset in, a trained, compressed and verified model with its report out."""
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+import attnrx as rx
+from attnrx.cli.options import COUNT, SEED
+from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outputs import FOLDER
+from attnrx.cli.parser import Parser, add_out
+from attnrx.progress import Log
+
+if TYPE_CHECKING:
+    from attnrx_lab.demo import DemoResult
+
+SUMMARY = "go the whole way on one dataset, from training to a report"
+EXAMPLE = "attnrx demo --data digits --out runs/demo"
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
+    parser.add_argument("--epochs", type=COUNT, metavar="N", help="instead of what suits the dataset")
+    parser.add_argument("--seed", type=SEED, default=42, help="(42)")
+    add_out(parser, "the folder of everything", "runs/demo", writes=FOLDER)
+
+
+def run(arguments: Namespace, log: Log) -> Outcome:
+    """Runs every step; exit code 1 if a claim fails. Undecided claims are printed as such."""
+    from attnrx_lab.demo import demo
+
+    result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
+    record = {
+        "report": str(result.report),
+        "evidence": str(result.evidence_path),
+        "model": str(result.model),
+        "accuracy": result.accuracy,
+        "removed_share": result.removed_share,
+        "realizations": [vars(row) for row in result.rows],
+        "outcome": result.evidence.outcome,
+        "failures": [finding.claim for finding in result.evidence.failures],
+        "undecided": [finding.claim for finding in result.evidence.undecided],
+        "seconds": result.seconds,
+    }
+    return Outcome(record, (_table(result), *_words(result)), code=1 if result.evidence.failures else 0)
+
+
+def _table(result: "DemoResult") -> Table:
+    rows = tuple(
+        (
+            row.kind,
+            f"{row.params_down:.2f} %",
+            f"{row.macs_down:.2f} %",
+            f"{row.discrepancy:.4f}",
+            f"{row.agreement:.2f} %",
+            f"{row.accuracy_change:+.2f} [{row.low:+.2f}, {row.high:+.2f}]",
+        )
+        for row in result.rows
+    )
+    columns = ("realization", "params saved", "MACs saved", "logit discrepancy", "agreement", "accuracy change, points")
+    return Table(columns, rows)
+
+
+def _words(result: "DemoResult") -> list[str]:
+    open_claims = (*result.evidence.failures, *result.evidence.undecided)
+    return [
+        f"original: {result.accuracy:.2f} % of the test images right; "
+        f"{100 * result.removed_share:.1f} % of its directions are removed",
+        result.evidence.summary + (":" if open_claims else ""),
+        *(f"  {finding.outcome_text}: {finding.claim}, {_measured(finding)}" for finding in open_claims),
+        f"report:   {result.report}",
+        f"evidence: {result.evidence_path}",
+        f"model:    {result.model}      ({result.seconds:.0f} s)",
+    ]
+
+
+def _measured(finding: "rx.Finding") -> str:
+    interval = "" if finding.low is None or finding.high is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
+    return f"value {finding.value:.4g}{interval}, limit {finding.limit:g}"

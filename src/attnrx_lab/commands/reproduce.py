@@ -1,0 +1,93 @@
+"""attnrx reproduce: the name of a recipe in, a table beside the paper's numbers out."""
+
+from argparse import Namespace
+from typing import Any
+
+from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, seeds
+from attnrx.cli.outcome import Outcome
+from attnrx.cli.outputs import FOLDER
+from attnrx.cli.parser import Parser, add_out
+from attnrx.progress import Log
+
+SUMMARY = "make a table of the paper again, from training to numbers"
+EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
+
+# The options that turn a knob of the experiment: what is not given stays as the recipe has it.
+KNOBS = (
+    "epochs",
+    "draws",
+    "test_images",
+    "control_images",
+    "calibration_images",
+    "batch_size",
+    "model",
+    "weights",
+    "dataset",
+    "label_column",
+    "test_column",
+    "check",
+    "candidates",
+)
+
+
+def add(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
+    parser.add_argument(
+        "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
+    )
+    parser.add_argument("--seeds", type=seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
+    )
+    parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
+    add_out(parser, "the folder of all runs and tables", "runs", writes=FOLDER)
+    knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
+    knobs.add_argument("--epochs", type=COUNT, metavar="N", help="epochs of training or fine-tuning")
+    knobs.add_argument("--draws", type=DRAWS, metavar="N", help="random controls for each prescription")
+    knobs.add_argument("--test-images", type=COUNT, metavar="N", help="measure on fewer test images")
+    knobs.add_argument("--control-images", type=COUNT, metavar="N", help="measure the controls on fewer test images")
+    knobs.add_argument("--calibration-images", type=COUNT, metavar="N", help="diagnose on so many training images")
+    knobs.add_argument("--batch-size", type=BATCH, metavar="N", help="images in a step of training")
+    knobs.add_argument("--model", metavar="MODEL", help="a pre-trained model: timm:NAME, hf:ID or a saved folder")
+    knobs.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
+    knobs.add_argument("--data", dest="dataset", metavar="NAME", help="a known name, hf:owner/name, or a path")
+    knobs.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
+    knobs.add_argument("--test-column", metavar="COLUMN", help="test only on rows that this column marks as true")
+    knobs.add_argument("--check", metavar="CHECK", help="with its knobs, e.g. 'transfer(per_class=50)'")
+    knobs.add_argument(
+        "--candidates", nargs="+", metavar="NAME=POLICY", help="with =FOLDER behind it, if it was trained and saved"
+    )
+
+
+def run(arguments: Namespace, log: Log) -> Outcome:
+    """Trains what is not trained yet, and makes the table."""
+    from attnrx_lab import papers
+
+    if arguments.recipe is None:
+        names = papers.recipe_names()
+        return Outcome({"recipes": list(names)}, ("\n".join(names),))
+    table = papers.reproduce(
+        arguments.recipe,
+        log=log,
+        only=tuple(arguments.only) if arguments.only else None,
+        seeds=arguments.seeds,
+        tiny=arguments.tiny,
+        folder=arguments.out,
+        jobs=arguments.jobs,
+        **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
+    )
+    kinds = ".md, .json and .html" if table.page else ".md and .json"
+    off = tuple(
+        f"off: {cell.row}, {cell.column}: {cell.value:.6g}, the paper {cell.expected.printed}"
+        for cell in table.off
+        if cell.expected
+    )
+    shown = (table.to_markdown(), *off, f"also in {arguments.out}/{table.name}{kinds}")
+    return Outcome(table.to_records(), shown, 1 if table.off else 0)
+
+
+def _value(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given

@@ -1,0 +1,29 @@
+"""Comparisons of methods on one model at equal shares or MACs: quality, paired by image, and latency, side by side."""
+
+from attnrx_lab.comparison.comparing import (
+    COMPARISON_COLUMNS,
+    DIFFERENCE_COLUMNS,
+    Trial,
+    Trials,
+    Unreached,
+    compare_contenders,
+)
+from attnrx_lab.comparison.methods import Bench, Contender
+from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
+
+__all__ = [
+    "COMPARISON_COLUMNS",
+    "DIFFERENCE_COLUMNS",
+    "SPEED_COLUMNS",
+    "Bench",
+    "Contender",
+    "Rates",
+    "Speed",
+    "Speeds",
+    "Trial",
+    "Trials",
+    "Unreached",
+    "compare_contenders",
+    "compare_speeds",
+    "noise_bench",
+]

@@ -1,0 +1,252 @@
+"""Several prescriptions on one model at the same shares: what each costs and what each loses, on the same images."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.budget import largest_share
+from attnrx.checks.comparison import answer, chance_notes
+from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
+from attnrx.costs import ModelCosts
+from attnrx.data import require_labels
+from attnrx.errors import InvalidInput
+from attnrx.models import evaluating, family_of
+from attnrx.progress import Log, no_log
+from attnrx.shapes import Float, Int, Tensor
+from attnrx.storage import write_json
+from attnrx_lab.baselines import Maker
+from attnrx_lab.comparison.differences import Difference, ImageResults, paired_differences
+from attnrx_lab.comparison.methods import Bench, Contender, Makers
+
+COMPARISON_COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
+DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one contender costs and loses at one share: shares of the original, points, and nats an image.
+
+    `target` is the share of the MACs that the share was chosen for, if it was.
+    """
+
+    contender: str
+    share: float
+    params: int
+    macs: int
+    params_share: float
+    macs_share: float
+    accuracy: Estimate
+    change: Estimate
+    agreement: Estimate
+    divergence: Estimate
+    n: int
+    seconds: float
+    target: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows."""
+        return (
+            self.contender,
+            f"{100 * self.share:.4g} %",
+            f"{self.accuracy.value:.1f} %",
+            self.change.text(1),
+            f"{self.agreement.text(1)} %",
+            self.divergence.text(3),
+            f"{100 * self.macs_share:.1f} %",
+            f"{100 * self.params_share:.1f} %",
+        )
+
+
+@dataclass(frozen=True)
+class Unreached:
+    """A contender that cannot cost as little as was asked: the share of the MACs that it costs at least."""
+
+    contender: str
+    target: float
+    least: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows."""
+        said = f"cannot cost {100 * self.target:g} % of the MACs"
+        return (self.contender, "-", said, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+
+
+@dataclass(frozen=True)
+class Trials:
+    """All trials on one model, with the accuracy of the original and how everything was measured.
+
+    `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
+    compared with the others of its kind.
+    """
+
+    trials: tuple[Trial, ...]
+    accuracy: Estimate
+    about: dict[str, Any]
+    unreached: tuple[Unreached, ...] = ()
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """What a table shows: one line per trial and per target that could not be reached, contender by contender."""
+        order = [contender["name"] for contender in self.about["contenders"]]
+        lines: list[Trial | Unreached] = [*self.trials, *self.unreached]
+        return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.contender)))
+
+    def save(self, path: Path | str) -> Path:
+        """Writes one JSON file."""
+        record = {
+            "kind": "attnrx comparison",
+            "schema": 2,
+            "accuracy": asdict(self.accuracy),
+            "about": self.about,
+            "trials": [asdict(trial) for trial in self.trials],
+            "unreached": [asdict(each) for each in self.unreached],
+            "differences": [asdict(each) for each in self.differences],
+        }
+        return write_json(path, record)
+
+    def to_markdown(self) -> str:
+        """Gives a table: one line per trial, and one for every target that a contender cannot reach.
+
+        A second table has the differences between methods, where there are any.
+        """
+        table = _markdown(COMPARISON_COLUMNS, self.rows)
+        if not self.differences:
+            return table
+        return f"{table}\n\n{_markdown(DIFFERENCE_COLUMNS, [each.cells for each in self.differences])}"
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
+
+
+def compare_contenders(
+    bench: Bench,
+    contenders: Sequence[Contender],
+    shares: Iterable[float] = (),
+    log: Log = no_log,
+    out: Path | str | None = None,
+    macs: Iterable[float] = (),
+) -> Trials:
+    """Makes and measures every contender at every share, without any fine-tuning.
+
+    With `macs`, shares of the model's MACs, every contender is also measured at the largest share {share} that costs no
+    more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
+    images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A method
+    that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are compared
+    image by image (`Difference`). What is known so far is saved to `out` after every trial.
+    """
+    shares, targets = tuple(shares), tuple(macs)
+    if not contenders or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
+        raise InvalidInput(
+            f"{len(contenders)} contenders at the shares {shares} and the MACs {targets}: give at least one contender "
+            "and one share of either, shares in (0, 1]."
+        )
+    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
+    for contender in contenders:
+        makers.of(contender)  # what cannot be made is refused before anything is measured
+    logits, labels = _answers(bench.model, bench)
+    correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
+    about = {**_about(bench, contenders, len(labels)), "notes": chance_notes(correct, labels)}
+    for note in about["notes"]:
+        log(f"warning: {note}")
+    found = Trials((), correct, about)
+    results: list[ImageResults] = []
+    for contender in contenders:
+        maker = makers.of(contender)
+        for point in points(contender, maker, before, shares, targets):
+            if isinstance(point, Unreached):
+                found = replace(found, unreached=(*found.unreached, point))
+                log(" ".join((point.contender, point.cells[2])))
+            else:
+                trial, own = _tried(bench, contender, maker, point, (before, logits, labels))
+                results.append(own)
+                differences = paired_differences(results, bench.seed)
+                found = replace(found, trials=(*found.trials, trial), differences=differences)
+                log(
+                    f"{trial.contender} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
+                    f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}, MACs {trial.cells[-2]}"
+                )
+            if out is not None:
+                found.save(out)
+    return found
+
+
+def points(
+    contender: Contender, maker: Maker, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
+) -> Iterator[tuple[float, float | None] | Unreached]:
+    """Gives every share to be tried and the target that it was chosen for; what depends on no share is tried once."""
+    if not contender.varies:
+        yield 1.0, None
+        return
+    for share in shares:
+        yield share, None
+    for target in targets:
+        least = maker.least
+        share = largest_share(lambda share, most=target * before.macs: maker.costs(share).macs <= most, least)
+        if share is None:
+            yield Unreached(contender.name, target, maker.costs(least).macs / before.macs)
+        else:
+            yield share, target
+
+
+def _tried(
+    bench: Bench,
+    contender: Contender,
+    maker: Maker,
+    point: tuple[float, float | None],
+    original: tuple[ModelCosts, Tensor, Tensor],
+) -> tuple[Trial, ImageResults]:
+    (share, target), (before, logits, labels) = point, original
+    started = time.perf_counter()
+    candidate = maker.make(share)
+    seconds = time.perf_counter() - started
+    costs = (before, maker.costs(share))
+    own, _ = _answers(candidate, bench)
+    divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
+    correct = own.argmax(-1) == labels
+    requested = share if contender.varies and target is None else None
+    measured = _measured(bench, costs, (logits, own, labels), divergence)
+    trial = Trial(contender.name, share, **measured, n=len(labels), seconds=seconds, target=target)
+    return trial, ImageResults(contender.name, (requested, target), divergence, correct)
+
+
+def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
+    return {**bench.told(contenders), "data": bench.test.fingerprint, "images": images}
+
+
+def _measured(
+    bench: Bench, costs: tuple[ModelCosts, ModelCosts], answers: tuple[Tensor, Tensor, Tensor], divergence: Tensor
+) -> dict[str, Any]:
+    (before, after), (logits, own, labels) = costs, answers
+    right, still = logits.argmax(-1) == labels, own.argmax(-1) == labels
+    agreeing = int((own.argmax(-1) == logits.argmax(-1)).sum())
+    return {
+        "params": after.params,
+        "macs": after.macs,
+        "params_share": after.params / before.params,
+        "macs_share": after.macs / before.macs,
+        "accuracy": proportion(int(still.sum()), len(labels)).scaled(100.0),
+        "change": paired_change(right, still, bench.seed).scaled(100.0),
+        "agreement": proportion(agreeing, len(labels)).scaled(100.0),
+        "divergence": mean_estimate(divergence, bench.seed),
+    }
+
+
+def _answers(model: nn.Module, bench: Bench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
+    require_labels(bench.test)
+    logits, labels = [], []
+    device = next(model.parameters()).device
+    with evaluating([model]):
+        for batch in bench.test.batches(bench.batch_size, device=device):
+            logits.append(answer(model, batch.images).double().cpu())
+            labels.append(batch.labels.cpu())
+    return torch.cat(logits), torch.cat(labels)

@@ -1,0 +1,164 @@
+"""Contenders: ways of compressing a model as text, and as something that prices and makes the model at any share."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.api import prescribe, realize
+from attnrx.budget import costs_at, least_share
+from attnrx.costs import ModelCosts
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, NothingChanged
+from attnrx.models import family_of, shape_of
+from attnrx.realization import realize_tokens_
+from attnrx.refinement import Refinement, refine
+from attnrx.rules import SHARE, Template
+from attnrx_lab.baselines import Maker, MapStatistics, make_peer, places, require_peer
+
+EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of compressing: the text of its rules, in which {share} stands for the share that is kept, or a peer.
+
+    `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `peer` is
+    one of PEERS, and `maps` the linear maps that it writes as two (all, if none is named).
+    """
+
+    name: str
+    rules: str = ""
+    refined: int = 0
+    peer: str | None = None
+    maps: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.peer is None:
+            if self.maps:
+                raise InvalidInput(f"{self.name}: maps={','.join(self.maps)} goes with a peer, e.g. peer:svd.")
+            return
+        if self.rules or self.refined:
+            raise InvalidInput(
+                f"{self.name}: a peer takes no rules and no refinement; make them contenders of their own."
+            )
+        require_peer(self.peer, self.maps)
+
+    @classmethod
+    def parse(cls, text: str) -> "Contender":
+        """Reads `NAME=RULES [refine=STEPS]`, RULES being those of `prescribe`, or `NAME=peer:PEER [maps=MAP,MAP]`."""
+        name, equals, rest = text.partition("=")
+        if not equals or not name.strip() or not rest.strip():
+            raise InvalidInput(f"the contender {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
+        found = EXTRAS.findall(rest)
+        extras, rules = dict(found), EXTRAS.sub("", rest).strip()
+        if len(extras) < len(found) or not all(extras.values()):
+            raise InvalidInput(f"{text!r}: give refine=STEPS or maps=MAP,MAP once.")
+        steps = extras.get("refine", "0")
+        if not (steps.isascii() and steps.isdigit()):
+            raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
+        maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
+        if rules.startswith("peer:"):
+            peer, _, rest = rules.removeprefix("peer:").partition(" ")
+            return cls(name.strip(), rest, int(steps), peer, maps)
+        made = cls(name.strip(), rules, int(steps), maps=maps)
+        made.template  # noqa: B018, refuses maps that do not exist
+        return made
+
+    @property
+    def template(self) -> Template:
+        """Its rules, the share still open."""
+        return Template.parse(self.rules)
+
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on the share at all."""
+        return self.peer is not None or self.template.varies
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, what was diagnosed of it, the images that it is fitted on, and those that everything is measured on."""
+
+    model: nn.Module
+    diagnosis: Diagnosis
+    calibration: ImageSet
+    test: ImageSet
+    seed: int = 0
+    batch_size: int = 64
+
+    def told(self, contenders: Sequence[Contender]) -> dict[str, Any]:
+        """Tells what contenders were made from and with, as JSON-ready values."""
+        return {
+            "diagnosis": dict(self.diagnosis.about),
+            "seed": self.seed,
+            "contenders": [asdict(contender) for contender in contenders],
+            "torch": torch.__version__,
+        }
+
+
+@dataclass(frozen=True)
+class RuleMaker(Maker):
+    """Prescribes and realizes."""
+
+    bench: Bench
+    contender: Contender
+    _known: dict[float, ModelCosts] = field(default_factory=dict)
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be prescribed."""
+        return least_share(self.bench.model, self.contender.template)
+
+    def costs(self, share: float) -> ModelCosts:
+        """Prices what is prescribed; each share once."""
+        if share not in self._known:
+            self._known[share] = costs_at(self.bench.model, self.bench.diagnosis, self.contender.template, share)
+        return self._known[share]
+
+    def make(self, share: float) -> nn.Module:
+        """Realizes what is prescribed, and refines it where that is asked for.
+
+        At a share that keeps everything the model itself is returned, as `costs` prices it there; rules without a share
+        that change nothing raise NothingChanged.
+        """
+        bench, contender = self.bench, self.contender
+        try:
+            found = prescribe(bench.diagnosis, contender.template.at(share))
+        except NothingChanged:
+            if not contender.varies:
+                raise
+            return bench.model
+        if not contender.refined:
+            return realize(bench.model, found)
+        candidate = realize(bench.model, replace(found, tokens=None))
+        knobs = Refinement(steps=contender.refined, seed=bench.seed)
+        candidate = refine(candidate, bench.model, bench.calibration, knobs).model
+        if found.tokens is not None:  # last, as refinement watches all tokens
+            family = family_of(candidate)
+            realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
+        return candidate
+
+
+class Makers:
+    """The makers of a bench; peers share the statistics that they are calibrated on."""
+
+    def __init__(self, bench: Bench):
+        self.bench = bench
+
+    def of(self, contender: Contender) -> Maker:
+        """Gives the maker of one contender."""
+        if contender.peer is None:
+            return RuleMaker(self.bench, contender)
+        bench = self.bench
+        return make_peer(bench.model, contender.peer, contender.maps, bench.calibration, self._statistics)
+
+    @cached_property
+    def _statistics(self) -> MapStatistics:
+        bench = self.bench
+        return MapStatistics(bench.model, places(bench.model), bench.calibration, min(bench.batch_size, 32))

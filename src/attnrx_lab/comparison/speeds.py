@@ -1,0 +1,193 @@
+"""Several prescriptions on one model: what the clock says of each, beside the model as its own library runs it."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.api import diagnose
+from attnrx.config import to_dict
+from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.data import Normalization, from_tensors
+from attnrx.errors import InvalidInput
+from attnrx.exporting import Format
+from attnrx.models import family_of, use_backend
+from attnrx.progress import Log, no_log
+from attnrx.storage import write_json
+from attnrx_lab.comparison.comparing import Unreached, points
+from attnrx_lab.comparison.methods import Bench, Contender, Makers
+from attnrx_lab.comparison.runtimes import running_in
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one contender is at one share and batch size, beside the model as its library ships it.
+
+    `latency` holds the ratio of times; the speed-up is its inverse. `ideal` is the inverse of the share of the MACs,
+    which a speed-up reaches where every multiplication takes as long as before and nothing else takes any time.
+    """
+
+    contender: str
+    share: float
+    macs_share: float
+    latency: LatencyComparison
+
+    @property
+    def speedup(self) -> tuple[float, float, float]:
+        """How many times faster: the median over rounds, and its 95 % interval."""
+        ratio = self.latency.ratio
+        return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
+
+    @property
+    def ideal(self) -> float:
+        """What the share of the MACs promises."""
+        return 1 / self.macs_share
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows."""
+        latency, (value, low, high) = self.latency, self.speedup
+        return (
+            self.contender,
+            f"{100 * self.share:.4g} %",
+            str(latency.batch),
+            str(latency.threads),
+            f"{100 * self.macs_share:.1f} %",
+            f"{1000 * latency.reference.median:.1f}",
+            f"{1000 * latency.candidate.median:.1f}",
+            f"{value:.2f}x [{low:.2f}, {high:.2f}]",
+            f"{self.ideal:.2f}x",
+            f"{100 * value / self.ideal:.0f} %",
+        )
+
+
+SPEED_COLUMNS = (
+    "contender",
+    "kept",
+    "batch",
+    "threads",
+    "MACs",
+    "shipped ms",
+    "own ms",
+    "speed-up",
+    "ideal",
+    "share of ideal",
+)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """All speeds that were measured on one model, and how."""
+
+    speeds: tuple[Speed, ...]
+    about: dict[str, Any]
+
+    def save(self, path: Path | str) -> Path:
+        """Writes one JSON file."""
+        told = [
+            {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
+            for each in self.speeds
+        ]
+        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": told})
+
+    def to_markdown(self) -> str:
+        """Gives a table: one line for every contender and batch size."""
+        lines = [f"| {' | '.join(SPEED_COLUMNS)} |", "|" + "---|" * len(SPEED_COLUMNS)]
+        return "\n".join((*lines, *(f"| {' | '.join(each.cells)} |" for each in self.speeds)))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is timed: every contender at these shares, or at these shares of the MACs, on batches of so many images.
+
+    Each is timed under every protocol. `runtime` is the format whose files are timed, the shipped model's too, and all
+    at the precision of the first protocol; None times the models themselves, their
+    attention computed by the `backend` of this name (None: as it is made).
+    """
+
+    batches: tuple[int, ...]
+    protocols: tuple[LatencyProtocol, ...]
+    shares: tuple[float, ...] = ()
+    macs: tuple[float, ...] = ()
+    runtime: Format | None = None
+    backend: str | None = None
+
+    def __post_init__(self):
+        if not self.batches or not self.protocols or min(self.batches) < 1:
+            raise InvalidInput(
+                f"batches of {self.batches} images under {len(self.protocols)} protocols: give at least one of each, "
+                "and at least one image a batch."
+            )
+        asked = (*self.shares, *self.macs)
+        if not asked or any(not 0 < share <= 1 for share in asked):
+            raise InvalidInput(f"the shares {self.shares} and the MACs {self.macs}: give at least one, all in (0, 1].")
+        if self.runtime is not None and any(each.conditions.compiled for each in self.protocols):
+            raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
+
+
+def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
+    """Gives a bench for speed alone, whose images are noise: they say what a prescription leaves out, not how much.
+
+    Ranks that follow an energy or a divergence do depend on the images, and so do the times of what has such ranks.
+    """
+    channels, height, width = family_of(model).input_shape(model)
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
+    noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
+    return Bench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
+
+
+def compare_speeds(
+    bench: Bench,
+    contenders: Sequence[Contender],
+    rates: Rates,
+    log: Log = no_log,
+    out: Path | str | None = None,
+) -> Speeds:
+    """Makes every contender at every share, or at equal MACs, and times them all in turns with the shipped model.
+
+    The model of the bench itself always takes part, as "attnrx": nothing is left out of it, but its attention is ours.
+    What is known so far is saved to `out` after every batch size.
+    """
+    family = family_of(bench.model)
+    shipped = family.shipped(bench.model)
+    made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
+    for each in _made(bench, contenders, rates, log):
+        made[f"{each[0]} {each[1]}"] = each
+    if rates.backend is not None:
+        for key, (name, share, macs, candidate) in made.items():
+            made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
+    told = None if rates.runtime is None else to_dict(rates.runtime)
+    found = Speeds((), {**bench.told(contenders), "runtime": told, "backend": rates.backend or "auto"})
+    models = {"": shipped, **{key: each[-1] for key, each in made.items()}}
+    precision = rates.protocols[0].conditions.precision
+    with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
+        reference = running.pop("")
+        for protocol, batch in product(rates.protocols, rates.batches):
+            images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
+            latencies = compare_latencies(running, reference, images, protocol)
+            measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
+            found = replace(found, speeds=(*found.speeds, *measured))
+            for speed in measured:
+                log(f"{speed.contender}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
+            if out is not None:
+                found.save(out)
+    return found
+
+
+def _made(
+    bench: Bench, contenders: Sequence[Contender], rates: Rates, log: Log
+) -> Iterator[tuple[str, float, float, nn.Module]]:
+    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
+    for contender in contenders:
+        maker = makers.of(contender)
+        for point in points(contender, maker, before, rates.shares, rates.macs):
+            if isinstance(point, Unreached):
+                log(f"{point.contender} {point.cells[2]}: left out")
+            else:
+                yield contender.name, point[0], maker.costs(point[0]).macs / before.macs, maker.make(point[0])

@@ -1,0 +1,164 @@
+"""What an experiment is: the contract between the runs of a paper and the tables that are made of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from attnrx.config import to_dict
+from attnrx.data import ImageSet
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.progress import Log, no_log
+from attnrx.storage import check_schema, read_json, write_json
+from attnrx.training import Reporter
+
+AnyRun = TypeVar("AnyRun", bound="Run")
+
+
+@dataclass(frozen=True)
+class Run(ABC):
+    """A finished run: its folder and result.json, in which numbers stand by rule, kind and quantity."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    kind: ClassVar[str]
+    schema: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def experiment(self) -> "Experiment":
+        """The settings of the run."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers must know about the data and how they were made."""
+        return tuple(self.record["data"]["notes"])
+
+    def measure(self, rule: str, kind: str, quantity: str) -> Mapping[str, Any] | None:
+        """Gives one number (`value`, and `low` and `high`, which may be None), or None where it was not measured."""
+        return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
+
+    @classmethod
+    def load(cls: type[AnyRun], folder: Path | str) -> AnyRun:
+        """Reads a finished run back."""
+        path = Path(folder) / "result.json"
+        record = read_json(path)
+        check_schema(record, cls.kind, cls.schema, path)
+        return cls(Path(folder), record)
+
+
+class Experiment(ABC):
+    """One run of a protocol, as a frozen dataclass: every setting of it, and how it is made and read back.
+
+    `dataset` names the data, `seed` feeds every draw. `knobs` are the settings that a reader may change, each with how
+    a change is told beside the numbers: {own} is the setting, {protocol} the paper's.
+    """
+
+    kind: ClassVar[str]
+    run_type: ClassVar[type[Run]]
+    knobs: ClassVar[Mapping[str, str]]
+    told_when_tiny: ClassVar[str] = (
+        "generated images and a tiny model; these numbers show that the recipe runs, and nothing else"
+    )
+    dataset: str
+    seed: int
+    tiny: bool
+
+    @property
+    def scenario(self) -> str:
+        """What the rows of a table and `only` call it, one for each protocol of a recipe: the dataset, unless told."""
+        return self.dataset
+
+    @property
+    def name(self) -> str:
+        """What the run is called in messages."""
+        return f"{self.scenario}{' (tiny)' if self.tiny else ''}, seed {self.seed}"
+
+    @property
+    def place(self) -> Path:
+        """The folder of the run among all runs."""
+        return Path(self.kind) / (f"{self.scenario}-tiny" if self.tiny else self.scenario) / f"seed-{self.seed}"
+
+    @abstractmethod
+    def as_tiny(self) -> "Experiment":
+        """The same run on generated images or weights, in a second or two."""
+
+    @abstractmethod
+    def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> Run:
+        """Makes the run, or goes on with it, or reads it back; a folder that holds another one is refused."""
+
+    def load(self, folder: Path | str) -> Run:
+        """Reads a finished run of this kind back."""
+        return self.run_type.load(folder)
+
+    def here(self) -> "Experiment":
+        """The same run in the way that suits this machine."""
+        return self
+
+    def seeded(self, seed: int) -> "Experiment":
+        """The same run with another seed."""
+        return replace(self, seed=seed)  # type: ignore[type-var]
+
+    def changed(self, changes: Mapping[str, Any]) -> "Experiment":
+        """The same run with some knobs turned; those that it does not have are refused by name."""
+        strange = {name: value for name, value in changes.items() if name not in self.knobs}
+        if strange:
+            asked = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+            raise InvalidInput(
+                f"{asked}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
+                f"{', '.join(self.knobs)}. Leave {', '.join(strange)} out."
+            )
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def deviations(self, protocol: "Experiment") -> list[str]:
+        """Tells what differs from the protocol, for a reader of the table."""
+        if self.tiny:
+            return [f"{self.scenario}: {self.told_when_tiny}"]
+        pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
+        return [
+            f"{self.scenario}: {self.knobs[name].format(own=_told(own), protocol=_told(theirs))}"
+            for name, (own, theirs) in pairs.items()
+            if own != theirs
+        ]
+
+    def differences(self, record: Mapping[str, Any]) -> list[str]:
+        """Lists what was otherwise in the settings of a stored run."""
+        own = to_dict(self)
+        names = sorted(own.keys() | record.keys())
+        return [
+            f"{name} was {record.get(name)!r} and is now {own.get(name)!r}"
+            for name in names
+            if own.get(name) != record.get(name)
+        ]
+
+    def require(self, folder: Path) -> None:
+        """Refuses a folder that holds a different run; one that holds nothing yet is left as it is."""
+        path = folder / "settings.json"
+        if not path.exists():
+            return
+        record = read_json(path)
+        check_schema(record, self.run_type.kind, self.run_type.schema, path)
+        differing = self.differences(record["settings"])
+        if differing:
+            raise CheckpointError(
+                f"{folder} holds another run: {'; '.join(differing)}. Ask for the same settings to go on, choose "
+                f"another folder, or delete everything in it but train/ to measure the same model anew."
+            )
+
+    def claim(self, folder: Path) -> None:
+        """Stores the settings with the first stage; to be called when model and data could be loaded with them."""
+        self.require(folder)
+        path = folder / "settings.json"
+        if not path.exists():
+            kind, schema = self.run_type.kind, self.run_type.schema
+            write_json(path, {"kind": kind, "schema": schema, "settings": to_dict(self)})
+
+
+def first_images(images: ImageSet, count: int | None) -> ImageSet:
+    """Gives the first images, balanced over the classes; all where there are no more, or None is asked for."""
+    return images if count is None else images.take(min(count, len(images)))
+
+
+def _told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

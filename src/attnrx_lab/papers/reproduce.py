@@ -1,0 +1,152 @@
+"""From the name of a recipe to its table: every run it needs, trained and measured, several side by side."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.progress import Log, no_log
+from attnrx.training import Reporter, Silent
+from attnrx_lab.papers.experiment import Experiment, Run
+from attnrx_lab.papers.recipe import RecipeFile, load_recipe
+from attnrx_lab.papers.table import ReproducedTable, make_table
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of a recipe is wanted, and how it may differ from the paper; every difference is told in the table.
+
+    `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
+    the settings of its protocol: each experiment names those that it has, None is not asked for. `jobs` runs that many
+    seeds side by side, each in a process of its own. Runs live in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all
+    recipes, and go on where they were stopped.
+    """
+
+    only: str | Sequence[str] | None = None
+    seeds: tuple[int, ...] | None = None
+    tiny: bool = False
+    folder: str | Path = "runs"
+    jobs: int = 1
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        seeds = self.seeds
+        if self.jobs < 1 or (seeds is not None and (not seeds or len(set(seeds)) != len(seeds))):
+            raise InvalidInput(f"seeds={self.seeds}, jobs={self.jobs}: give at least one seed, each once, and one job.")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Request":
+        """Reads options by name: those that are no field of a request are knobs of the experiment."""
+        own = {each.name for each in fields(cls)} - {"knobs"}
+        knobs = {name: value for name, value in options.items() if name not in own}
+        return cls(**{name: value for name, value in options.items() if name in own}, knobs=knobs)
+
+    @property
+    def scenarios(self) -> tuple[str, ...]:
+        """The scenarios asked for; empty for all."""
+        if self.only is None:
+            return ()
+        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
+
+    def experiment(self, protocol: Experiment, seed: int) -> Experiment:
+        """The protocol's experiment for one seed, changed as asked."""
+        own = protocol.seeded(seed).here()
+        changes = {name: value for name, value in self.knobs.items() if value is not None}
+        return (own.as_tiny() if self.tiny else own).changed(changes)
+
+    def place(self, experiment: Experiment) -> Path:
+        """The folder of one run."""
+        return Path(self.folder) / experiment.place
+
+
+def reproduce(name: str, *, reporter: Reporter | None = None, log: Log = no_log, **options: Any) -> ReproducedTable:
+    """Makes a recipe's table, training what is not trained yet; `options` are the fields of `Request`, and knobs.
+
+    The table is also saved as NAME.json and NAME.md in the folder of the runs, with NAME.html where there are
+    pictures. Progress goes to `log` and to the training `reporter`; side by side, runs report their stages only.
+    """
+    file, request = load_recipe(name), Request.of(options)
+    protocols = _chosen(file, request)
+    seeds = request.seeds or file.recipe.seeds
+    asked = [(protocol, request.experiment(protocol, seed)) for protocol in protocols for seed in seeds]
+    runs = _run_all([experiment for _, experiment in asked], request, reporter, log)
+    by_scenario = {
+        protocol.scenario: [run for run in runs if run.experiment.scenario == protocol.scenario]
+        for protocol in protocols
+    }
+    same_shapes = request.knobs.get("model") is None
+    table = make_table(file, by_scenario, _deviations(file, asked), same_shapes)
+    table.save(request.folder)
+    return table
+
+
+def _chosen(file: RecipeFile, request: Request) -> list[Experiment]:
+    known = [protocol.scenario for protocol in file.recipe.protocol]
+    for scenario in request.scenarios:
+        if scenario not in known:
+            raise UnknownName(f"scenario of the recipe {file.name}", scenario, known)
+    wanted = request.scenarios or known
+    return [protocol for protocol in file.recipe.protocol if protocol.scenario in wanted]
+
+
+def _run_all(wanted: list[Experiment], request: Request, reporter: Reporter | None, log: Log) -> list[Run]:
+    if request.jobs == 1 or len(wanted) == 1:
+        return [each.run(request.place(each), reporter=reporter, log=log) for each in wanted]
+    threads = max(1, (os.cpu_count() or 1) // request.jobs)
+    # Started afresh, not forked: a forked process may inherit locked thread pools.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(request.jobs, mp_context=context, initializer=partial(_alone, threads)) as pool:
+        started = {pool.submit(_run_quietly, each, request.place(each)): each for each in wanted}
+        log(f"{len(wanted)} runs, {request.jobs} side by side with {threads} threads each")
+        try:
+            for done in as_completed(started):
+                done.result()
+                log(f"{started[done].name}: done, {request.place(started[done])}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [each.load(request.place(each)) for each in wanted]
+
+
+def _alone(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_stop_when_orphaned, daemon=True).start()
+
+
+def _stop_when_orphaned() -> None:
+    """Asks this process to stop, as Ctrl-C does, when the one that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)  # a training saves a checkpoint first
+
+
+def _run_quietly(experiment: Experiment, folder: Path) -> None:
+    parent = multiprocessing.parent_process()
+    try:
+        experiment.run(folder, reporter=Silent())
+    finally:
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the queue may hold more runs, which nobody waits for
+
+
+def _deviations(file: RecipeFile, asked: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
+    """Lists by scenario which settings and seeds differ from the protocol."""
+    found: dict[str, dict[str, None]] = {}
+    for protocol, experiment in asked:
+        found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))
+    seeds, usual = {experiment.seed for _, experiment in asked}, file.recipe.seeds
+    if seeds != set(usual):
+        text = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"
+        for texts in found.values():
+            texts[text] = None
+    return {scenario: list(texts) for scenario, texts in found.items()}

@@ -1,0 +1,69 @@
+"""What Tables 4 and 5 of the SPOT paper have in common: protocols, rows and columns."""
+
+from dataclasses import replace
+
+from attnrx_lab.papers.recipe import Column, Row
+from attnrx_lab.papers.spot_transfer import ORIGINAL, SpotTransferExperiment
+
+SEEDS = (0,)  # the paper reports one run of each
+STAGES, DEEP_STAGES = "4,7,10", "5,9,13"
+
+# A head on frozen features, as Section 6.2.2 has it; every training image of the dataset.
+PROBE = "transfer"
+# Every corruption of ImageNet-C at severity 3, on all images (Section 7.1).
+SPOILT = "robustness(corruptions=all,severities=3,images=none)"
+
+TITLES = {
+    ORIGINAL: "baseline",
+    "spot": "SPOT",
+    "dynamicvit": "DynamicViT",
+    "evit": "EViT",
+    "class_attention": "class attention",
+    "tome": "ToMe",
+    "random": "random",
+}
+# What needs no training is measured beside SPOT where a trained SPOT is given, and alone where not.
+UNTRAINED = tuple(f"{name}={name}:0.7@{STAGES}" for name in ("class_attention", "tome", "random"))
+LEARNED = tuple(f"{name}={name}:0.7@{STAGES}" for name in ("spot", "dynamicvit", "evit"))
+TINY_VIT = "timm:vit_tiny_patch16_224"
+
+
+def spot(stages: str = STAGES) -> tuple[str, ...]:
+    """SPOT with a keep ratio of 0.7 before three layers."""
+    return (f"spot=spot:0.7@{stages}",)
+
+
+DEIT_TINY = {
+    dataset: SpotTransferExperiment(f"deit_tiny-{dataset}", "timm:deit_tiny_patch16_224", dataset, PROBE, spot())
+    for dataset in ("cifar100", "food101", "dtd", "eurosat")
+}
+VIT_TINY = {
+    dataset: SpotTransferExperiment(f"vit_tiny-{dataset}", TINY_VIT, dataset, PROBE, (*UNTRAINED, *LEARNED))
+    for dataset in ("cifar10", "tiny_imagenet")
+}
+ROBUST = {
+    "deit_tiny": SpotTransferExperiment("deit_tiny-c", "timm:deit_tiny_patch16_224", "imagenet-1k", SPOILT, spot()),
+    "deit_small": SpotTransferExperiment("deit_small-c", "timm:deit_small_patch16_224", "imagenet-1k", SPOILT, spot()),
+    "lvvit_t": SpotTransferExperiment("lvvit_t-c", "lvvit:t", "imagenet-1k", SPOILT, spot()),
+    "lvvit_s": SpotTransferExperiment("lvvit_s-c", "lvvit:s", "imagenet-1k", SPOILT, spot(DEEP_STAGES)),
+}
+ROBUST_VIT_TINY = replace(
+    VIT_TINY["cifar10"],
+    subject="vit_tiny-c",
+    dataset="imagenette",
+    check=SPOILT,
+    label_column="imagenet1k_label",
+    test_column="ilsvrc_val",
+)
+
+COLUMNS = (
+    Column("accuracy", "Accuracy", "measured", "accuracy", "%", decimals=1),
+    Column("change", "Δ accuracy", "measured", "accuracy_change", "pp", decimals=1),
+    Column("gflops", "GFLOPS", "costs", "gflops", decimals=2),
+)
+
+
+def pair_rows(title: str, experiment: SpotTransferExperiment) -> tuple[Row, ...]:
+    """Gives a row for the original and one for every candidate of an experiment."""
+    names = (ORIGINAL, *(text.partition("=")[0] for text in experiment.candidates))
+    return tuple(Row(f"{title}, {TITLES[name]}", experiment.scenario, name) for name in names)

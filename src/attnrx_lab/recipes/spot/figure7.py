@@ -1,0 +1,37 @@
+"""Images a second with SPOT: what its predictor is told, over the keep ratio.
+
+Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers
+Table: Figure 7
+Command: attnrx reproduce spot/figure7 --only vit_tiny
+Expected: more images a second with fewer tokens and with less information; the paper draws curves and states 3,880
+    images a second, more than 1.5 times the original's, for one variant of DeiT-S at 3.0 GFLOPS on its GPU
+Not stated: batch size, precision and software of the measurement, and the numbers behind the drawn curves
+Time: about 20 minutes for DeiT-S on two CPU cores, estimated and not measured; less for the others
+Hardware: any; an accelerator is used where there is one. No data and no weights are needed
+"""
+
+from attnrx_lab.papers.spot_tables import (
+    CLASS_ATTENTION,
+    NO_MEAN,
+    NO_VARIANCE,
+    ONE_LAYER,
+    RANDOM,
+    SPOT,
+    at,
+    projected,
+    speed_recipe,
+)
+
+RATIOS = (0.5, 0.7, 0.9)
+METHODS = (
+    ("SPOT", SPOT),
+    ("without the mean over layers", NO_MEAN),
+    ("without the variance over layers", NO_VARIANCE),
+    ("without both", ONE_LAYER),
+    ("without token features", projected(0)),
+    ("class attention", CLASS_ATTENTION),
+    ("random", RANDOM),
+)
+LINES = tuple((f"{title}, {ratio:g}", at(method, ratio)) for title, method in METHODS for ratio in RATIOS)
+
+RECIPE = speed_recipe("Images a second with SPOT", dict.fromkeys(("deit_small", "vit_tiny", "cifar10_small"), LINES))

@@ -1,0 +1,129 @@
+"""The numbers of a sweep, averaged over the seeds."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from attnrx.checks.statistics import t_interval
+from attnrx.errors import CheckpointError
+from attnrx.reports.numbers import MISSING, interval, quantity
+from attnrx_lab.sweeps.jobs import Label, Result
+from attnrx_lab.sweeps.study import SweepStudy
+
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """One number over `runs` seeds: their mean, deviation and 95 % t interval.
+
+    Of a single seed, and where the seed changes nothing, the interval is that of the measurement.
+    """
+
+    metric: str
+    unit: str
+    labels: Mapping[str, Label]
+    value: float | None
+    low: float | None
+    high: float | None
+    runs: int
+    deviation: float | None = None
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """The number and its interval in words."""
+        return quantity(self.value, self.unit, self.low, self.high), interval(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class SweepSummary:
+    """All numbers of a sweep, averaged over their seeds."""
+
+    means: tuple[Mean, ...]
+
+    @classmethod
+    def of(cls, study: SweepStudy) -> "SweepSummary":
+        """Averages the results of a study.
+
+        Raises:
+            CheckpointError: No job has finished yet.
+        """
+        means = over_seeds(study.results())
+        if not means:
+            counts = ", ".join(f"{count} {state}" for state, count in study.counts().items() if count) or "no jobs"
+            raise CheckpointError(f"{study.place} holds no number yet ({counts}); let `attnrx sweep run` go on.")
+        return cls(means)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The labels that tell numbers apart, in the order in which they first occur."""
+        return tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the numbers."""
+        return tuple(dict.fromkeys(mean.metric for mean in self.means))
+
+    def lines(self) -> list[tuple[tuple[str, ...], tuple[Mean | None, ...]]]:
+        """Gives one line for every combination of labels, in words, and its number for each of the metrics."""
+        lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
+        for mean in self.means:
+            lines[tuple(mean.labels.get(name) for name in self.axes)][mean.metric] = mean
+        return [
+            (tuple(map(_word, labels)), tuple(found.get(metric) for metric in self.metrics))
+            for labels, found in lines.items()
+        ]
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Gives the names of all columns, and the lines as texts."""
+        rows = [
+            (*labels, str(seeds_of(means)), *(" ".join(mean.shown).strip() if mean else MISSING for mean in means))
+            for labels, means in self.lines()
+        ]
+        return (*self.axes, "seeds", *self.metrics), rows
+
+    def to_markdown(self) -> str:
+        """Gives the table as Markdown."""
+        columns, rows = self.table()
+        lines = [columns, ("---",) * len(columns), *rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def seeds_of(means: Sequence[Mean | None]) -> int:
+    """Gives the seeds behind the number of a line that has most of them."""
+    return max(mean.runs for mean in means if mean is not None)
+
+
+def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
+    """Puts numbers together that differ in their seed alone."""
+    groups: dict[tuple[str, tuple[tuple[str, Label], ...]], list[Result]] = defaultdict(list)
+    for result in results:
+        labels = tuple(sorted((name, value) for name, value in result.labels.items() if name != SEED))
+        groups[result.metric, labels].append(result)
+    return tuple(_mean(own) for own in groups.values())
+
+
+def _mean(own: Sequence[Result]) -> Mean:
+    first = own[0]
+    labels = {name: value for name, value in first.labels.items() if name != SEED}
+    measured = [result for result in own if result.value is not None]
+    values = _by_seed(measured, "value")
+    if len(set(values)) > 1:
+        over = t_interval(values)
+        return Mean(first.metric, first.unit, labels, fmean(values), over.low, over.high, len(values), stdev(values))
+    value, low, high = (next(iter(_by_seed(measured, name)), None) for name in ("value", "low", "high"))
+    return Mean(first.metric, first.unit, labels, value, low, high, len(values))
+
+
+def _by_seed(own: Sequence[Result], name: str) -> list[float]:
+    """Gives one value for each seed: several jobs of one seed may measure the same, such as the original."""
+    found: dict[Label, list[float]] = defaultdict(list)
+    for result in own:
+        if (value := getattr(result, name)) is not None:
+            found[result.labels.get(SEED)].append(value)
+    return [fmean(values) for values in found.values()]
+
+
+def _word(label: Label) -> str:
+    return MISSING if label is None else f"{label:g}" if isinstance(label, float) else str(label)
