@@ -24,8 +24,8 @@ from attnrx.decompositions.canonical import starting_terms
 from attnrx.storage import write_json
 
 HEADER = (
-    f"{'tensor':<14}{'rank':>5}{'sweeps':>7}{'error':>12}  {'peer':<9}{'ours s':>9}{'peer s':>9}"
-    f"{'peer / ours (95 %)':>24}"
+    f"{'tensor':<14}{'rank':>5}{'sweeps':>7}{'error':>12}  {'baseline':<9}{'ours s':>9}{'baseline s':>9}"
+    f"{'baseline / ours (95 %)':>24}"
 )
 
 
@@ -67,20 +67,20 @@ class Result:
     case: Case
     timing: Timing
     error: float
-    peers: tuple[Peer, ...]
+    baselines: tuple[Peer, ...]
 
     @property
     def disagreement(self) -> float:
         """The largest difference of a relative error from ours."""
-        return max((abs(peer.error - self.error) for peer in self.peers), default=0.0)
+        return max((abs(baseline.error - self.error) for baseline in self.baselines), default=0.0)
 
     def __str__(self) -> str:
         case, lines = self.case, []
-        for peer in self.peers:
-            ratio = peer.ratio
+        for baseline in self.baselines:
+            ratio = baseline.ratio
             lines.append(
                 f"{f'{case.width}x{case.width}x{case.heads}':<14}{case.rank:>5}{case.sweeps:>7}{self.error:>12.8f}  "
-                f"{peer.backend:<9}{self.timing.median:>9.3f}{peer.timing.median:>9.3f}"
+                f"{baseline.backend:<9}{self.timing.median:>9.3f}{baseline.timing.median:>9.3f}"
                 f"{f'{ratio.value:.1f} ({ratio.low:.1f}-{ratio.high:.1f})':>24}"
             )
         return "\n".join(lines)
@@ -105,7 +105,7 @@ def parafac(tensorly: ModuleType, backend: str, tensor: FactoredTensor, start: C
     return decompose
 
 
-def measure(tensorly: ModuleType, case: Case, asked: argparse.Namespace) -> Result:
+def measure(tensorly: ModuleType, case: Case, requested: argparse.Namespace) -> Result:
     """Times ours and each backend in turn, after one run of each whose errors are compared."""
     tensor = case.tensor()
     start = starting_terms(tensor, case.rank, case.start, seed=0)
@@ -113,14 +113,14 @@ def measure(tensorly: ModuleType, case: Case, asked: argparse.Namespace) -> Resu
     def ours() -> Canonical:
         return als(tensor, case.rank, start=start, sweeps=case.sweeps, tolerance=0.0)
 
-    theirs = {name: parafac(tensorly, name, tensor, start, case.sweeps) for name in asked.backends}
+    theirs = {name: parafac(tensorly, name, tensor, start, case.sweeps) for name in requested.backends}
     error = tensor.relative_error(*ours().factors)
     errors = {name: tensor.relative_error(*run()) for name, run in theirs.items()}
-    seconds = interleave({"ours": ours, **theirs}, rounds=asked.rounds, warmup=0, clock=asked.clock)
-    peers = (
+    seconds = interleave({"ours": ours, **theirs}, rounds=requested.rounds, warmup=0, clock=requested.clock)
+    baselines = (
         Peer(name, Timing.of(seconds[name]), Ratio.of(seconds[name], seconds["ours"]), errors[name]) for name in theirs
     )
-    return Result(case, Timing.of(seconds["ours"]), error, tuple(peers))
+    return Result(case, Timing.of(seconds["ours"]), error, tuple(baselines))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -138,31 +138,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def read_case(text: str, asked: argparse.Namespace) -> Case:
+def read_case(text: str, requested: argparse.Namespace) -> Case:
     """Reads WIDTHxHEADSxINNER:RANK."""
     try:
         shape, rank = text.split(":")
         width, heads, inner = (int(size) for size in shape.split("x"))
-        return Case(width, heads, inner, int(rank), asked.sweeps, asked.start)
+        return Case(width, heads, inner, int(rank), requested.sweeps, requested.start)
     except ValueError:
         sys.exit(f"case {text!r} is not WIDTHxHEADSxINNER:RANK, e.g. 384x6x64:96")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    asked = parse(arguments)
-    cases = [read_case(text, asked) for text in asked.cases]
+    requested = parse(arguments)
+    cases = [read_case(text, requested) for text in requested.cases]
     try:
         import tensorly
     except ImportError:
         sys.exit("this benchmark compares with tensorly, which is not installed: pip install tensorly==0.10.0")
-    torch.set_num_threads(asked.threads)
-    with threadpool_limits(asked.threads):
+    torch.set_num_threads(requested.threads)
+    with threadpool_limits(requested.threads):
         about = {
             "hardware": device_name("cpu"),
             "threads": {"torch": torch.get_num_threads()}
             | {pool["internal_api"]: pool["num_threads"] for pool in threadpool_info()},
-            "clock": asked.clock,
+            "clock": requested.clock,
             "torch": torch.__version__,
             "tensorly": tensorly.__version__,
         }
@@ -170,14 +170,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(HEADER)
         results = []
         for case in cases:
-            results.append(measure(tensorly, case, asked))
+            results.append(measure(tensorly, case, requested))
             print(results[-1], flush=True)
-    if asked.out:
+    if requested.out:
         record = {"benchmark": "decomposition", **about, "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(asked.out, record)}")
+        print(f"written to {write_json(requested.out, record)}")
     worst = max(result.disagreement for result in results)
     print(f"largest difference of the errors: {worst:.1e}")
-    return int(worst > asked.agreement)
+    return int(worst > requested.agreement)
 
 
 if __name__ == "__main__":

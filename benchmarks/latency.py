@@ -63,15 +63,15 @@ def compressed(config: ViTConfig, rank: int, pattern: str) -> ViTConfig:
     return replace(config, attention=tuple(spec.with_ranks(ranks, spec.heads, spec.norms) for spec in config.attention))
 
 
-def settings(asked: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
+def settings(requested: argparse.Namespace) -> Iterator[tuple[int, str, int, LatencyProtocol]]:
     """Every combination that was asked for."""
-    for mode in asked.modes:
-        for precision in asked.precisions:
-            conditions = Conditions(asked.device, precision, asked.threads, mode == "compiled")
-            protocol = LatencyProtocol(conditions, rounds=asked.rounds, clock=asked.clock)
-            for batch in asked.batches:
-                for rank in asked.ranks:
-                    for pattern in asked.patterns:
+    for mode in requested.modes:
+        for precision in requested.precisions:
+            conditions = Conditions(requested.device, precision, requested.threads, mode == "compiled")
+            protocol = LatencyProtocol(conditions, rounds=requested.rounds, clock=requested.clock)
+            for batch in requested.batches:
+                for rank in requested.ranks:
+                    for pattern in requested.patterns:
                         yield rank, pattern, batch, protocol
 
 
@@ -108,16 +108,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    asked = parse(arguments)
-    config = named_config("svda", asked.scenario)
+    requested = parse(arguments)
+    config = named_config("svda", requested.scenario)
     results = []
     print(HEADER)
-    for setting in settings(asked):
+    for setting in settings(requested):
         results.append(measure(config, *setting))
         print(results[-1], flush=True)
-    if asked.out:
+    if requested.out:
         record = {"benchmark": "latency", "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(asked.out, record)}")
+        print(f"written to {write_json(requested.out, record)}")
     return 0
 
 

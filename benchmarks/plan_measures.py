@@ -15,28 +15,28 @@ import torch
 
 import attnrx as rx
 from attnrx.diagnostics.token_relevance import rank_correlation
-from attnrx.planning.allocating import Frontier
-from attnrx.planning.answers import Answers
-from attnrx.planning.damages import measure_damages
-from attnrx.planning.prices import counted_prices
-from attnrx.planning.refining import knobs_of, weights_of
+from attnrx.planning.allocation import Frontier
+from attnrx.planning.cost_table import exact_cost_table
+from attnrx.planning.plan_search import knobs_of, weights_of
+from attnrx.planning.reference_outputs import Answers
+from attnrx.planning.sensitivity import measure_sensitivities
 from attnrx.planning.space import Choices, Space
 from attnrx.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]
-FOR_DAMAGES, BATCH, ATTEMPTS = 96, 32, 50
+FOR_SENSITIVITIES, BATCH, ATTEMPTS = 96, 32, 50
 
 
 def made(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
     """Makes different plans, the closed form of even damages first."""
-    prices = counted_prices(space, "macs")
-    damages = measure_damages(space, answers.first(FOR_DAMAGES), print)["softened"]
+    cost_table = exact_cost_table(space, "macs")
+    sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), print)["softened"]
     random, found = np.random.default_rng(seed), {}
     knobs: dict[str, float] = {}
     for _ in range(ATTEMPTS * count):
         if len(found) == count:
             break
-        step = Frontier(space, prices, damages, weights_of(space, knobs)).at(most)
+        step = Frontier(space, cost_table, sensitivities, weights_of(space, knobs)).at(most)
         found.setdefault(step.choices, step)
         knobs = {name: float(random.uniform(-span, span)) for name, span in knobs_of(space).items()}
     return list(found)
@@ -76,9 +76,9 @@ def main(given: Sequence[str] | None = None) -> None:
     model = rx.load(arguments.model, weights=arguments.weights).eval()
     columns = rx.data.Columns(label_column=arguments.label_column)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(arguments.data, image_size=size, columns=columns), model)
+    splits = rx.adapt_preprocessing(rx.load_data(arguments.data, image_size=size, columns=columns), model)
     images = splits.train.take(arguments.images)
-    diagnosis = rx.diagnose(model, images, images=min(FOR_DAMAGES, len(images)), batch_size=BATCH)
+    diagnosis = rx.diagnose(model, images, images=min(FOR_SENSITIVITIES, len(images)), batch_size=BATCH)
     space = Space(model, diagnosis, parse_reducer(arguments.reducer))
     answers = Answers.of(model, images, BATCH)
     rows = []

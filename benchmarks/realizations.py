@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.checks.statistics import t_interval
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NothingChanged
+from attnrx.errors import NoOpPrescription
 from attnrx.models import build_model, evaluating
 from attnrx.rules import EnergyRetention
 from attnrx.storage import read_json, write_json
@@ -109,7 +109,7 @@ def measured(start: Start, seed: int, arguments: argparse.Namespace) -> list[dic
     for rho in arguments.rhos:
         try:
             prescription = rx.prescribe(diagnosis, EnergyRetention(rho))
-        except NothingChanged:
+        except NoOpPrescription:
             continue
         found = {
             kind: logits(

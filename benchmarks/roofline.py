@@ -44,7 +44,7 @@ class Shape:
         rank, reads, heads = max(spec.ranks), max(spec.reads), len(spec.heads)
         q, k = (torch.randn(self.batch, heads, self.tokens, rank) for _ in range(2))
         v = torch.randn(self.batch, heads, self.tokens, reads)
-        attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == reads else partial(_written_out, q, k, v)
+        attend = partial(F.scaled_dot_product_attention, q, k, v) if rank == reads else partial(_unfused, q, k, v)
         found["attention"] = (self.batch * heads * self.tokens**2 * (rank + reads), attend)
         for name, sides in (("fc1", (spec.width, self.hidden)), ("fc2", (self.hidden, spec.width))):
             if self.mlp is None:
@@ -80,7 +80,7 @@ class Shape:
         return nn.Linear(inputs, outputs) if self.mlp is None else LowRankLinear(inputs, outputs, self.mlp)
 
 
-def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.softmax(query @ key.transpose(-1, -2), dim=-1) @ value
 
 
@@ -158,31 +158,36 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    asked = parse(arguments)
+    requested = parse(arguments)
     with torch.device("meta"):
-        model = build_model(asked.model)
+        model = build_model(requested.model)
     family = family_of(model)
     full = family.attention(model)[0].spec
     hidden = getattr(family.mlp(model)[0][0], "out_features")  # noqa: B009, a module's attributes have no types
-    heads = (asked.ranks,) * len(full.heads)
-    reads = (asked.values or full.head_dim,) * len(full.heads)
+    heads = (requested.ranks,) * len(full.heads)
+    reads = (requested.values or full.head_dim,) * len(full.heads)
     less = AttentionSpec(
         "dense", full.width, full.head_dim, heads, full.heads, full.scale, full.original_rank, value_ranks=reads
     )
     found = []
-    with Conditions(threads=asked.threads).held():
-        for batch in asked.batches:
+    with Conditions(threads=requested.threads).held():
+        for batch in requested.batches:
             shapes = (
-                Shape(full, hidden, None, batch, asked.tokens),
-                Shape(less, hidden, asked.mlp, batch, asked.tokens),
+                Shape(full, hidden, None, batch, requested.tokens),
+                Shape(less, hidden, requested.mlp, batch, requested.tokens),
             )
-            found.append(measure(*shapes, asked.backend, asked.rounds, asked.clock))
+            found.append(measure(*shapes, requested.backend, requested.rounds, requested.clock))
             print(found[-1], flush=True)
         threads = torch.get_num_threads()
-    if asked.out:
-        about = {"hardware": device_name("cpu"), "threads": threads, "torch": torch.__version__, "clock": asked.clock}
+    if requested.out:
+        about = {
+            "hardware": device_name("cpu"),
+            "threads": threads,
+            "torch": torch.__version__,
+            "clock": requested.clock,
+        }
         record = {"benchmark": "roofline", "about": about, "results": [asdict(each) for each in found]}
-        print(f"written to {write_json(asked.out, record)}")
+        print(f"written to {write_json(requested.out, record)}")
     return 0
 
 

@@ -3,7 +3,7 @@
     python benchmarks/speed_table.py --out runs/bench --readme README.md    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
-Every contender keeps so much that its MACs come to the same share of the original's; all take turns with the shipped
+Every method keeps so much that its MACs come to the same share of the original's; all take turns with the shipped
 model in one run. Cells that were measured before are read back from the folder, so a run that was stopped goes on.
 Weights are random: latency does not depend on them.
 """
@@ -19,7 +19,7 @@ import attnrx as rx
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.models import build_model
 from attnrx.storage import read_json, write_text
-from attnrx_lab.comparison import Contender, Rates, compare_speeds, noise_bench
+from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"
 # Kernels read so many numbers at once; ranks in between take longer than the next multiple.
@@ -32,8 +32,8 @@ OURS = {
 OTHERS = {
     "ToMe": f"tokens=tome:{{share}}@{STAGES}",
     "DynamicViT": f"tokens=dynamicvit:{{share}}@{STAGES}",
-    "Torch-Pruning": "peer:torch_pruning",
-    "plain SVD": "peer:svd",
+    "Torch-Pruning": "baseline:torch_pruning",
+    "plain SVD": "baseline:svd",
 }
 START, END = "<!-- speeds: made by `make bench` -->", "<!-- end of speeds -->"
 
@@ -74,10 +74,10 @@ def measure(part: Part, macs: float, rounds: int | None, folder: Path) -> dict[s
     conditions = [Conditions(threads=count, compiled=part.runtime == "compiled") for count in part.threads]
     protocols = tuple(LatencyProtocol(each, rounds or part.rounds, warmup=1) for each in conditions)
     model = build_model(f"timm:{part.model}", seed=0)
-    contenders = [Contender.parse(f"{name}={text}") for name, text in {**OURS, **OTHERS}.items()]
+    methods = [Method.parse(f"{name}={text}") for name, text in {**OURS, **OTHERS}.items()]
     rates = Rates(part.batches, protocols, macs=(macs,), runtime=form)
     partial = path.with_suffix(".partial.json")  # what `compare_speeds` saves after every batch size is not the whole
-    compare_speeds(noise_bench(model), contenders, rates, log, partial)
+    compare_speeds(noise_bench(model), methods, rates, log, partial)
     partial.rename(path)
     return read_json(path)
 
@@ -88,7 +88,7 @@ def log(told: str) -> None:
 
 
 def table(measured: dict[Part, dict[str, Any]]) -> str:
-    """Gives one line for every model, runtime, batch size and number of threads; a column for every contender."""
+    """Gives one line for every model, runtime, batch size and number of threads; a column for every method."""
     names = ["attnrx", *OURS, *OTHERS]
     head = ["model", "runs in", "batch", "threads", "timm, ms", *("unchanged" if n == "attnrx" else n for n in names)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -96,10 +96,16 @@ def table(measured: dict[Part, dict[str, Any]]) -> str:
         cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for speed in record["speeds"]:
             latency = speed["latency"]
-            cells.setdefault((latency["threads"], latency["batch"]), {})[speed["contender"]] = speed
+            cells.setdefault((latency["threads"], latency["batch"]), {})[speed["method"]] = speed
         for (threads, batch), found in cells.items():
-            shipped = next(iter(found.values()))["latency"]["reference"]["median"]
-            row = [part.model.partition("_patch")[0], part.runtime, str(batch), str(threads), f"{1000 * shipped:.1f}"]
+            library_model = next(iter(found.values()))["latency"]["reference"]["median"]
+            row = [
+                part.model.partition("_patch")[0],
+                part.runtime,
+                str(batch),
+                str(threads),
+                f"{1000 * library_model:.1f}",
+            ]
             lines.append("| " + " | ".join([*row, *(_cell(found.get(name)) for name in names)]) + " |")
     return "\n".join(lines)
 
@@ -118,7 +124,7 @@ def told(measured: dict[Part, dict[str, Any]], macs: float) -> str:
     return (
         f"{latency['hardware']}, torch {latency['torch_version']}, float32, {latency['clock']} clock; speed-ups are "
         "medians over rounds with 95 % intervals, against the model as timm ships it in the same runtime, all in turns "
-        "in one run; then the share of the ideal, the inverse of the share of the MACs. Every contender comes to "
+        "in one run; then the share of the ideal, the inverse of the share of the MACs. Every method comes to "
         f"{100 * macs:g} % of the MACs. Attention kernels: {', '.join(kernels)}."
     )
 

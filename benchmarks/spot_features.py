@@ -28,11 +28,11 @@ from attnrx.tokens.spot import SpotPredictor
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def measured(predictor: SpotPredictor, seen: TokenState, count: int) -> Measured:
+def measured(predictor: SpotPredictor, state: TokenState, count: int) -> Measured:
     """Returns, for every image: the shared patches and the deviations of token and attention features."""
     assert predictor.tokens is not None
-    tokens = predictor.tokens(seen.patches, seen.there)
-    attention = predictor._features(seen, slice(None))
+    tokens = predictor.tokens(state.patches, state.there)
+    attention = predictor._features(state, slice(None))
     given = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
     scores = [odds(predictor.scores(each)) for each in given]
     local = tokens[..., : tokens.shape[-1] - tokens.shape[-1] // 2]  # the others are means over the patches
@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     family = family_of(original)
     columns = Columns(label_column=options.label_column, test_column=options.test_column)
     splits = rx.load_data(options.data, image_size=family.input_shape(original)[1], columns=columns)
-    images = next(iter(rx.matching(splits, original).test.take(options.images).batches(options.images))).images
+    images = next(
+        iter(rx.adapt_preprocessing(splits, original).test.take(options.images).batches(options.images))
+    ).images
     found: dict[int, list[Measured]] = {}
     for seed in options.seeds:
         model = copy.deepcopy(original)

@@ -34,7 +34,7 @@ from attnrx.diagnostics.token_relevance import (
     running_mean,
 )
 from attnrx.errors import AttnrxError, InvalidInput
-from attnrx.examination import patches_left, token_relevance
+from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
 from attnrx.storage import write_json
 from attnrx.tokens import REDUCERS, TokenPolicy, parse_policy
@@ -59,8 +59,8 @@ def foresight(source: str, maps: torch.Tensor, policy: TokenPolicy, seed: int) -
     counts, mean = policy.counts(maps.shape[2]), running_mean(maps)
     for layer, count in zip(policy.layers, counts, strict=True):
         later = kept(maps[:, layer - 1 :].mean(1), count)
-        for name, seen in {"one layer": maps, "mean over layers": mean}.items():
-            found = overlap(kept(seen[:, layer - 2], count), later)
+        for name, state in {"one layer": maps, "mean over layers": mean}.items():
+            found = overlap(kept(state[:, layer - 2], count), later)
             chance = count / maps.shape[2]
             row = {"source": source, "what": "kept by later layers too", "before layer": layer, "by": name}
             yield {**row, "chance": chance, **told(found, seed)}
@@ -120,14 +120,14 @@ def told(values: torch.Tensor, seed: int) -> dict[str, float | int]:
     return {**asdict(found), "n": len(known)}
 
 
-def noisy_relevance(model: nn.Module, data: ImageSet, asked: argparse.Namespace, size: float) -> Relevance:
+def noisy_relevance(model: nn.Module, data: ImageSet, requested: argparse.Namespace, size: float) -> Relevance:
     """Gives the relevance under every draw of noise, [draws, images, layers, patches] by source."""
     found: dict[str, list[torch.Tensor]] = {}
     first = 0
-    for batch in data.batches(asked.batch_size):
+    for batch in data.batches(requested.batch_size):
         draws: dict[str, list[torch.Tensor]] = {}
-        for draw in range(asked.draws):
-            noise = noise_like(batch.images, first, asked.seed + draw)
+        for draw in range(requested.draws):
+            noise = noise_like(batch.images, first, requested.seed + draw)
             for source, maps in token_relevance(model, batch.images + size * noise).items():
                 draws.setdefault(source, []).append(maps)
         for source, each in draws.items():
@@ -136,36 +136,38 @@ def noisy_relevance(model: nn.Module, data: ImageSet, asked: argparse.Namespace,
     return {source: torch.cat(parts, dim=1) for source, parts in found.items()}
 
 
-def clean_relevance(model: nn.Module, data: ImageSet, asked: argparse.Namespace) -> Relevance:
+def clean_relevance(model: nn.Module, data: ImageSet, requested: argparse.Namespace) -> Relevance:
     """Gives the relevance of the images as they are."""
-    batches = [token_relevance(model, batch.images) for batch in data.batches(asked.batch_size)]
+    batches = [token_relevance(model, batch.images) for batch in data.batches(requested.batch_size)]
     return {source: torch.cat([found[source] for found in batches]) for source in batches[0]}
 
 
-def reducing(model: nn.Module, policy: TokenPolicy, asked: argparse.Namespace) -> dict[str, nn.Module]:
+def reducing(model: nn.Module, policy: TokenPolicy, requested: argparse.Namespace) -> dict[str, nn.Module]:
     """Gives a copy of the model for every reducer, and the trained models beside them."""
     layout = family_of(model).token_layout(model)
     found: dict[str, nn.Module] = {}
-    for name in asked.reducers:
+    for name in requested.reducers:
         reducer = REDUCERS[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
         if "class_attention" not in reducer.needs or layout.class_token:
             found[name] = copy.deepcopy(model)
             attach_tokens_(found[name], family_of(model), TokenPolicy(reducer, policy.layers, policy.keep))
-    for text in asked.also:
+    for text in requested.also:
         name, _, folder = text.partition("=")
-        found[name] = rx.load(folder).to(asked.device).eval()
+        found[name] = rx.load(folder).to(requested.device).eval()
         reduction = reduction_of(found[name])
         if reduction is None or (reduction.policy.layers, reduction.policy.keep) != (policy.layers, policy.keep):
-            raise InvalidInput(f"--also {text}: its stages are not {asked.stages}; give --stages that all share.")
+            raise InvalidInput(f"--also {text}: its stages are not {requested.stages}; give --stages that all share.")
     return found
 
 
-def kept_sets(models: Mapping[str, nn.Module], data: ImageSet, asked: argparse.Namespace) -> dict[str, torch.Tensor]:
+def kept_sets(
+    models: Mapping[str, nn.Module], data: ImageSet, requested: argparse.Namespace
+) -> dict[str, torch.Tensor]:
     """Gives the patches that every model leaves."""
     return {
-        name: torch.cat([patches_left(model, batch.images) for batch in data.batches(asked.batch_size)])
+        name: torch.cat([patches_left(model, batch.images) for batch in data.batches(requested.batch_size)])
         for name, model in models.items()
     }
 
@@ -194,27 +196,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_images(model: nn.Module, asked: argparse.Namespace) -> ImageSet:
+def test_images(model: nn.Module, requested: argparse.Namespace) -> ImageSet:
     """Loads the images on the scale of the model."""
     size = family_of(model).input_shape(model)[1]
-    named = {"label_column": asked.label_column, "test_column": asked.test_column}
+    named = {"label_column": requested.label_column, "test_column": requested.test_column}
     columns = Columns(**{part: column for part, column in named.items() if column is not None})
-    splits = rx.matching(rx.load_data(asked.data, image_size=size, columns=columns), model)
-    return splits.test.take(min(asked.images, len(splits.test)))
+    splits = rx.adapt_preprocessing(rx.load_data(requested.data, image_size=size, columns=columns), model)
+    return splits.test.take(min(requested.images, len(splits.test)))
 
 
-def measure(model: nn.Module, data: ImageSet, asked: argparse.Namespace) -> dict[str, list[Row]]:
+def measure(model: nn.Module, data: ImageSet, requested: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
-    policy = parse_policy(f"random:{asked.stages}")
+    policy = parse_policy(f"random:{requested.stages}")
     policy.require(family_of(model).token_layout(model), len(family_of(model).attention(model)))
-    models = reducing(model, policy, asked)
-    clean = clean_relevance(model, data, asked)
-    found = {"layers": list(agreement_of_layers(clean, policy, asked.seed))}
-    found["methods"] = list(agreement_of_methods(kept_sets(models, data, asked), policy, asked.seed))
+    models = reducing(model, policy, requested)
+    clean = clean_relevance(model, data, requested)
+    found = {"layers": list(agreement_of_layers(clean, policy, requested.seed))}
+    found["methods"] = list(agreement_of_methods(kept_sets(models, data, requested), policy, requested.seed))
     found["noise"] = []
-    for size in asked.noise:
-        noisy = noisy_relevance(model, data, asked, size)
-        found["noise"] += [{"noise": size, **row} for row in stability(clean, noisy, policy, asked.seed)]
+    for size in requested.noise:
+        noisy = noisy_relevance(model, data, requested, size)
+        found["noise"] += [{"noise": size, **row} for row in stability(clean, noisy, policy, requested.seed)]
     return found
 
 
@@ -227,12 +229,12 @@ def line(row: Row) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    asked = parse(arguments)
-    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    requested = parse(arguments)
+    torch.set_num_threads(requested.threads or torch.get_num_threads())
     try:
-        model = rx.load(asked.model, weights=asked.weights).to(asked.device).eval()
-        data = test_images(model, asked)
-        found = measure(model, data, asked)
+        model = rx.load(requested.model, weights=requested.weights).to(requested.device).eval()
+        data = test_images(model, requested)
+        found = measure(model, data, requested)
     except AttnrxError as error:
         sys.exit(str(error))
     for rows in found.values():
@@ -241,14 +243,14 @@ def main(arguments: list[str] | None = None) -> int:
         "model": model_fingerprint(model),
         "data": data.fingerprint,
         "images": len(data),
-        "stages": asked.stages,
-        "draws": asked.draws,
-        "seed": asked.seed,
-        "hardware": device_name(asked.device),
+        "stages": requested.stages,
+        "draws": requested.draws,
+        "seed": requested.seed,
+        "hardware": device_name(requested.device),
         "torch": torch.__version__,
     }
     print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
-    if asked.out:
+    if requested.out:
         print(f"written to {write_json(asked.out, {'benchmark': 'token relevance', **about, **found})}")
     return 0
 

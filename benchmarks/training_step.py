@@ -98,21 +98,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark."""
-    asked = parse(arguments)
-    torch.set_num_threads(asked.threads or torch.get_num_threads())
-    about = {"hardware": device_name(asked.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    requested = parse(arguments)
+    torch.set_num_threads(requested.threads or torch.get_num_threads())
+    about = {"hardware": device_name(requested.device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
     print(f"{'precision':<10}{'mode':<9}{'batch':>6}{'dense ms':>11}{'svda ms':>10}{'svda / dense (95 %)':>22}")
     results = []
-    for precision in asked.precisions:
-        for mode in asked.modes:
+    for precision in requested.precisions:
+        for mode in requested.modes:
             results.append(
-                measure(Setting(asked.scenario, asked.batch, precision, mode, asked.device, asked.rounds, asked.clock))
+                measure(
+                    Setting(
+                        requested.scenario,
+                        requested.batch,
+                        precision,
+                        mode,
+                        requested.device,
+                        requested.rounds,
+                        requested.clock,
+                    )
+                )
             )
             print(results[-1], flush=True)
-    if asked.out:
+    if requested.out:
         record = {"benchmark": "training step", **about, "results": [asdict(result) for result in results]}
-        print(f"written to {write_json(asked.out, record)}")
+        print(f"written to {write_json(requested.out, record)}")
     return 0
 
 

@@ -13,16 +13,25 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention import Attention, Backend, Explicit, Fused, Native, Occasion, ScoreFactors, Tapped
+from attnrx.attention import (
+    Attention,
+    AttentionCapture,
+    AttentionContext,
+    Backend,
+    Explicit,
+    Fused,
+    Native,
+    ScoreFactors,
+)
 from attnrx.costs import Conditions, device_name, interleave
 from attnrx.models import build_model, family_of
 from attnrx.spec import AttentionSpec
 
 
-class PaddedSized(Tapped):
+class PaddedSized(AttentionCapture):
     """PyTorch's fused kernel over tokens of different sizes, whatever would be faster."""
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Gives itself."""
         return self
 

@@ -142,7 +142,7 @@ def real(name: str) -> tuple[nn.Module, Any]:
     model = rx.load("timm:vit_tiny_patch16_224", weights=REAL_DATA / "vit_tiny_patch16_224.safetensors")
     columns = Columns(label_column="imagenet1k_label", test_column="ilsvrc_val")
     splits = rx.load_data(REAL_DATA / "imagenette224.parquet", columns=columns, image_size=224)
-    return model, rx.matching(splits, model).test.take(IMAGES)
+    return model, rx.adapt_preprocessing(splits, model).test.take(IMAGES)
 
 
 def prescribed(setting: Setting) -> rx.Prescription:

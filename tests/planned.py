@@ -7,9 +7,9 @@ from torch import nn
 import cases
 from attnrx.costs import Conditions
 from attnrx.diagnosis import Diagnosis
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, ViTConfig
-from attnrx.planning import Clock
+from attnrx.planning import TimingSettings
 from attnrx.planning.space import Choices, Space
 from attnrx.realization import realize
 from attnrx.tokens import Ward
@@ -19,7 +19,7 @@ from comparisons import pixels
 CONFIG = ViTConfig.uniform(
     "dense", width=16, depth=3, heads=2, **{**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
 )
-CLOCK = Clock(2, Conditions(threads=1), "cpu", 2, apart=False)
+CLOCK = TimingSettings(2, Conditions(threads=1), "cpu", 2, in_subprocess=False)
 
 
 @cache

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.rewriting import rewritten
 
 

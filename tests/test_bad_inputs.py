@@ -154,8 +154,8 @@ def test_a_value_outside_the_type_of_an_option_is_refused(command: str, option: 
 
 
 COMPLETE = {
-    "bench": "svda:digits --contenders a=total_rank:0.5 --out {out}",
-    "compare": "{model} --data {data} --contenders a=total_rank:0.5 --out {out}",
+    "bench": "svda:digits --methods a=total_rank:0.5 --out {out}",
+    "compare": "{model} --data {data} --methods a=total_rank:0.5 --out {out}",
     "costs": "svda:digits",
     "demo": "--out {out}",
     "diagnose": "{model} --data {data} --out {out}",
@@ -325,20 +325,20 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "accuracy(",
         ",",
     ),
-    "compare {model} --data {data} --out {out} --contenders {value}": (
+    "compare {model} --data {data} --out {out} --methods {value}": (
         "a",
         "a=",
         "=total_rank:0.5",
         "a=nothing:1",
         "a=top_rank:2@nothing",
-        "a=peer:nothing",
-        "a=peer:svd+maps=nothing",
+        "a=baseline:nothing",
+        "a=baseline:svd+maps=nothing",
         "a=tokens=nothing:1",
         "a=qk=top_rank:2 refine=-1",
         "a=qk=top_rank:2 refine=²",
         "a=top_rank:2+more=1",
     ),
-    "compare {model} --data {data} --out {out} --contenders a=total_rank:{{share}} --shares {value}": (
+    "compare {model} --data {data} --out {out} --methods a=total_rank:{{share}} --shares {value}": (
         "0",
         "1.1",
         "nan",
@@ -347,7 +347,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "-0.5",
         "0.5;0.2",
     ),
-    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --batches {value}": (
+    "bench svda:digits --out {out} --methods a=total_rank:0.5 --batches {value}": (
         "0",
         "-1",
         "1,x",
@@ -355,8 +355,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "1.5",
         ",",
     ),
-    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --threads {value}": ("0", "99999", "two"),
-    "bench svda:digits --out {out} --contenders a=total_rank:0.5 --runtime {value}": (
+    "bench svda:digits --out {out} --methods a=total_rank:0.5 --threads {value}": ("0", "99999", "two"),
+    "bench svda:digits --out {out} --methods a=total_rank:0.5 --runtime {value}": (
         "nothing",
         "onnx(opset=3)",
         "int8(",
@@ -540,7 +540,7 @@ PLANNED = {
     "expected": {name: {"value": 0.1, "spread": 0.1, "images": 9} for name in ("divergence", "agreement", "change")},
     "measured": None,
 }
-CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "apart": False}
+CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "in_subprocess": False}
 REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
@@ -549,7 +549,7 @@ EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "ratio": 0})),
         ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "batch": 2**40})),
-        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "apart": "no"})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "in_subprocess": "no"})),
         ("about.realized", []), ("about.realized", {}), ("about.realized", {**REALIZED, "by": "magic"}),
         ("about.realized", {**REALIZED, "refine": -1}), ("about.realized", {**REALIZED, "calibration_images": "all"}),
         (f"{HEAD}.keep[0]", -1), (f"{HEAD}.keep[0]", 99), (f"{HEAD}.keep[0]", 0.5), (f"{HEAD}.keep[0]", True),
@@ -836,7 +836,7 @@ VERBS: dict[str, Callable[[torch.nn.Module, Any, Path], object]] = {
 def test_a_model_without_ordinary_weights_is_refused(
     files: Path, tmp_path: Path, make: Callable[[], torch.nn.Module], verb: str
 ) -> None:
-    splits = rx.matching(rx.load_data(files / "data", image_size=16), small_model())
+    splits = rx.adapt_preprocessing(rx.load_data(files / "data", image_size=16), small_model())
     with pytest.raises(AttnrxError, match=r"shares one tensor|mixes floating-point types|is no tensor|no weights"):
         VERBS[verb](make(), splits, tmp_path)
     assert not list(tmp_path.glob("out*"))

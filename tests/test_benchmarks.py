@@ -22,8 +22,8 @@ def run(name: str, *arguments: str) -> int:
 
 def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "latency.json"
-    asked = ("--ranks", "16", "8", "--patterns", "ragged", "--batches", "2", "--precisions", "float32")
-    assert run("latency.py", *asked, "--device", "cpu", "--out", str(out)) == 0
+    requested = ("--ranks", "16", "8", "--patterns", "ragged", "--batches", "2", "--precisions", "float32")
+    assert run("latency.py", *requested, "--device", "cpu", "--out", str(out)) == 0
     full, half = read_json(out)["results"]
     assert full["macs_ratio"] == 1 > half["macs_ratio"]
     assert full["memory"]["candidate"] == full["memory"]["reference"]
@@ -39,9 +39,21 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
     learned = save_model(tmp_path / "learned", model)
     data, out = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2}), tmp_path / "out.json"
     main = runpy.run_path(str(BENCHMARKS / "token_relevance.py"))["main"]
-    asked = (str(whole), "--data", str(data), "--images", "6", "--batch-size", "4", "--draws", "2", "--noise", "0.1")
-    asked = (*asked, "--reducers", "random", "class_attention", "attention_received", "--device", "cpu")
-    assert main([*asked, "--stages", "0.5@2,3", "--also", f"dynamicvit={learned}", "--out", str(out)]) == 0
+    requested = (
+        str(whole),
+        "--data",
+        str(data),
+        "--images",
+        "6",
+        "--batch-size",
+        "4",
+        "--draws",
+        "2",
+        "--noise",
+        "0.1",
+    )
+    requested = (*requested, "--reducers", "random", "class_attention", "attention_received", "--device", "cpu")
+    assert main([*requested, "--stages", "0.5@2,3", "--also", f"dynamicvit={learned}", "--out", str(out)]) == 0
     found = read_json(out)
     pairs = {tuple(row["methods"]) for row in found["methods"]}
     assert pairs == {  # no class token, so the reducer that needs one is left out
@@ -55,9 +67,9 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
     assert told["kept again, one layer"]["value"] <= 1
     assert "rank correlation" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="its stages are not"):
-        main([*asked, "--stages", "0.5@2", "--also", f"dynamicvit={learned}"])
+        main([*requested, "--stages", "0.5@2", "--also", f"dynamicvit={learned}"])
     with pytest.raises(SystemExit, match="must be trained"):
-        main([*asked, "--stages", "0.5@2", "--reducers", "spot"])
+        main([*requested, "--stages", "0.5@2", "--reducers", "spot"])
 
 
 def test_plan_measures_tells_how_far_few_images_say_what_many_do(
@@ -73,15 +85,15 @@ def test_plan_measures_tells_how_far_few_images_say_what_many_do(
     assert found["softened"][1] <= found["divergence"][1]
     whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
     data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 2})
-    asked = (str(whole), "--data", str(data), "--images", "8", "--plans", "3", "--few", "2")
-    module["main"]([*asked, "--target", "0.7", "--splits", "2"])
+    requested = (str(whole), "--data", str(data), "--images", "8", "--plans", "3", "--few", "2")
+    module["main"]([*requested, "--target", "0.7", "--splits", "2"])
     assert "3 plans, 8 images, 2 splits" in capsys.readouterr().out
 
 
 def test_training_step_compares_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
-    asked = ("--batch", "2", "--precisions", "float32", "--modes", "eager", "--device", "cpu")
-    assert run("training_step.py", *asked, "--out", str(out)) == 0
+    requested = ("--batch", "2", "--precisions", "float32", "--modes", "eager", "--device", "cpu")
+    assert run("training_step.py", *requested, "--out", str(out)) == 0
     (result,) = read_json(out)["results"]
     assert result["svda"]["median"] > 0 and result["dense"]["median"] > 0
     assert "svda / dense" in capsys.readouterr().out
@@ -91,8 +103,8 @@ def test_roofline_tells_every_product(tmp_path: Path, capsys: pytest.CaptureFixt
     torch.set_default_dtype(torch.float32)
     main = runpy.run_path(str(BENCHMARKS / "roofline.py"))["main"]
     out = tmp_path / "roofline.json"
-    asked = ("dense:digits", "--ranks", "4", "--mlp", "8", "--tokens", "5", "--batches", "2", "--rounds", "2")
-    assert main([*asked, "--out", str(out)]) == 0
+    requested = ("dense:digits", "--ranks", "4", "--mlp", "8", "--tokens", "5", "--batches", "2", "--rounds", "2")
+    assert main([*requested, "--out", str(out)]) == 0
     (found,) = read_json(out)["results"]
     assert found["ideal"] > 1 and found["at_most"] > 0 and found["reached"] > 0
     assert {"qkv", "attention", "output", "fc1 first", "fc2 second", "gelu"} <= {
@@ -102,7 +114,7 @@ def test_roofline_tells_every_product(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "GFLOP/s" in capsys.readouterr().out
 
 
-def _speed(contender: str, batch: int, threads: int, speedup: float) -> dict[str, object]:
+def _speed(method: str, batch: int, threads: int, speedup: float) -> dict[str, object]:
     latency = {
         "batch": batch,
         "threads": threads,
@@ -113,7 +125,7 @@ def _speed(contender: str, batch: int, threads: int, speedup: float) -> dict[str
         "clock": "wall",
     }
     told = (speedup, speedup - 0.1, speedup + 0.1)
-    return {"contender": contender, "latency": latency, "speedup": told, "of_ideal": speedup / 2}
+    return {"method": method, "latency": latency, "speedup": told, "of_ideal": speedup / 2}
 
 
 def test_the_table_of_speeds_goes_between_its_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

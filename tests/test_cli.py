@@ -133,15 +133,15 @@ def test_costs_price_the_prescription_as_it_is_then_realized(chain: SimpleNamesp
 
 def test_a_target_in_macs_is_met_and_priced(chain: SimpleNamespace) -> None:
     out = chain.root / "within.json"
-    asked = ("--rules", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
-    found = record("prescribe", chain.diagnosis, *asked)
+    requested = ("--rules", "energy_retention:{share}", "--macs", 0.95, "--model", chain.run, "--out", out)
+    found = record("prescribe", chain.diagnosis, *requested)
     (spent,), (share,) = found["budget"]["spent"], found["budget"]["shares"]
     priced = record("costs", chain.run, "--prescription", out)
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.9 < spent <= 0.95
     assert found["rules"] == {"qk": f"energy_retention:{share}"}
-    by_layer = record("prescribe", chain.diagnosis, *asked, "--of", "qk")
+    by_layer = record("prescribe", chain.diagnosis, *requested, "--of", "qk")
     assert all(spent <= 0.95 for spent in by_layer["budget"]["spent"]) and len(by_layer["budget"]["spent"]) > 1
-    assert "95 % were allowed" in call("prescribe", chain.diagnosis, *asked).out
+    assert "95 % were allowed" in call("prescribe", chain.diagnosis, *requested).out
 
 
 @pytest.mark.parametrize(
@@ -157,28 +157,28 @@ def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tu
     assert done.code != 0 and message in done.err and not (chain.root / "not.json").exists()
 
 
-def test_contenders_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
+def test_methods_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
     out = chain.root / "comparison.json"
-    contenders = ("--contenders", "own=energy_retention:{share}", "svd-llm=peer:svd_llm", "--macs", "0.9,0.5")
-    words = ("compare", chain.run, "--data", chain.data, *contenders, "--calibration-images", 4, "--out", out)
+    methods = ("--methods", "own=energy_retention:{share}", "svd-llm=baseline:svd_llm", "--macs", "0.9,0.5")
+    words = ("compare", chain.run, "--data", chain.data, *methods, "--calibration-images", 4, "--out", out)
     found = record(*words)
-    assert [(trial["contender"], trial["target"]) for trial in found["trials"]] == [
+    assert [(trial["method"], trial["target"]) for trial in found["trials"]] == [
         ("own", 0.9),
         ("svd-llm", 0.9),
         ("svd-llm", 0.5),
     ]
     assert all(trial["macs_share"] <= trial["target"] for trial in found["trials"])
-    assert [each["contender"] for each in found["unreached"]] == ["own"]
+    assert [each["method"] for each in found["unreached"]] == ["own"]
     shown = call(*words)
     assert "cannot cost 50 % of the MACs" in shown.out
     assert call(*words, "--shares", "0.5").code != 0
 
 
-def test_contenders_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> None:
+def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> None:
     out = chain.root / "speeds.json"
-    words = ("bench", chain.run, "--contenders", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
+    words = ("bench", chain.run, "--methods", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
     found = record(*words, "--clock", "cpu", "--out", out)
-    assert [told["contender"] for told in found["speeds"]] == ["attnrx", "qk"] * 2
+    assert [told["method"] for told in found["speeds"]] == ["attnrx", "qk"] * 2
     shown = call(*words, "--clock", "cpu", "--out", out)
     assert "share of ideal" in shown.out and "2 rounds" in shown.out
     refused = call(*words[:-6], "--batches", "1,many", "--out", out)
@@ -218,15 +218,15 @@ def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNames
 
 def test_knobs_of_checks_are_told_with_them_and_spoilt_images_have_tables(chain: SimpleNamespace) -> None:
     words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--out", chain.root / "spoilt.json")
-    asked = "robustness(severities=3/5,corruptions=gaussian_noise/fog),transfer(per_class=2,epochs=2)"
-    found = record(*words, "--checks", asked)
-    spoilt = [each["details"] for each in found["findings"] if each["check"] == "robustness"]
-    told = {(each["corruption"], each["severity"]) for each in spoilt if "severity" in each}
+    requested = "robustness(severities=3/5,corruptions=gaussian_noise/fog),transfer(per_class=2,epochs=2)"
+    found = record(*words, "--checks", requested)
+    corrupted = [each["details"] for each in found["findings"] if each["check"] == "robustness"]
+    told = {(each["corruption"], each["severity"]) for each in corrupted if "severity" in each}
     assert told == {(name, severity) for name in ("gaussian_noise", "fog") for severity in (3, 5)}
     (change,) = [each for each in found["findings"] if (each["check"], each["unit"]) == ("transfer", "points")]
     assert change["details"]["training_images"] == 6
     assert found["about"]["checks"][1]["per_class"] == 2
-    shown = call(*words, "--checks", asked).out
+    shown = call(*words, "--checks", requested).out
     for line in ("spoilt at severity 3", "spoilt at severity 5", "fog", "mean of 2", "over all severities"):
         assert line in shown
 

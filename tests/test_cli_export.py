@@ -48,8 +48,8 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
 
 def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     out = made.root / "int8.onnx"
-    asked = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
-    assert record(*asked)["images"]["batch"] == 4
+    requested = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
+    assert record(*requested)["images"]["batch"] == 4
     assert out.stat().st_size < 0.7 * made.file.stat().st_size
 
 
@@ -57,7 +57,7 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     out = made.root / "speeds.json"
     halves = "half=qk=uniform_rank:0.5 vo=uniform_rank:0.5 fc1=uniform_rank:0.25 fc2=uniform_rank:0.25"
     how = ("--batches", "1,3", "--threads", 1, "--rounds", 3, "--clock", "cpu", "--device", "cpu")
-    done = call("bench", "dense:digits", "--contenders", halves, "--runtime", "onnx", *how, "--out", out)
+    done = call("bench", "dense:digits", "--methods", halves, "--runtime", "onnx", *how, "--out", out)
     assert done.code == 0, done.err
     assert "onnx, cpu clock" in done.out
     told = json.loads(out.read_text())
@@ -77,10 +77,10 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
         ("export {run} --to int8 --out {root}/x.onnx", "calibration images"),
         ("export {file} --out {root}/x.onnx", "Exported"),
         (
-            "bench dense:digits --contenders a=top_rank:2 --runtime jax --out {root}/x.json",
+            "bench dense:digits --methods a=top_rank:2 --runtime jax --out {root}/x.json",
             "unknown format 'jax'",
         ),
-        ("bench dense:digits --contenders a=uniform_rank:0.5 --runtime int8(images=0) --out {root}/x.json", "an image"),
+        ("bench dense:digits --methods a=uniform_rank:0.5 --runtime int8(images=0) --out {root}/x.json", "an image"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str, said: str) -> None:

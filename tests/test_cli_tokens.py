@@ -82,7 +82,7 @@ def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None
     assert masked and all(each["value"] < 1e-4 or each["unit"] == "%" for each in masked)
 
 
-def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
+def test_methods_may_let_tokens_leave(made: SimpleNamespace) -> None:
     out = made.root / "comparison.json"
     texts = (
         "both=qk=total_rank:{share} tokens=attention_received:0.8@2",
@@ -90,12 +90,12 @@ def test_contenders_may_let_tokens_leave(made: SimpleNamespace) -> None:
         "control=tokens=random:{share}@2,3",
         "fine=qk=total_rank:0.5 refine=2 tokens=attention_received:0.5@2",
     )
-    words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--contenders", *texts)
+    words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--methods", *texts)
     trials = record(*words, "--macs", "0.6,0.01", "--out", out)
-    spent = {(each["contender"], each["target"]): each["macs_share"] for each in trials["trials"]}
+    spent = {(each["method"], each["target"]): each["macs_share"] for each in trials["trials"]}
     assert 0.5 < spent["drop", 0.6] <= 0.6 and spent["control", 0.6] == spent["drop", 0.6]
     assert set(spent) == {("drop", 0.6), ("control", 0.6), ("fine", None)}
-    least = {(each["contender"], each["target"]): each["least"] for each in trials["unreached"]}
+    least = {(each["method"], each["target"]): each["least"] for each in trials["unreached"]}
     assert least["both", 0.6] > 0.6 and 0.3 < least["drop", 0.01] == least["control", 0.01] < 0.5
 
 
@@ -209,8 +209,8 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
     assert both["policy"] == "dynamicvit:0.5@2,3" and both["tokens"] == [64, 32, 16]
     assert 0 < both["predictor_macs"] < both["macs"] < plain["macs"] and plain["policy"] is None
     out = made.root / "within.json"
-    asked = ("--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
-    found = record("prescribe", made.diagnosis, *asked)
+    requested = ("--rules", "tokens=random:{share}@2,3", "--macs", 0.7, "--model", made.run, "--out", out)
+    found = record("prescribe", made.diagnosis, *requested)
     priced = record("costs", made.run, "--prescription", out)
     (spent,) = found["budget"]["spent"]
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.6 < spent <= 0.7

@@ -180,8 +180,8 @@ INPUTS = [
     ("diagnose {run} --data {data} --out {data}/train/cat/000.png", "data"),
     ("verify {slim} --reference {run} --data {data} --out {run}/model.safetensors", "reference"),
     ("verify {slim} --reference {run} --data {data} --diagnosis {diagnosis} --out {diagnosis}", "diagnosis"),
-    ("compare {run} --data {data} --contenders a=top_rank:1 --out {run}/config.json", "model"),
-    ("bench {run} --contenders a=top_rank:1 --out {run}/config.json", "model"),
+    ("compare {run} --data {data} --methods a=top_rank:1 --out {run}/config.json", "model"),
+    ("bench {run} --methods a=top_rank:1 --out {run}/config.json", "model"),
     ("export {run} --out {run}/config.json", "model"),
     ("realize {run} --prescription {prescription} --out {run}", "model"),
     ("realize {run} --prescription {slim}/prescription.json --out {slim}", "prescription"),
@@ -196,7 +196,7 @@ def test_an_output_that_is_an_input_is_refused(
     made: SimpleNamespace, tmp_path: Path, words: str, option: str, link: str
 ) -> None:
     before = visible(made.root)
-    *asked, out = words.format(**vars(made)).split()
+    *requested, out = words.format(**vars(made)).split()
     if link:
         if Path(out).is_dir() and link == "hard":
             pytest.skip("folders have no hard links")
@@ -205,7 +205,7 @@ def test_an_output_that_is_an_input_is_refused(
         if link == "hard" and option in ("candidate", "model", "data", "reference"):
             pytest.skip("a second name of a file in an input folder is a file of its own, which is replaced alone")
         out = str(name)
-    done = call(*asked, out)
+    done = call(*requested, out)
     assert done.code == 2 and f"(--{option})" in done.err and "would overwrite an input" in done.err
     assert visible(made.root) == before
 

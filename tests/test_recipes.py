@@ -208,9 +208,9 @@ def test_protocols_fulfil_the_contract_of_an_experiment(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("name", "knob"), [("irratt/table1", "draws"), ("svda/table1", "weights")])
 def test_a_knob_that_an_experiment_lacks_is_refused_by_name(name: str, knob: str, tmp_path: Path):
-    asked: dict[str, Any] = {knob: 3}
+    requested: dict[str, Any] = {knob: 3}
     with pytest.raises(InvalidInput, match=rf"{knob}=3.*has no such knob; it has .*epochs.*Leave {knob} out"):
-        reproduce(name, tiny=True, folder=tmp_path, **asked)
+        reproduce(name, tiny=True, folder=tmp_path, **requested)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,8 +237,8 @@ def test_recipes_travel_with_the_package():
 
 @pytest.mark.slow
 def test_runs_side_by_side_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    asked = "reproduce svda/table1 --only cifar10 --tiny --seeds 1,2 --jobs 2 --epochs 100000"
-    command = [sys.executable, "-m", "attnrx.cli", *asked.split(), "--out", str(tmp_path)]
+    requested = "reproduce svda/table1 --only cifar10 --tiny --seeds 1,2 --jobs 2 --epochs 100000"
+    command = [sys.executable, "-m", "attnrx.cli", *requested.split(), "--out", str(tmp_path)]
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     parent = psutil.Process(started.pid)
     wait_until(lambda: len(list(tmp_path.rglob("*.jsonl"))) == 2)  # both are training

@@ -143,16 +143,16 @@ SHOWN = ["index", "idea", "how-to/compare", "api/rules", "results/spot", "comman
 def test_pages_fit_and_are_read_from_a_disk(browser, site: Path, width: int, scheme: str):  # noqa: F811
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: asked.append(f"error: {error}"))
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("pageerror", lambda error: requested.append(f"error: {error}"))
     for name in SHOWN:
         page.goto((site / f"{name}.html").as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") == width, name
         red = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
         assert (red < 60) == (scheme == "dark"), name
     context.close()
-    assert [address for address in asked if not address.startswith(("file:", "data:", "about:"))] == []
+    assert [address for address in requested if not address.startswith(("file:", "data:", "about:"))] == []
 
 
 @pytest.mark.browser

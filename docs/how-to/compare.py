@@ -3,14 +3,14 @@
 # %% [markdown]
 # # Compare methods
 #
-# Which way of making a model smaller loses the least at the same cost? A *contender* is one way, as text; all
-# contenders are made from the same diagnosis and measured on the same images.
+# Which way of making a model smaller loses the least at the same cost? A *method* is one way, as text; all
+# methods are made from the same diagnosis and measured on the same images.
 
 # %%
 import os
 
 import attnrx as rx
-from attnrx_lab.comparison import Bench, Contender, Rates, compare_contenders, compare_speeds, noise_bench
+from attnrx_lab.comparison import Bench, Method, Rates, compare_methods, compare_speeds, noise_bench
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
@@ -20,24 +20,24 @@ LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,
 if MODEL:
     model = rx.load(MODEL)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# ## Contenders
+# ## Methods
 #
 # `NAME=RULES [refine=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
 # alone is about qk), where `{share}` stands for what is kept.
-# `peer:NAME` is a published method, applied as its paper does. Take a control among them: what does not beat it has
+# `baseline:NAME` is a published method, applied as its paper does. Take a control among them: what does not beat it has
 # shown nothing.
 
 # %%
-contenders = [
-    Contender.parse(text)
+methods = [
+    Method.parse(text)
     for text in (
         "ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}",
-        "svd=peer:svd",
+        "svd=baseline:svd",
         f"tome=tokens=tome:{{share}}@{LAYERS}",
         f"random=tokens=random:{{share}}@{LAYERS}",
     )
@@ -46,31 +46,31 @@ contenders = [
 # %% [markdown]
 # ## At equal MACs
 #
-# Every contender gets the largest `{share}` that costs no more than 0.8 of the model's MACs, found in closed form
+# Every method gets the largest `{share}` that costs no more than 0.8 of the model's MACs, found in closed form
 # before anything is built. Changes are paired with the original; intervals are 95 % over the images. Nothing is
 # fine-tuned.
 
 # %%
 calibration = splits.train.take(96)
 bench = Bench(model, rx.diagnose(model, calibration, batch_size=32), calibration, splits.test)
-trials = compare_contenders(bench, contenders, macs=[0.8], out="comparison.json")
+trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 
 # %% [markdown]
-# A contender that cannot cost so little is listed as such, with the least it can cost. `shares=[0.5]` compares at equal
+# A method that cannot cost so little is listed as such, with the least it can cost. `shares=[0.5]` compares at equal
 # shares instead. The file becomes curves over MACs with `attnrx report --comparison comparison.json --out
 # comparison.html`.
 #
 # ## On the clock
 #
-# MACs promise; the clock decides. `compare_speeds` times all contenders in turns, round by round, beside the model as
+# MACs promise; the clock decides. `compare_speeds` times all methods in turns, round by round, beside the model as
 # its own library ships it, so that what slows the machine slows all of them. "ideal" is what the share of the MACs
 # promises. What is timed needs no images, so the bench may hold noise.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine
 rates = Rates(batches=(8,), protocols=(protocol,), macs=(0.8,))
-speeds = compare_speeds(noise_bench(model), contenders, rates, out="speeds.json")
+speeds = compare_speeds(noise_bench(model), methods, rates, out="speeds.json")
 print(speeds.to_markdown())
 
 # %% [markdown]
@@ -78,16 +78,16 @@ print(speeds.to_markdown())
 # That is the point of the last column: look at it on your model, your hardware and your batch size before you choose.
 #
 # Equal latency rather than equal MACs? Time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`, and compare those
-# contenders whose intervals meet.
+# methods whose intervals meet.
 #
 # ## The same on the command line
 #
 # ```bash
 # attnrx compare timm:vit_tiny_patch16_224 --data path/to/images --macs 0.9,0.8,0.7 --out comparison.json \
-#     --contenders 'svd=peer:svd' \
+#     --methods 'svd=baseline:svd' \
 #     'ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}' \
 #     'tome=tokens=tome:{share}@4,7,10'
 # attnrx report --comparison comparison.json --out comparison.html
 # attnrx bench timm:vit_tiny_patch16_224 --macs 0.8 --batches 1,8,64 --threads 1,2 --out speeds.json \
-#     --contenders 'svd=peer:svd' 'tome=tokens=tome:{share}@4,7,10'
+#     --methods 'svd=baseline:svd' 'tome=tokens=tome:{share}@4,7,10'
 # ```

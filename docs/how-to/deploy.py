@@ -21,7 +21,7 @@ OUT.mkdir(parents=True, exist_ok=True)
 if MODEL:
     model = rx.load(MODEL)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
@@ -77,4 +77,4 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
 # `attnrx verify slim.onnx --reference slim --data DATA`, and
-# `attnrx bench MODEL --runtime onnx --contenders ...` times all contenders there, beside the original exported alike.
+# `attnrx bench MODEL --runtime onnx --methods ...` times all methods there, beside the original exported alike.

@@ -19,7 +19,7 @@ TARGET = os.environ.get("TARGET", "macs=0.6x")  # or latency=0.6x, params=0.8x, 
 if MODEL:
     model = rx.load(MODEL)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 

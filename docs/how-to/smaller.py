@@ -27,7 +27,7 @@ DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebData
 if MODEL:
     model = rx.load(MODEL)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 

@@ -34,7 +34,7 @@ fresh = rx.load(_of_timm()) if importlib.util.find_spec("timm") else rx.models.b
 for weight in fresh.parameters():
     if weight.ndim == 2:  # as wide as is usual for a net that is trained from nothing: attention selects sooner
         torch.nn.init.xavier_uniform_(weight)
-splits = rx.matching(rx.load_data("digits"), fresh)
+splits = rx.adapt_preprocessing(rx.load_data("digits"), fresh)
 training = rx.TrainingConfig(
     epochs=4,
     batch_size=32,

@@ -20,7 +20,7 @@ LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,
 if MODEL:
     model = rx.load(MODEL)
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    splits = rx.matching(rx.load_data(DATA, image_size=size), model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
 else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 

@@ -107,9 +107,9 @@ def _told(kind: str, lines: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    asked = [Path(word).resolve() for word in sys.argv[1:]]
+    requested = [Path(word).resolve() for word in sys.argv[1:]]
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
-        for each in asked:
+        for each in requested:
             if cells(each.read_text()):
                 record(each)

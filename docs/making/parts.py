@@ -47,11 +47,11 @@ def entries(kind: str) -> str:
     )
 
 
-def exports(room: str) -> str:
+def exports(package: str) -> str:
     """Gives a table of everything that a room offers, and its documentation below."""
-    home = importlib.import_module(f"attnrx.{room}")
-    rows = [f"| [`{name}`][attnrx.{room}.{name}] | {first_sentence(getattr(home, name))} |" for name in home.__all__]
-    documented = (f"::: attnrx.{room}.{name}" for name in home.__all__)
+    home = importlib.import_module(f"attnrx.{package}")
+    rows = [f"| [`{name}`][attnrx.{package}.{name}] | {first_sentence(getattr(home, name))} |" for name in home.__all__]
+    documented = (f"::: attnrx.{package}.{name}" for name in home.__all__)
     return "\n\n".join(("\n".join(("| name | what it is |", "|---|---|", *rows)), *documented))
 
 

@@ -34,7 +34,7 @@ _HOMES = {
     "export": "attnrx.api",
     "load": "attnrx.api",
     "load_data": "attnrx.data",
-    "matching": "attnrx.api",
+    "adapt_preprocessing": "attnrx.api",
     "measure_divergence": "attnrx.api",
     "plan": "attnrx.api",
     "prescribe": "attnrx.api",
@@ -50,7 +50,7 @@ _HOMES = {
 }
 
 # Parts of the package that can be reached by name, for what has no public name of its own: `attnrx.models.family_of`.
-_ROOMS = (
+_PACKAGES = (
     "budget",
     "planning",
     "checks",
@@ -80,13 +80,13 @@ __all__ = [
     "TrainingConfig",
     "ViTConfig",
     "__version__",
+    "adapt_preprocessing",
     "checks",
     "control_prescriptions",
     "diagnose",
     "export",
     "load",
     "load_data",
-    "matching",
     "measure_divergence",
     "plan",
     "prescribe",
@@ -123,11 +123,11 @@ if TYPE_CHECKING:
     )
     from attnrx.api import (
         Budget,
+        adapt_preprocessing,
         control_prescriptions,
         diagnose,
         export,
         load,
-        matching,
         measure_divergence,
         plan,
         prescribe,
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"attnrx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")

@@ -18,10 +18,10 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
-from attnrx.examination import diagnose, told_or_read
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.hub import upload
-from attnrx.model_data import images_for, matching
+from attnrx.model_data import adapt_preprocessing, images_for
+from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra
 from attnrx.models import (
     FAMILIES,
     described_tokens,
@@ -43,11 +43,11 @@ from attnrx.storage import write_text
 
 __all__ = [
     "Budget",
+    "adapt_preprocessing",
     "control_prescriptions",
     "diagnose",
     "export",
     "load",
-    "matching",
     "measure_divergence",
     "plan",
     "prescribe",
@@ -68,11 +68,11 @@ def load(
     pretrained: bool | None = None,
     trust: bool = False,
 ) -> nn.Module:
-    """Gives a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm downloads),
-    `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name such as
-    `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance, adopted
-    if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the file;
-    an AOTInductor package is native code and needs `trust=True`.
+    """Returns a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm
+    downloads), `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name
+    such as `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance,
+    adopted if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the
+    file; an AOTInductor package is native code and needs `trust=True`.
     """
     if not isinstance(source, str | Path | nn.Module) or source == "":
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
@@ -91,7 +91,7 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     (`prescribed_tokens`); it alone needs no diagnosis: the model may stand in its place.
     """
     read, tokens = parse_rules(rules)
-    return prescribe_with(told_or_read(diagnosis, *read.values()), {**read, "tokens": tokens})
+    return prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
 
 
 def verify(
@@ -107,7 +107,7 @@ def verify(
     `data` are images with labels, in any form that `data.image_set` reads; without labels the standard checks that need
     them are left out, and the notes of the evidence name them.
 
-    `context` holds what some checks need or may be told, the fields of `Comparison`: `masked` (the reference with the
+    `context` holds inputs of some checks, the fields of `Comparison`: `masked` (the reference with the
     prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
     for model in (candidate, reference):
@@ -198,7 +198,7 @@ def push_to_hub(
     base_model: str | None = None,
     private: bool = False,
 ) -> str:
-    """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and gives its address.
+    """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and returns its address.
 
     It is read first, so that nothing broken is published, nor evidence of another model. A card that `save` wrote
     without evidence gets that of evidence.json, if `verify` wrote it into the folder. `license` (of the weights, as the

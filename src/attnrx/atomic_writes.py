@@ -199,7 +199,7 @@ def _require_swappable(folder: Path) -> None:
 
 
 def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
-    """Gives the new folder everything of the old one that is not replaced, and its permissions."""
+    """Returns the new folder everything of the old one that is not replaced, and its permissions."""
     if target.exists():
         for each in sorted(target.iterdir()):
             if not is_part(each) and not _leftover(target).fullmatch(each.name):

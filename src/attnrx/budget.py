@@ -9,8 +9,8 @@ from torch import nn
 from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
-from attnrx.examination import told_or_read
+from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, rank_of, require_all_tokens
 from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
@@ -50,9 +50,9 @@ class Budget:
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
-    """Gives the largest share from `least` to 1 that fits, by bisection; None where not even the least does.
+    """Returns the largest share from `least` to 1 that fits, by bisection; None where not even the least does.
 
-    What is asked must not begin to fit again as the share grows: costs rise with what is kept.
+    The predicate must not become true again as the share grows: costs rise with what is kept.
     """
     if fits(1.0):
         return 1.0
@@ -65,12 +65,12 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Gives the smallest share that can be prescribed: where it is that of the tokens, some patch must be left."""
+    """Returns the smallest share that can be prescribed: where it is that of the tokens, some patch must be left."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
     layout, depth = family.token_layout(model), len(family.attention(model))
-    _policy(template, 1.0, model)  # what is wrong whatever the share is said
+    _policy(template, 1.0, model)  # raises for errors that do not depend on the share
 
     def is_too_small(share: float) -> bool:
         try:
@@ -113,7 +113,7 @@ def prescribe_within(
     Raises:
         InvalidInput: the template has no {share} to choose, or one of tokens for a part of every layer.
         NotSupported: not even the smallest share is cheap enough.
-        NothingChanged: everything may stay.
+        NoOpPrescription: everything may stay.
     """
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
@@ -122,20 +122,20 @@ def prescribe_within(
             f"tokens={template.texts[TOKENS]}: a layer has no share of the tokens of its own; give a keep ratio "
             f"instead of {SHARE}, or a budget of the whole model."
         )
-    diagnosis = told_or_read(diagnosis, *(text for name, text in template.texts.items() if name != TOKENS))
+    diagnosis = diagnosis_or_spectra(diagnosis, *(text for name, text in template.texts.items() if name != TOKENS))
     search = _Search(model, diagnosis, template, budget)
     shares = search.shares()
     each = [parse_rules(template.at(share))[0] for share in shares]
     rules = {name: by_layer([own[name] for own in each]) for name in each[0]}
     found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
     spent = _amounts(prescribed_costs(model, found), budget.of)
-    told = {
+    record = {
         "macs": budget.macs,
         "of": budget.of,
         "shares": shares[: len(spent)],
         "spent": [own / whole for own, whole in zip(spent, search.whole, strict=True)],
     }
-    return replace(found, about={**found.about, "budget": told})
+    return replace(found, about={**found.about, "budget": record})
 
 
 class _Search:
@@ -154,7 +154,7 @@ class _Search:
         self.amounts = amounts
 
     def shares(self) -> list[float]:
-        """Gives the share of every layer, or says what cannot be had."""
+        """Returns the share of every layer, or says what cannot be had."""
         found = [self._share(unit) for unit in range(len(self.whole))]
         return found * self.layers if self.budget.of == "model" else found
 
@@ -176,7 +176,7 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
     rules, _ = parse_rules(template.at(share))
     try:
         found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
-    except NothingChanged:
+    except NoOpPrescription:
         return family_of(model).costs(model)
     return prescribed_costs(model, found)
 

@@ -86,7 +86,7 @@ class LayerDiagnosis:
     mlp: tuple[MapDiagnosis | None, ...] = ()
 
     def reading(self, name: str) -> Tensor:
-        """Gives one reading, or says which ones there are."""
+        """Returns one reading, or says which ones there are."""
         if name not in self.readings:
             raise InvalidInput(
                 f"the diagnosis has no reading {name!r}; it has {', '.join(sorted(self.readings))}. "

@@ -9,7 +9,7 @@ from attnrx.data import ImageData
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import DataError, FingerprintMismatch
 from attnrx.model_data import images_for
-from attnrx.models import Showing, evaluating, family_of, model_fingerprint, observing, require_all_tokens
+from attnrx.models import InputValidation, evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.observation import Observation
 from attnrx.prescription import Basis
 from attnrx.rules import rewritten
@@ -31,20 +31,22 @@ def measure_divergence(
     require_all_tokens(model, "measure the divergence of")
     if model_fingerprint(model) != diagnosis.fingerprint:
         raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
-    told, bases = rewritten(diagnosis, metric)
-    sums = [torch.zeros(spectrum_shape(layer), dtype=torch.float64) for layer in told.layers]
+    rewritten_diagnosis, bases = rewritten(diagnosis, metric)
+    sums = [torch.zeros(spectrum_shape(layer), dtype=torch.float64) for layer in rewritten_diagnosis.layers]
     seen = 0
 
     def observe(index: int, observation: Observation) -> None:
-        sums[index] += _divergences(observation, told.layers[index], bases[index]) * observation.query.shape[0]
+        sums[index] += (
+            _divergences(observation, rewritten_diagnosis.layers[index], bases[index]) * observation.query.shape[0]
+        )
 
     shown = images_for(model, images, "images")
-    weight, showing = next(model.parameters()), Showing(model, family_of(model), "measure_divergence")
+    weight, input_validation = next(model.parameters()), InputValidation(model, family_of(model), "measure_divergence")
     with evaluating([model]), observing(model, family_of(model), observe):
         for batch in shown.batches(batch_size, device=weight.device):
-            model(showing.take(batch.images))
+            model(input_validation.take(batch.images))
             seen += len(batch.images)
-    showing.notes()  # warns
+    input_validation.notes()  # warns
     if not seen:
         raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
     layers = tuple(
@@ -61,7 +63,7 @@ def spectrum_shape(layer: LayerDiagnosis) -> tuple[int, int]:
 
 
 def _divergences(seen: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Gives the divergence at every rank on one batch, adding one direction after the other to the scores."""
+    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
     wide = torch.promote_types(seen.query.dtype, torch.float32)
     left, right = (table.to(seen.query.device, wide) for table in (basis.left, basis.right))
     strength = layer.spectrum.strength.to(seen.query.device, wide)

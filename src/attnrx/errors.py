@@ -1,4 +1,4 @@
-"""Every error that attnrx raises on purpose: what was asked, what was found, what to do."""
+"""Every error that attnrx raises on purpose: what was requested, what was found, what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class InvalidRule(InvalidInput):
     """A rule with a knob outside its range."""
 
 
-class NothingChanged(AttnrxError):
+class NoOpPrescription(AttnrxError):
     """A request that would have had no effect, which is never what was meant."""
 
 
@@ -61,7 +61,7 @@ class TrainingDiverged(AttnrxError):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A training run that was asked to stop, and did so after saving a checkpoint."""
+    """A training run that was requested to stop, and did so after saving a checkpoint."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

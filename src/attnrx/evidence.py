@@ -200,7 +200,7 @@ class Evidence:
         return write_json(path, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
-        """Gives everything as JSON-ready values."""
+        """Returns everything as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
         about = dict(self.about)
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}

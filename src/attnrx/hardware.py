@@ -31,7 +31,7 @@ def device_name(device: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Gives the folder for what can be measured again: $ATTNRX_CACHE, or attnrx in the user's cache folder."""
+    """Returns the folder for what can be measured again: $ATTNRX_CACHE, or attnrx in the user's cache folder."""
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"

@@ -57,7 +57,7 @@ def _connection_problem() -> str:
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Puts the files of a saved model into a repository, which is made if there is none, and gives its address.
+    """Puts the files of a saved model into a repository, which is made if there is none, and returns its address.
 
     The hub's own login is used: `hf auth login`, or its token in the environment.
 
@@ -85,7 +85,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def download(name: str) -> Path:
-    """Gives the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, which is fetched where it is missing.
+    """Returns the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, which is fetched where it is missing.
 
     Raises:
         InvalidInput: The name is not like that.

@@ -82,7 +82,7 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     )
 
 
-def matching(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
+def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the dataset on the scale that the model was trained with, its labels as numbers of the model's classes.
 
     `label_map` gives the model's class number of every class of the dataset, by name; ImageNet subsets need none (see

@@ -219,7 +219,7 @@ class TokenPrescription:
 
     def __post_init__(self):
         object.__setattr__(self, "policy", self.policy.written)
-        stages = len(self.policy.told())
+        stages = len(self.policy.describe())
         if len(self.reasons) != stages:
             raise InvalidInput(f"{len(self.reasons)} reasons for {stages} stages: give one each.")
         if self.predictors is not None and not self.policy.reducer.learned:
@@ -232,8 +232,8 @@ class TokenPrescription:
         """Says why for every stage."""
         learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
-        told = f"; its predictor is {state}" if learned else ""
-        return cls(policy, tuple(reason + told for reason in policy.told()), predictors, seed)
+        describe = f"; its predictor is {state}" if learned else ""
+        return cls(policy, tuple(reason + describe for reason in policy.describe()), predictors, seed)
 
     @property
     def must_be_trained(self) -> bool:
@@ -485,7 +485,7 @@ LATENCY = Record(
         "precision": Text(),
         "clock": Text(),
     },
-    {"apart": Flag()},
+    {"in_subprocess": Flag()},
     open=True,
 )
 # What a plan predicted (`Plan.promises`), which the check `promises` of `verify` compares with what it measures.

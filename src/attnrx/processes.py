@@ -45,7 +45,7 @@ def all_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def gathered(value: Value) -> list[Value]:
-    """Gives what each process has, in their order, to all of them; tensors should lie on the CPU."""
+    """Returns what each process has, in their order, to all of them; tensors should lie on the CPU."""
     found: list[Any] = [value] * place()[1]
     if place()[1] > 1:
         distributed.all_gather_object(found, value)
@@ -53,12 +53,12 @@ def gathered(value: Value) -> list[Value]:
 
 
 def from_first(make: Callable[[], Value]) -> Value:
-    """Lets the first process alone make something, and gives it to all."""
+    """Lets the first process alone make something, and returns it to all."""
     if place()[1] == 1:
         return make()
-    told: list[Any] = [make() if place()[0] == 0 else None]
-    distributed.broadcast_object_list(told, src=0)
-    return told[0]
+    value: list[Any] = [make() if place()[0] == 0 else None]
+    distributed.broadcast_object_list(value, src=0)
+    return value[0]
 
 
 def _joined() -> bool:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, Eager, Occasion
+from attnrx.attention import Attention, AttentionContext, Eager
 from attnrx.attention.backends import scores
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for
-from attnrx.models import Showing, evaluating, family_of
+from attnrx.models import InputValidation, evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
 
@@ -52,7 +52,7 @@ class Refined:
 def refine(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None
 ) -> Refined:
-    """Gives a copy of the candidate whose query and key rows minimise KL(reference's attention || its own), by layer.
+    """Returns a copy of the candidate whose query and key rows minimise KL(reference's attention || its own), by layer.
 
     Every layer is refined by itself on what the reference feeds it, so the layers do not wait for one another and no
     labels are used. A layer whose divergence would not fall keeps its rows. Both models must have the same layers and
@@ -69,12 +69,12 @@ def refine(
     )
     _require_alike(reference, result.model)
     for teacher, own in pairs:
-        showing = Showing(reference, family_of(reference), "refine")
+        input_validation = InputValidation(reference, family_of(reference), "refine")
         with warnings.catch_warnings(), evaluating((reference, result.model)):
             if result.before:  # the first layer has warned
                 warnings.simplefilter("ignore", ScaleWarning)
-            fed = _what_is_fed(reference, teacher, images, showing)
-            result.notes = showing.notes()
+            fed = _what_is_fed(reference, teacher, images, input_validation)
+            result.notes = input_validation.notes()
         before, after = _refine_layer_(own, teacher, fed, knobs)
         result.before.append(before)
         result.after.append(after)
@@ -92,12 +92,12 @@ def _require_alike(reference: nn.Module, candidate: nn.Module) -> None:
 
 
 def _what_is_fed(
-    model: nn.Module, layer: Attention, images: ImageSet, showing: Showing
+    model: nn.Module, layer: Attention, images: ImageSet, input_validation: InputValidation
 ) -> Float[Tensor, "images tokens width"]:
     weight = next(model.parameters())
     with _recording(layer) as found:
         for batch in images.batches(64, device=weight.device):
-            model(showing.take(batch.images))
+            model(input_validation.take(batch.images))
     if not found:
         raise InvalidInput("refine was given no calibration image; give a few, e.g. splits.train.take(64).")
     return torch.cat(found)
@@ -114,7 +114,7 @@ def _recording(layer: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refinement) -> tuple[float, float]:
-    """Refines one layer in place, and gives its divergence before and after."""
+    """Refines one layer in place, and returns its divergence before and after."""
     order = [teacher.spec.heads.index(head) for head in own.spec.heads]
     parts = list(fed.split(knobs.batch))
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refin
     if not rows or before == 0:
         return before, before
     kept = copy.deepcopy(own.scores.state_dict())
-    asked = [parameter.requires_grad for parameter in rows]
+    requested = [parameter.requires_grad for parameter in rows]
     for parameter in rows:
         parameter.requires_grad_()
     groups = [{"params": [row], "lr": knobs.learning_rate * _size(row)} for row in rows]
@@ -137,7 +137,7 @@ def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refin
         _divergence(own, parts[chosen], targets[chosen]).backward()
         optimizer.step()
         schedule.step()
-    for parameter, wanted in zip(rows, asked, strict=True):
+    for parameter, wanted in zip(rows, requested, strict=True):
         parameter.grad = None
         parameter.requires_grad_(wanted)
     with torch.no_grad():
@@ -153,9 +153,9 @@ def _size(row: Tensor) -> float:
 
 
 def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
-    """Gives the logarithm of the layer's attention; a head without directions attends uniformly."""
+    """Returns the logarithm of the layer's attention; a head without directions attends uniformly."""
     eager = Eager()
-    buckets = eager.buckets(layer.spec, Occasion.of(tokens))
+    buckets = eager.buckets(layer.spec, AttentionContext.of(tokens))
     found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)
@@ -165,8 +165,8 @@ def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch hea
 
 def _divergence(layer: Attention, tokens: Tensor, target: Tensor) -> Float[Tensor, ""]:
     logs = _log_attention(layer, tokens)
-    told = torch.xlogy(target, target) - target * logs
-    return told.sum(-1).mean()
+    terms = torch.xlogy(target, target) - target * logs
+    return terms.sum(-1).mean()
 
 
 def _mean_divergence(layer: Attention, parts: list[Tensor], targets: list[Tensor]) -> float:

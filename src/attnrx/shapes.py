@@ -3,7 +3,7 @@
     batch       images at once                 width       features of a token (embedding dimension)
     tokens      tokens of an image             heads       attention heads of a layer
     directions  rank-one terms of a head       layers      transformer blocks
-    queries     tokens that ask                keys        tokens that are asked
+    queries     query tokens                  keys        key tokens
     head_dim    features a head reads out      classes     outputs of the classifier
     draws       repeated random draws          images      images of a whole dataset
 

@@ -19,7 +19,7 @@ class AttentionSpec:
     `norms` says what the rows of query and key are divided by: nothing (dense and shared), the norm of the directions
     that were kept, or the norm of all `original_rank` directions, which the projections then still compute. In the
     shared form (CP SlimAtt) all heads have the same directions, in strengths of their own. `value_ranks` are the
-    features that each stored head reads out (all head_dim of them, if not said) and `biases` the projections that have
+    features that each stored head reads out (all head_dim of them by default) and `biases` the projections that have
     one. `scale` is a stored fact: it never follows the rank.
     """
 

@@ -44,7 +44,7 @@ def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
 
 
 def json_text(record: Mapping[str, Any] | list[Any]) -> str:
-    """Gives a record as indented JSON; NaN and infinity become null, which JSON can hold."""
+    """Returns a record as indented JSON; NaN and infinity become null, which JSON can hold."""
     return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
@@ -132,7 +132,7 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
 
 
 def tensors_path(path: Path | str, sha256: str) -> Path:
-    """Gives the file of the tensors that belong to a JSON file."""
+    """Returns the file of the tensors that belong to a JSON file."""
     path = Path(path)
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
 
@@ -148,7 +148,7 @@ _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content=
 
 
 def file_kind(path: Path | str) -> str | None:
-    """Gives the kind that is marked inside a file which attnrx wrote; None for any other file."""
+    """Returns the kind that is marked inside a file which attnrx wrote; None for any other file."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -169,13 +169,13 @@ def file_kind(path: Path | str) -> str | None:
 
 
 def file_sha256(path: Path | str) -> str:
-    """Gives the sha256 of a file's content."""
+    """Returns the sha256 of a file's content."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the record with a hash of itself, by which `check_seal` later sees that it was not edited."""
+    """Returns the record with a hash of itself, by which `check_seal` later sees that it was not edited."""
     return {**record, SEAL: _seal(record)}
 
 
@@ -191,7 +191,7 @@ def _seal(record: Mapping[str, Any]) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Gives a short hash of names, shapes, dtypes and values: two models share it only if they are the same."""
+    """Returns a short hash of names, shapes, dtypes and values: two models share it only if they are the same."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

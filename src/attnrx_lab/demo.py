@@ -62,8 +62,8 @@ def demo(
     subject.diagnosis.save(folder / "diagnosis.json")
     stage("prescribing and realizing over rho")
     points, rows = subject.trade_off(RHOS)
-    stage("verifying the refit compression against controls, bounds and spoilt images")
-    about = {"model": name, "training": short.told, "epochs": len(trained.history)}
+    stage("verifying the refit compression against controls, bounds and corrupted images")
+    about = {"model": name, "training": short.description, "epochs": len(trained.history)}
     evidence = subject.verified(about)
     stage("saving")
     model_folder = save(subject.candidate, folder / "model", prescription=subject.prescription, evidence=evidence)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.attention import Backend, Eager, Explicit, Flex, Fused, Native, Observed, Tapped
+from attnrx.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
 from attnrx.attention.backends import flex
-from attnrx.attention.kernels.building import native_library
+from attnrx.attention.kernels.compilation import native_library
 from attnrx.observation import Observation
 from layers import LAYERS, Case, by_definition
 
@@ -17,28 +17,28 @@ Sizes = torch.Tensor | None
 def ignore(*shown: object) -> None: ...
 
 
-def tapped(*wanted: str) -> Callable[[Case, Sizes], Backend]:
-    return lambda case, sizes: Tapped(lambda: sizes, ignore, wanted)
+def capture(*wanted: str) -> Callable[[Case, Sizes], Backend]:
+    return lambda case, sizes: AttentionCapture(lambda: sizes, ignore, wanted)
 
 
 def observed(case: Case, sizes: Sizes) -> Backend:
     readout = torch.zeros(len(case.spec.heads), max(case.spec.reads), case.spec.width)
-    return Observed(ignore, readout, None if sizes is None else Tapped(lambda: sizes, ignore, ()))
+    return Observed(ignore, readout, None if sizes is None else AttentionCapture(lambda: sizes, ignore, ()))
 
 
 WITH_GRADIENTS: dict[str, Callable[[Case, Sizes], Backend]] = {
     "eager": lambda case, sizes: Eager(),
     "explicit": lambda case, sizes: Explicit(lambda: sizes),
     "fused": lambda case, sizes: Fused(),
-    "tapped": tapped(),
-    "tapped, attention": tapped("attention"),
-    "tapped, class attention": tapped("class_attention"),
+    "tapped": capture(),
+    "tapped, attention": capture("attention"),
+    "tapped, class attention": capture("class_attention"),
     "observed": observed,
 }
 IN_FLOAT32: dict[str, Callable[[Case, Sizes], Backend]] = {
     "flex": lambda case, sizes: Flex(),
     "native": lambda case, sizes: Native(lambda: sizes),
-    "tapped, native": tapped("keys"),
+    "tapped, native": capture("keys"),
 }
 WITH_SIZES = (
     "explicit",

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.attention import Backend, Chosen, Explicit, Fused
+from attnrx.attention import Autotuned, Backend, Explicit, Fused
 from attnrx.costs import Conditions
 from attnrx.models import attach_tokens_, family_of
 from attnrx.realization import realize
 from cases import CONFIGS, PATTERNS, images, model, prescription
 
-BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Chosen)
+BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Autotuned)
 
 
 def test_compressed_models_are_one_graph() -> None:

@@ -176,9 +176,9 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
         ({"to": "int8(method=best)"}, "minmax, entropy"),
     ],
 )
-def test_what_cannot_be_is_refused(asked: dict, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(requested: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(rx.AttnrxError, match=None) as found:
-        rx.export(realized(None, "compress"), **{"path": tmp_path / asked.pop("path", "a.onnx"), **asked})
+        rx.export(realized(None, "compress"), **{"path": tmp_path / requested.pop("path", "a.onnx"), **requested})
     assert said in str(found.value)
     assert not list(tmp_path.iterdir())
 

@@ -9,8 +9,8 @@ import cases
 from attnrx.attention import Eager, using
 from attnrx.data import Augmentation, Normalization, Splits
 from attnrx.errors import NotSupported
-from attnrx.examination import diagnose
 from attnrx.losses import FusionOwnership, LossContext, Task
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, load_model, save_model
 from attnrx.realization import realize
 from attnrx.rules import EnergyRetention, FusionOwner, SharedRank, prescribe

@@ -44,7 +44,7 @@ def test_train_and_verify_in_two_processes(tmp_path: Path) -> None:
     told = launched(TORCHRUN, "--master_port", "verify", model, *data, *knobs)
     assert told["outcome"] in ("holds", "reported")
     assert told["findings"] == read_json(evidence)["findings"]
-    images = rx.matching(rx.load_data("digits"), rx.load(model)).test
+    images = rx.adapt_preprocessing(rx.load_data("digits"), rx.load(model)).test
     alone = rx.verify(rx.load(model), rx.load(model), images, (rx.checks.Accuracy(),), batch_size=32)
     assert told["about"]["images"] == len(images)
     accuracy = [finding.value for finding in alone.of("accuracy")]

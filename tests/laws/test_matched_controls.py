@@ -11,7 +11,7 @@ import attnrx as rx
 import cases
 from attnrx.budget import prescribed_costs
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged, NotSupported
+from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.models import family_of
 from attnrx.prescription import Prescription
 from attnrx.rules import CONTROLS, control_prescriptions
@@ -95,7 +95,7 @@ def prescribed(subject: Subject, draw: random.Random) -> Prescription:
             continue  # cannot be realized together
         try:
             return rx.prescribe(subject.diagnosis, maps)
-        except NothingChanged:
+        except NoOpPrescription:
             continue
 
 

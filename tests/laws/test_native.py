@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.attention import Attention, Auto, Eager, Fused, Native, Occasion, Tapped, backend_of
-from attnrx.attention.kernels import building
+from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
+from attnrx.attention.kernels import compilation
 from attnrx.attention.kernels.native import native_attention
 from attnrx.costs.profiling import profiled
 from attnrx.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.spec import AttentionSpec
 
-pytestmark = pytest.mark.skipif(building.native_library() is None, reason="the kernel needs a C++ compiler")
+pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
 # Rank and width of the values of two heads each, queries and keys: narrower and wider than a vector, a panel and a
 # tile, and none of them a multiple of it; a rank of zero reads out the mean.
@@ -48,7 +48,7 @@ def drawn(widths: tuple[tuple[int, int], ...], queries: int, keys: int, seed: in
     )
 
 
-def truth(sides: Sides, sizes: torch.Tensor | None, scale: float) -> torch.Tensor:
+def reference(sides: Sides, sizes: torch.Tensor | None, scale: float) -> torch.Tensor:
     read = []
     for query, key, value in zip(*sides, strict=True):
         scores = scale * query.double() @ key.double().transpose(2, 3)
@@ -67,7 +67,7 @@ def test_the_kernel_equals_attention_written_out(
     if sized:
         sizes = torch.randint(0, 4, (3, keys), generator=torch.Generator().manual_seed(1)).float()  # 0 has left
         sizes[:, 0] = 1
-    wanted = truth(sides, sizes, 0.3)
+    wanted = reference(sides, sizes, 0.3)
     for threads in (1, 2, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -81,12 +81,14 @@ def test_the_kernel_equals_attention_written_out(
 def test_scores_of_any_size_are_mixed_and_what_is_no_number_stays_with_its_image() -> None:
     sides = drawn(((20, 20),), 30, 30)
     sides[0][0] *= 300  # most weights are zero then, and their scores far below any exponent
-    torch.testing.assert_close(native_attention(*sides, None, 1.0).double(), truth(sides, None, 1.0), rtol=0, atol=2e-2)
+    torch.testing.assert_close(
+        native_attention(*sides, None, 1.0).double(), reference(sides, None, 1.0), rtol=0, atol=2e-2
+    )
     assert torch.isfinite(native_attention(*sides, None, 1.0)).all()
     for side in range(3):
         spoiled = copy.deepcopy(sides)
         spoiled[side][0][1, 0, 7, 3] = torch.nan
-        found, wanted = native_attention(*spoiled, None, 0.01), truth(spoiled, None, 0.01)
+        found, wanted = native_attention(*spoiled, None, 0.01), reference(spoiled, None, 0.01)
         assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().any()
 
 
@@ -105,7 +107,9 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
 def test_directions_that_heads_share_are_read_where_they_lie() -> None:
     sides = drawn(((9, 9),), 12, 12)
     sides[1][0] = sides[1][0][:, :1].expand(-1, 2, -1, -1)
-    torch.testing.assert_close(native_attention(*sides, None, 0.3).double(), truth(sides, None, 0.3), rtol=0, atol=3e-5)
+    torch.testing.assert_close(
+        native_attention(*sides, None, 0.3).double(), reference(sides, None, 0.3), rtol=0, atol=3e-5
+    )
 
 
 def test_features_that_lie_apart_are_brought_together_first() -> None:
@@ -130,18 +134,18 @@ SPEC = AttentionSpec("dense", 12, 4, (3, 0, 2), (0, 1, 2), 0.5, 4, value_ranks=(
 TOKENS = torch.randn(2, 11, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
-def occasion_of(tokens: torch.Tensor) -> Occasion:
+def occasion_of(tokens: torch.Tensor) -> AttentionContext:
     with torch.no_grad():
-        return Occasion.of(tokens)
+        return AttentionContext.of(tokens)
 
 
 def test_inference_in_float32_on_a_cpu_runs_on_it_and_nothing_else_does() -> None:
     free = occasion_of(TOKENS)
-    for backend in (Auto(), Native(), Tapped(lambda: None, print, ())):
+    for backend in (Auto(), Native(), AttentionCapture(lambda: None, print, ())):
         assert type(backend.at(SPEC, free)) is Native
         for other in ({"free": False}, {"device": "cuda"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
             assert type(backend.at(SPEC, free._replace(**other))) is not Native
-    assert type(Tapped(lambda: None, print, ("keys",)).at(SPEC, free)) is Tapped
+    assert type(AttentionCapture(lambda: None, print, ("keys",)).at(SPEC, free)) is AttentionCapture
     layer = Attention(SPEC, Native()).float()
     layer(TOKENS).sum().backward()  # and gradients are those of Fused
     assert layer.value.weight.grad is not None and layer.value.weight.grad.abs().sum() > 0
@@ -152,7 +156,9 @@ def test_a_layer_is_what_it_is_on_the_eager_backend(sizes: torch.Tensor | None) 
     layer = Attention(SPEC, Native(lambda: sizes)).float().eval()
     with torch.no_grad():
         found, few = layer(TOKENS), layer(TOKENS[:, :1], TOKENS)
-        layer.backend = Eager() if sizes is None else Tapped(lambda: sizes, lambda shown: None, ("attention",))
+        layer.backend = (
+            Eager() if sizes is None else AttentionCapture(lambda: sizes, lambda shown: None, ("attention",))
+        )
         wanted = layer(TOKENS)
         with torch.autocast("cpu", torch.bfloat16):
             layer.backend = Native(lambda: sizes)
@@ -166,11 +172,11 @@ def test_what_is_shown_to_a_reducer_goes_with_the_kernel() -> None:
     sizes = torch.arange(1.0, 23.0).view(2, 11)
     for wanted in (("keys",), ("class_attention",)):
         shown: list[Any] = []
-        layer = Attention(SPEC, Tapped(lambda: sizes, shown.append, wanted)).float().eval()
-        truth = layer(TOKENS).detach()  # with gradients: PyTorch's kernel
+        layer = Attention(SPEC, AttentionCapture(lambda: sizes, shown.append, wanted)).float().eval()
+        reference = layer(TOKENS).detach()  # with gradients: PyTorch's kernel
         with torch.no_grad():
             assert profiled(partial(layer, TOKENS)).attention_kernel == "native"
-            torch.testing.assert_close(layer(TOKENS), truth, rtol=0, atol=1e-6)
+            torch.testing.assert_close(layer(TOKENS), reference, rtol=0, atol=1e-6)
         first, last = (getattr(each, wanted[0]) for each in (shown[0], shown[-1]))
         torch.testing.assert_close(first, last, rtol=0, atol=1e-6)
 
@@ -178,34 +184,36 @@ def test_what_is_shown_to_a_reducer_goes_with_the_kernel() -> None:
 @pytest.fixture
 def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
-    building.native_library.cache_clear()
+    compilation.native_library.cache_clear()
     yield tmp_path
-    building.native_library.cache_clear()
+    compilation.native_library.cache_clear()
 
 
 def test_a_compiler_without_openmp_builds_it_for_one_thread(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, plain = building._compiler(), unbuilt / "plain"
+    compiler, plain = compilation._compiler(), unbuilt / "plain"
     plain.write_text(f'#!/bin/sh\nfor word; do [ "$word" = -fopenmp ] && exit 1; done\nexec {compiler[0]} "$@"\n')
     plain.chmod(0o755)
     monkeypatch.setenv("CXX", str(plain))
-    assert building.native_library() is not None
+    assert compilation.native_library() is not None
     sides = drawn(((20, 20),), 30, 30)
-    torch.testing.assert_close(native_attention(*sides, None, 0.3).double(), truth(sides, None, 0.3), rtol=0, atol=3e-5)
+    torch.testing.assert_close(
+        native_attention(*sides, None, 0.3).double(), reference(sides, None, 0.3), rtol=0, atol=3e-5
+    )
 
 
 def test_without_a_kernel_models_run_on_pytorchs(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = occasion_of(TOKENS.repeat(99, 1, 1))
-    monkeypatch.setenv(building.BUILD, "0")
-    assert building.native_library() is None
+    monkeypatch.setenv(compilation.BUILD, "0")
+    assert compilation.native_library() is None
     assert not isinstance(Auto().at(SPEC, free), Native) and type(Native().at(SPEC, free)) is Fused
     with pytest.raises(NotSupported, match="'auto' runs without"):
         backend_of("native")
-    building.native_library.cache_clear()
-    monkeypatch.delenv(building.BUILD)
+    compilation.native_library.cache_clear()
+    monkeypatch.delenv(compilation.BUILD)
     failing = unbuilt / "failing"
     failing.write_text("#!/bin/sh\necho unknown flag >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", f"{failing} --quick")
     with pytest.warns(KernelWarning, match=r"could not be built with .*failing --quick .*\(unknown flag\)"):
-        assert building.native_library() is None
+        assert compilation.native_library() is None
     assert not list(unbuilt.glob("kernels/*"))

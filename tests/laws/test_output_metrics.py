@@ -8,7 +8,7 @@ import attnrx as rx
 import cases
 from attnrx.attention import Attention
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidRule, NothingChanged, UnknownName
+from attnrx.errors import InvalidRule, NoOpPrescription, UnknownName
 from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import LINEAR_MAPS, OUTPUT_MAPS
 from comparisons import pixels
@@ -161,10 +161,10 @@ def test_rules_that_need_score_directions_are_refused_for_other_maps(name: str, 
 
 
 def test_rules_that_change_no_value_and_no_mlp_are_refused_in_terms_of_those_maps(found: Diagnosis) -> None:
-    with pytest.raises(NothingChanged) as refusal:
+    with pytest.raises(NoOpPrescription) as refusal:
         rx.prescribe(found, "vo=uniform_rank:1.0")
     assert "vo=uniform_rank:1.0 would change nothing: every head keeps all its value dimensions" in str(refusal.value)
-    with pytest.raises(NothingChanged) as refusal:
+    with pytest.raises(NoOpPrescription) as refusal:
         rx.prescribe(found, "fc1=uniform_rank:1.0")
     assert "fc1=uniform_rank:1.0 would change nothing: every layer keeps the rank of the map" in str(refusal.value)
     assert "head" not in str(refusal.value) and "direction" not in str(refusal.value)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attnrx.attention import Attention, Eager, Explicit, Fused, ScoreFactors, Tapped, using
+from attnrx.attention import Attention, AttentionCapture, Eager, Explicit, Fused, ScoreFactors, using
 from attnrx.attention.backends import explicit
-from attnrx.models import family_of, observing, parts
+from attnrx.models import chunked_forward, family_of, observing
 from attnrx.realization import realize
 from attnrx.spec import AttentionSpec
 from cases import CONFIGS, LVVITS, PATTERNS, images, model, own, prescription
@@ -36,7 +36,7 @@ def test_parts_give_what_the_whole_gives(config: str, monkeypatch: pytest.Monkey
     with torch.no_grad():
         whole, seen = counted(vit, inputs)
         assert set(seen) == {5}
-        monkeypatch.setattr(parts, "WARM", 2 * 8 * shape.patches * shape.hidden // torch.get_num_threads())
+        monkeypatch.setattr(chunked_forward, "WARM", 2 * 8 * shape.patches * shape.hidden // torch.get_num_threads())
         logits, seen = counted(vit, inputs)
     assert seen == [2, 2, 1]
     torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
@@ -44,7 +44,7 @@ def test_parts_give_what_the_whole_gives(config: str, monkeypatch: pytest.Monkey
 
 def test_watched_and_trained_models_see_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
-    monkeypatch.setattr(parts, "WARM", 1)
+    monkeypatch.setattr(chunked_forward, "WARM", 1)
     with torch.no_grad():
         assert counted(vit, inputs)[1] == [1] * 5
         seen: list[int] = []
@@ -79,7 +79,7 @@ def test_written_out_equals_eager_with_any_number_of_images_at_once(
 @pytest.mark.parametrize("reads", [(4, 4, 4), (1, 4, 2)])
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (2, 2, 1), (4, 0, 2)])
 def test_heads_of_any_widths_are_written_out_some_images_at_a_time(
-    ranks: tuple[int, ...], reads: tuple[int, ...], together: int, sized: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[int, ...], reads: tuple[int, ...], fused_qkv: int, sized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = AttentionSpec("dense", 12, 4, ranks, (0, 1, 2), 0.5, 4, value_ranks=reads)
     generator = torch.Generator().manual_seed(0)
@@ -87,10 +87,10 @@ def test_heads_of_any_widths_are_written_out_some_images_at_a_time(
     sizes = torch.randint(0, 4, (5, 7), generator=generator).double()  # one of size 0 has left
     sizes[:, 0] = 1
     counted = (lambda: sizes) if sized else (lambda: None)
-    layer = Attention(spec, Tapped(counted, print, ())).double().eval()
+    layer = Attention(spec, AttentionCapture(counted, print, ())).double().eval()
     truth = layer(tokens).detach()  # where gradients are recorded nothing is written out
     monkeypatch.setattr(explicit, "FEW_TOKENS", 0)
-    monkeypatch.setattr(explicit, "CACHED", together * 2 * sum(rank > 0 for rank in ranks) * 7 * 7 * 8)
+    monkeypatch.setattr(explicit, "CACHED", fused_qkv * 2 * sum(rank > 0 for rank in ranks) * 7 * 7 * 8)
     with torch.no_grad():
         layer.backend = Explicit(counted)
         torch.testing.assert_close(layer(tokens), truth, rtol=1e-12, atol=1e-12)

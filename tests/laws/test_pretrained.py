@@ -12,7 +12,7 @@ from torch import nn
 import cases
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.diagnosis import Diagnosis
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of, load_model, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -55,15 +55,15 @@ def test_all_directions_are_the_original(case: tuple[nn.Module, MemoryImages, Di
 
 def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
     model, images, found = case
-    family, asked = family_of(model), dict(RULES)
+    family, requested = family_of(model), dict(RULES)
     # A mask needs a bias to put the mean of what is left out into, and a gated MLP is no pair of maps.
     if not family.attention(model)[0].spec.has_bias("output"):
-        del asked["vo"]
+        del requested["vo"]
     if not all(
         getattr(linear, "bias", None) is not None for pair in family.mlp(model) or ((None,),) for linear in pair
     ):
-        del asked["fc1"], asked["fc2"]
-    prescription = prescribe(found, asked)
+        del requested["fc1"], requested["fc2"]
+    prescription = prescribe(found, requested)
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-3)

@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.losses import Distillation, FeatureDistillation, Task
-from attnrx.models import block_names, family_of, load_model, parameter_places, recording_blocks, save_model
+from attnrx.models import block_names, family_of, load_model, parameter_blocks, recording_blocks, save_model
 from attnrx.training import TrainingConfig, train
 from pretrained import CASES, adopted_once
 from tiny_runs import At
@@ -22,7 +22,7 @@ def test_every_block_is_found_and_gives_its_tokens(name: str) -> None:
     family, _, model = adopted_once(name)
     blocks = block_names(model, family)
     assert len(set(blocks)) == len(family.attention(model)) == 2
-    places = parameter_places(model, family)
+    places = parameter_blocks(model, family)
     assert list(places) == [parameter for parameter, _ in model.named_parameters()]
     assert sorted(places.values()) == list(places.values())
     assert set(places.values()) >= {0, 1, 2}

@@ -93,5 +93,5 @@ def test_evidence_of_two_processes_is_that_of_one(two: Path, tmp_path: Path) -> 
     alone = rx.Evidence.load(tmp_path / "evidence-0.json")
     assert len(alone.findings) > 20
     for process in range(2):
-        together = rx.Evidence.load(two / "verified" / f"evidence-{process}.json")
-        assert together == alone
+        fused_qkv = rx.Evidence.load(two / "verified" / f"evidence-{process}.json")
+        assert fused_qkv == alone

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention.kernels.launching import map_statistics, ragged_attention
+from attnrx.attention.kernels.ragged_launch import map_statistics, ragged_attention
 from attnrx.tokens.spot import attention_features
 
 pytest.importorskip("triton")

@@ -13,7 +13,7 @@ from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, observing
 from attnrx.prescription import OUTPUT_MAPS, Prescription
 from attnrx.realization import realize

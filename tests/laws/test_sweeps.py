@@ -166,14 +166,14 @@ def test_the_same_words_are_the_same_job(tmp_path: Path) -> None:
 
 def test_words_are_filled_in() -> None:
     made = Sweep.of(
-        "compare {model} --data x --contenders {contender} 'a={{share}}' --seed={seed} --out {out}/c.json",
-        {"model": {"tiny": ["svda:digits", "--weights", "w"]}, "contender": {"mix": "mix=top:{share}"}, "seed": [3, 4]},
+        "compare {model} --data x --methods {method} 'a={{share}}' --seed={seed} --out {out}/c.json",
+        {"model": {"tiny": ["svda:digits", "--weights", "w"]}, "method": {"mix": "mix=top:{share}"}, "seed": [3, 4]},
     )
     first, second = made.jobs
     assert " ".join(first.words) == (
-        "compare svda:digits --weights w --data x --contenders mix=top:{share} a={share} --seed=3 --out {out}/c.json"
+        "compare svda:digits --weights w --data x --methods mix=top:{share} a={share} --seed=3 --out {out}/c.json"
     )
-    assert first.labels == {"model": "tiny", "contender": "mix", "seed": 3}
+    assert first.labels == {"model": "tiny", "method": "mix", "seed": 3}
     assert second.labels["seed"] == 4
     assert first.id != second.id
 

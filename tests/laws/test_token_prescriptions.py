@@ -15,9 +15,9 @@ from attnrx.budget import prescribed_costs
 from attnrx.checks import Bounds, Comparison
 from attnrx.costs import count_params, count_product_macs
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged, NotSupported
-from attnrx.examination import diagnose
-from attnrx.models import attach_tokens_, evaluating, family_of, load_model, model_fingerprint, save_model, written_out
+from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.model_diagnosis import diagnose
+from attnrx.models import attach_tokens_, evaluating, family_of, load_model, model_fingerprint, save_model, unfused
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.tokens import TokenPolicy, parse_policy
@@ -94,7 +94,7 @@ def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
     costs = family.costs(small)
     assert costs == prescribed_costs(DEEP, prescription)
     assert costs.params == count_params(small)
-    with evaluating([small]), written_out(small, family):
+    with evaluating([small]), unfused(small, family):
         assert costs.product_macs == count_product_macs(small, images(small))
     assert costs.tokens[0] == 17 and costs.tokens[-1] == 1 + 5 + REDUCTIONS[kind].extra
     assert sum(part.macs for part in costs.parts.values()) == costs.macs
@@ -106,7 +106,7 @@ def test_a_mask_costs_what_the_original_costs_and_its_predictors(kind: str) -> N
     masked, family = realize(DEEP, both(DEEP, "full", policy), by="mask"), family_of(DEEP)
     costs, before = family.costs(masked), family.costs(DEEP)
     assert (costs.tokens, costs.macs - costs.predictors.macs) == (before.tokens, before.macs)
-    with evaluating([masked]), written_out(masked, family):
+    with evaluating([masked]), unfused(masked, family):
         assert costs.product_macs == count_product_macs(masked, images(masked))
 
 
@@ -181,9 +181,9 @@ def test_controls_of_the_scores_keep_the_tokens(found: Diagnosis) -> None:
 
 
 def test_what_cannot_be_prescribed_or_realized_is_refused(found: Diagnosis) -> None:
-    with pytest.raises(NothingChanged, match="neither a rule nor a policy"):
+    with pytest.raises(NoOpPrescription, match="neither a rule nor a policy"):
         prescribe(found, "")
-    with pytest.raises(NothingChanged, match="keeps every token"):
+    with pytest.raises(NoOpPrescription, match="keeps every token"):
         prescribe(found, "tokens=attention_received:1@2")
     with pytest.raises(InvalidInput, match="a model that has 2"):
         prescribe(found, "tokens=attention_received:0.6@2,3")

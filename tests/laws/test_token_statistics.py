@@ -83,11 +83,11 @@ def test_every_statistic_less_writes_fewer_numbers() -> None:
 def test_the_attention_average_orders_patches_by_the_sum_over_stored_maps() -> None:
     """Over all layers before a stage and over the heads, for the patches that are left."""
     model = reduced("deep", TokenPolicy.staged(AttentionAverage(), 0.6, STAGES), "compress")
-    seen, relevance = [], AttentionAverage.relevance
+    state, relevance = [], AttentionAverage.relevance
 
     def spy(self: AttentionAverage, given: TokenState, predictor: nn.Module) -> torch.Tensor:
-        seen.append(relevance(self, given, predictor))
-        return seen[-1]
+        state.append(relevance(self, given, predictor))
+        return state[-1]
 
     maps: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patched:
@@ -97,6 +97,6 @@ def test_the_attention_average_orders_patches_by_the_sum_over_stored_maps() -> N
     reduction = reduction_of(model)
     assert reduction is not None
     rows = [each[:, :, 0, 1:].mean(1) for each in maps]
-    torch.testing.assert_close(seen[0], rows[0])
+    torch.testing.assert_close(state[0], rows[0])
     left = reduction.run.trail[0]
-    torch.testing.assert_close(seen[1], rows[0].gather(1, left) + rows[1] + rows[2])
+    torch.testing.assert_close(state[1], rows[0].gather(1, left) + rows[1] + rows[2])

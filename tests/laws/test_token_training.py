@@ -15,7 +15,7 @@ from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.errors import InvalidInput, NotSupported, TrainingDiverged
 from attnrx.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
 from attnrx.models import attach_tokens_, family_of, load_model, recording_blocks, reduction_of, save_model
-from attnrx.models import reducing as reducing_module
+from attnrx.models import token_reduction as reducing_module
 from attnrx.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
 from attnrx.tokens.reducer import best, odds
 from attnrx.training import TrainingConfig, TrainingRun, train
@@ -104,8 +104,8 @@ def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tm
     images = next(splits(made.model).train.batches(24)).images.double()
     with torch.no_grad():
         made.model.train()(images)
-        drawn = [keep.mean().item() for keep in reduction.run.drawn]
-        assert drawn == pytest.approx(reduction.policy.keep, abs=0.12)
+        sampled = [keep.mean().item() for keep in reduction.run.sampled]
+        assert sampled == pytest.approx(reduction.policy.keep, abs=0.12)
         made.model.eval()
         small = made.model(images)
         reduction.by = "mask"
@@ -183,7 +183,7 @@ def selected(policy: TokenPolicy, patches: int):
     """In the place of a draw: what inference selects, stage by stage."""
     counts = itertools.cycle(policy.counts(patches))
 
-    def draw(scores, there, temperature, one_leaves=False):
+    def draw(scores, there, temperature, prunes_one=False):
         kept = best(odds(scores).detach(), (there > 0).to(scores.dtype), next(counts))
         keep = torch.zeros_like(there).scatter(1, kept, 1.0)
         return keep + scores[..., 0] - scores[..., 0].detach()
@@ -210,9 +210,9 @@ def test_training_with_the_draws_of_inference_is_inference(
         small = model(images)
     monkeypatch.setattr(reducing_module, "sampled_keep", selected(policy, reduction.shape.layout.patches))
     reduction.train()
-    drawn = model(images)
-    torch.testing.assert_close(drawn, small, rtol=1e-10, atol=1e-10)
-    drawn.square().sum().backward()
+    sampled = model(images)
+    torch.testing.assert_close(sampled, small, rtol=1e-10, atol=1e-10)
+    sampled.square().sum().backward()
     gradients = [parameter.grad for parameter in reduction.parameters()]
     assert all(own is not None and bool(own.isfinite().all()) for own in gradients)
     assert any(bool((own != 0).any()) for own in gradients if own is not None)
@@ -223,16 +223,16 @@ def test_what_leaves_is_taken_along_by_a_gradient(reducer, monkeypatch: pytest.M
     """Every patch of the image matters to the tokens after a stage, those that were drawn to leave too."""
     generator = torch.Generator().manual_seed(0)
     patches = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    seen = TokenState(patches, 0, torch.ones(2, 6, dtype=torch.float64), torch.arange(6).expand(2, -1))
+    state = TokenState(patches, 0, torch.ones(2, 6, dtype=torch.float64), torch.arange(6).expand(2, -1))
     keep = torch.tensor([[1.0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1]], dtype=torch.float64, requires_grad=True)
     scores = torch.randn(2, 6, 2, generator=generator, dtype=torch.float64).log_softmax(-1).requires_grad_()
-    drawn = reducer.drawn(seen, keep, scores)
-    there = keep.detach() if drawn.added is None else keep.detach().scatter(1, drawn.added, 1.0)
-    (drawn.patches * there[..., None]).square().sum().backward()
+    sampled = reducer.sampled(state, keep, scores)
+    there = keep.detach() if sampled.added is None else keep.detach().scatter(1, sampled.added, 1.0)
+    (sampled.patches * there[..., None]).square().sum().backward()
     assert patches.grad is not None and keep.grad is not None
     assert bool((patches.grad.abs().sum(-1) > 0).all())
     assert bool((keep.grad[keep == 0] != 0).all())
-    assert (scores.grad is not None) == (drawn.added is not None)
+    assert (scores.grad is not None) == (sampled.added is not None)
 
 
 def test_where_all_would_stay_the_worst_leaves_for_the_token_of_the_rest() -> None:
@@ -240,7 +240,7 @@ def test_where_all_would_stay_the_worst_leaves_for_the_token_of_the_rest() -> No
     sure[:, 9, 0] = -1.0
     there = torch.ones(4, 50)
     assert bool((sampled_keep(sure, there, 1.0) == 1).all())
-    left = sampled_keep(sure, there, 1.0, one_leaves=True)
+    left = sampled_keep(sure, there, 1.0, prunes_one=True)
     assert left.sum(1).tolist() == [49.0] * 4 and bool((left[:, 9] == 0).all())
 
 
@@ -280,7 +280,7 @@ def test_a_low_keep_ratio_is_trained_with_one_token_at_least(reducer, ratio: flo
     least = []
 
     def look() -> None:
-        least.append(min(keep.sum(1).min().item() for keep in reduction.run.drawn))
+        least.append(min(keep.sum(1).min().item() for keep in reduction.run.sampled))
 
     settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32"}
     config = TrainingConfig(losses=losses, predictor_learning_rate=100.0, **settings)  # type: ignore[arg-type]

@@ -12,7 +12,17 @@ import cases
 from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
-from attnrx.tokens import DTPS, REDUCERS, HaltingScores, MapMoments, Reducer, Spot, TokenPolicy, parts, policy_from_dict
+from attnrx.tokens import (
+    DTPS,
+    REDUCERS,
+    HaltingScores,
+    MapMoments,
+    Reducer,
+    Spot,
+    TokenPolicy,
+    image_chunks,
+    policy_from_dict,
+)
 from cases import REDUCTIONS
 from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
 
@@ -98,7 +108,7 @@ def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: py
     spec = family_of(model).attention(model)[0].spec
     one = len(spec.heads) * 17 * 17 * 8
     for bytes_at_once in (1, 2 * one):
-        monkeypatch.setattr(parts, "CACHED", bytes_at_once)
+        monkeypatch.setattr(image_chunks, "CACHED", bytes_at_once)
         torch.testing.assert_close(logits(model), whole, rtol=1e-12, atol=1e-12)
         again = reduction_of(model).run.trail  # type: ignore[union-attr]
         assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
@@ -111,23 +121,23 @@ def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
     assert reduction is not None
     with torch.no_grad():
         model(images)
-        together = reduction.run.trail
+        fused_qkv = reduction.run.trail
         for place in (3, 0):
             model(images[place : place + 1])
-            trails = zip(reduction.run.trail, together, strict=True)
+            trails = zip(reduction.run.trail, fused_qkv, strict=True)
             assert all(torch.equal(alone[0], stage[place]) for alone, stage in trails)
 
 
 def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CACHED", 2 * 3 * 5 * 7 * 4)
+    monkeypatch.setattr(image_chunks, "CACHED", 2 * 3 * 5 * 7 * 4)
     images = torch.zeros(5, 1, dtype=torch.float32)
     with torch.no_grad():
-        found = parts.parts_of(images, 3, 5, 7)
-        assert found == (parts.Part(0, 2, 5), parts.Part(2, 4, 5), parts.Part(4, 5, 5))
+        found = image_chunks.chunks_of(images, 3, 5, 7)
+        assert found == (image_chunks.Part(0, 2, 5), image_chunks.Part(2, 4, 5), image_chunks.Part(4, 5, 5))
         assert [part is not None and part.is_last for part in found] == [False, False, True]
-        assert len(parts.parts_of(images, 30, 50, 70)) == 5
-        assert parts.parts_of(images, 1, 1, 1) == (None,)
-    assert parts.parts_of(images, 3, 5, 7) == (None,)  # with gradients
+        assert len(image_chunks.chunks_of(images, 30, 50, 70)) == 5
+        assert image_chunks.chunks_of(images, 1, 1, 1) == (None,)
+    assert image_chunks.chunks_of(images, 3, 5, 7) == (None,)  # with gradients
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
@@ -200,11 +210,11 @@ def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
     model = reduced("deep", TokenPolicy.staged(Spot(projected=0), 0.6, (2, 4)), "compress")
     reduction = reduction_of(model)
     assert reduction is not None
-    seen = []
+    state = []
     decide = reduction.policy.reducer.relevance  # type: ignore[attr-defined]
 
     def spy(self, given, predictor):
-        seen.append(given)
+        state.append(given)
         return decide(given, predictor)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -213,19 +223,19 @@ def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
     plain, maps = original("deep"), []
     with observing(plain, family_of(plain), lambda _, shown: maps.append(shown.attention)):
         logits(plain)
-    torch.testing.assert_close(seen[0].moments.mean, maps[0])
-    assert seen[1].moments.count == 3
-    assert seen[1].attention.shape[-1] == 1 + 9
+    torch.testing.assert_close(state[0].moments.mean, maps[0])
+    assert state[1].moments.count == 3
+    assert state[1].attention.shape[-1] == 1 + 9
 
 
 def test_halting_scores_add_up_over_the_layers_passed() -> None:
     """At a stage the sum is over every layer before it, and of the patches that are left."""
     reducer = HaltingScores(gamma=0.5, beta=-1.0)
     model = reduced("deep", TokenPolicy(reducer, (3, 4), (0.6, 0.4)), "compress")
-    seen, decide = [], HaltingScores.relevance
+    state, decide = [], HaltingScores.relevance
 
     def spy(self, given, predictor):
-        seen.append(given)
+        state.append(given)
         return decide(self, given, predictor)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -236,9 +246,9 @@ def test_halting_scores_add_up_over_the_layers_passed() -> None:
         block.register_forward_hook(lambda module, given, tokens: gave.append(tokens))
     logits(plain)
     sums = torch.sigmoid(0.5 * torch.stack(gave[:2])[:, :, 1:, 0] - 1.0).sum(0)
-    torch.testing.assert_close(seen[0].accumulated, sums)
-    left = sums.gather(1, seen[1].places)
-    torch.testing.assert_close(seen[1].accumulated, left + torch.sigmoid(0.5 * seen[1].patches[..., 0] - 1.0))
+    torch.testing.assert_close(state[0].accumulated, sums)
+    left = sums.gather(1, state[1].places)
+    torch.testing.assert_close(state[1].accumulated, left + torch.sigmoid(0.5 * state[1].patches[..., 0] - 1.0))
 
 
 @pytest.mark.parametrize("reducer", [Spot(shared=True), DTPS(Spot(shared=True))])

@@ -4,33 +4,33 @@ import os
 
 import pytest
 
-from attnrx.apart import in_new_process
 from attnrx.errors import NotSupported
 from attnrx.planning import Target
+from attnrx.subprocess_runner import run_in_subprocess
 
 
 def test_the_value_comes_from_another_process() -> None:
-    assert in_new_process(divmod, 7, 2) == (3, 1)
-    assert in_new_process(os.getpid) != os.getpid()
+    assert run_in_subprocess(divmod, 7, 2) == (3, 1)
+    assert run_in_subprocess(os.getpid) != os.getpid()
 
 
 def test_what_is_printed_is_heard() -> None:
     heard: list[str] = []
-    in_new_process(print, "one\ntwo", hear=heard.append)
+    run_in_subprocess(print, "one\ntwo", on_line=heard.append)
     assert heard == ["one", "two"]
 
 
 def test_an_error_comes_back() -> None:
     with pytest.raises(NotSupported, match="choose from latency"):
-        in_new_process(Target.parse, "speed=2x")
+        run_in_subprocess(Target.parse, "speed=2x")
 
 
 def test_a_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NotSupported, match="ended with code 1"):
-        in_new_process(divmod, 1, 0)
+        run_in_subprocess(divmod, 1, 0)
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(NotSupported, match="cannot be sent"):
-        in_new_process(len, lambda: None)
+        run_in_subprocess(len, lambda: None)

@@ -27,12 +27,12 @@ def test_the_errors_of_ours_and_of_tensorly_agree(
     finally:
         tensorly.set_backend("numpy")
     (result,) = read_json(out)["results"]
-    assert {peer["backend"] for peer in result["peers"]} == {"numpy", "pytorch"}
-    for peer in result["peers"]:
-        assert abs(peer["error"] - result["error"]) <= 1e-10
-        assert peer["ratio"]["value"] > 0
+    assert {baseline["backend"] for baseline in result["baselines"]} == {"numpy", "pytorch"}
+    for baseline in result["baselines"]:
+        assert abs(baseline["error"] - result["error"]) <= 1e-10
+        assert baseline["ratio"]["value"] > 0
     assert read_json(out)["threads"]["torch"] == 1
-    assert "peer / ours" in capsys.readouterr().out
+    assert "baseline / ours" in capsys.readouterr().out
 
 
 def test_a_disagreement_fails_the_run() -> None:

@@ -7,8 +7,8 @@ import cases
 from attnrx.api import prescribe
 from attnrx.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
-from attnrx.examination import diagnose
+from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -49,15 +49,15 @@ def parts(of: str, costs: object) -> list[int]:
 
 @pytest.mark.parametrize("limit", [0.0003, 0.3, 0.5, 0.99999, 1.0])
 def test_the_largest_share_that_fits_is_found(limit: float) -> None:
-    asked: list[float] = []
+    requested: list[float] = []
 
     def fits(share: float) -> bool:
-        asked.append(share)
+        requested.append(share)
         return share <= limit
 
     share = largest_share(fits)
     assert share is not None and share <= limit < share + 1 / GRID
-    assert len(asked) <= 14
+    assert len(requested) <= 14
 
 
 def test_where_nothing_fits_there_is_no_share() -> None:
@@ -125,7 +125,7 @@ def test_what_cannot_be_met_is_said(model: VisionTransformer, found: Diagnosis) 
         prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(0.4))
     with pytest.raises(NotSupported, match="attention of layer 0 cannot cost 10 %"):
         prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(0.1, "attention"))
-    with pytest.raises(NothingChanged):
+    with pytest.raises(NoOpPrescription):
         prescribe_within(model, found, Template.parse("total_rank:{share}"), Budget(1.0))
     with pytest.raises(InvalidInput, match="has no share to choose"):
         prescribe_within(model, found, Template.parse("total_rank:0.5"), Budget(0.8))

@@ -68,8 +68,8 @@ def test_a_finding_is_what_the_models_answer_to_those_images(setting: Setting):
     finding, _ = Robustness(("gaussian_noise",), (3,))(comparison)
     (batch,) = comparison.data.batches(30)
     normalization = Normalization((0.5,), (0.5,))
-    spoilt = CORRUPTIONS["gaussian_noise"](normalization.invert(batch.images), 3, torch.Generator().manual_seed(0))
-    images = normalization.apply(spoilt).double()
+    corrupted = CORRUPTIONS["gaussian_noise"](normalization.invert(batch.images), 3, torch.Generator().manual_seed(0))
+    images = normalization.apply(corrupted).double()
     with torch.no_grad():
         before, after = (m(images).argmax(-1) for m in (comparison.reference, comparison.candidate))
     assert finding.details["reference_accuracy"] == pytest.approx(100 * float((before == batch.labels).double().mean()))

@@ -26,12 +26,12 @@ from attnrx_lab.checks import Robustness
     ],
 )
 def test_a_text_is_read(text: str, read: dict) -> None:
-    assert {asked.name: dict(asked.knobs) for asked in parse_checks(text)} == read
+    assert {requested.name: dict(requested.knobs) for requested in parse_checks(text)} == read
 
 
 def test_a_check_is_made_of_what_was_read() -> None:
-    (asked,) = parse_checks("robustness(severities=3,corruptions=common)")
-    made = Robustness(**asked.knobs)
+    (requested,) = parse_checks("robustness(severities=3,corruptions=common)")
+    made = Robustness(**requested.knobs)
     assert made.severities == (3,) and len(made.corruptions) == 15
 
 

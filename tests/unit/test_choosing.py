@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention import Attention, Auto, Backend, Chosen, Eager, Explicit, Fused, Occasion, Tapped, choosing
+from attnrx.attention import (
+    Attention,
+    AttentionCapture,
+    AttentionContext,
+    Auto,
+    Autotuned,
+    Backend,
+    Eager,
+    Explicit,
+    Fused,
+    autotune,
+)
 from attnrx.attention.factors import ScoreFactors
 from attnrx.costs import measured_steps
 from attnrx.errors import CacheWarning, CheckpointError
@@ -18,7 +29,7 @@ from attnrx.storage import read_json
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
 WIDE = replace(SPEC, ranks=(4, 4, 4))
-OCCASION = Occasion(2, 5, "cpu", torch.float64, 1, True)
+OCCASION = AttentionContext(2, 5, "cpu", torch.float64, 1, True)
 
 
 class Wrong(Eager):
@@ -47,7 +58,7 @@ class Failing(Eager):
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
     candidates: dict[str, type[Backend]] = {"wrong": Wrong, "slow": Slow, "failing": Failing, "explicit": Explicit}
-    monkeypatch.setitem(choosing.CANDIDATES, "cpu", candidates)
+    monkeypatch.setitem(autotune.CANDIDATES, "cpu", candidates)
     return tmp_path / "measurements.json"
 
 
@@ -55,13 +66,13 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*given: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(choosing, "trials", measured)
+    monkeypatch.setattr(autotune, "trials", measured)
 
 
 def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    backend = Chosen()
+    backend = Autotuned()
     assert type(backend.at(SPEC, OCCASION)) is Explicit
     assert torch.equal(torch.get_rng_state(), before)
     (record,) = read_json(cache)["machines"].popitem()[1].values()
@@ -70,29 +81,29 @@ def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pyte
     assert trials["wrong"]["seconds"] is None and trials["wrong"]["error"] > 1e-6
     assert trials["failing"] == {"seconds": None, "error": None}
     forbid(monkeypatch)
-    assert type(Chosen().at(SPEC, OCCASION)) is Explicit  # from the file
+    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit  # from the file
 
 
 def test_a_candidate_that_came_later_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    later = choosing.CANDIDATES["cpu"]
-    monkeypatch.setitem(choosing.CANDIDATES, "cpu", {"slow": Slow})
-    assert type(Chosen().at(SPEC, OCCASION)) is Slow
-    monkeypatch.setitem(choosing.CANDIDATES, "cpu", later)
-    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Slow
-    assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+    later = autotune.CANDIDATES["cpu"]
+    monkeypatch.setitem(autotune.CANDIDATES, "cpu", {"slow": Slow})
+    assert type(Autotuned().at(SPEC, OCCASION)) is Slow
+    monkeypatch.setitem(autotune.CANDIDATES, "cpu", later)
+    assert type(Autotuned(measure=False).at(SPEC, OCCASION)) is Slow
+    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
     forbid(monkeypatch)
-    assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+    assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
 
 
 def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(monkeypatch)
-    assert type(Chosen(measure=False).at(WIDE, OCCASION)) is Fused
-    assert type(Chosen(measure=False).at(SPEC, OCCASION)) is Explicit  # without a measurement: narrow on a CPU
-    assert type(Chosen().at(SPEC, OCCASION._replace(free=False))) is Fused
-    assert type(Chosen().at(SPEC, OCCASION._replace(device="meta"))) is Fused
+    assert type(Autotuned(measure=False).at(WIDE, OCCASION)) is Fused
+    assert type(Autotuned(measure=False).at(SPEC, OCCASION)) is Explicit  # without a measurement: narrow on a CPU
+    assert type(Autotuned().at(SPEC, OCCASION._replace(free=False))) is Fused
+    assert type(Autotuned().at(SPEC, OCCASION._replace(device="meta"))) is Fused
     monkeypatch.setenv("ATTNRX_MEASURE", "0")
-    assert type(Chosen().at(WIDE, OCCASION)) is Fused
-    layer, tokens = Attention(SPEC, Chosen()), torch.randn(2, 5, 12)
+    assert type(Autotuned().at(WIDE, OCCASION)) is Fused
+    layer, tokens = Attention(SPEC, Autotuned()), torch.randn(2, 5, 12)
     layer(tokens).sum().backward()
     assert not cache.exists()
 
@@ -100,11 +111,11 @@ def test_nothing_is_measured_where_it_must_not_be(cache: Path, monkeypatch: pyte
 def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "pinned.json"
     with pytest.raises(CheckpointError, match="does not exist"):
-        Chosen(str(table), pinned=True)
-    Measurements("cpu", table).put(choosing.key_of(SPEC, OCCASION), {"backend": "slow", "trials": {}})
+        Autotuned(str(table), pinned=True)
+    Measurements("cpu", table).put(autotune.key_of(SPEC, OCCASION), {"backend": "slow", "trials": {}})
     written = table.read_bytes()
     forbid(monkeypatch)
-    backend = Chosen(str(table), pinned=True)
+    backend = Autotuned(str(table), pinned=True)
     assert type(backend.at(SPEC, OCCASION)) is Slow
     assert type(backend.at(WIDE, OCCASION._replace(images=3))) is Fused
     assert table.read_bytes() == written and not cache.exists()
@@ -122,14 +133,14 @@ def test_a_pinned_table_is_only_read(cache: Path, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_narrow_attention_is_written_out_on_a_cpu(ranks: tuple[int, ...], images: int, written: bool) -> None:
-    spec, occasion = replace(SPEC, ranks=ranks), OCCASION._replace(images=images)
-    sized, watched = (Tapped(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
-    for backend, other in ((Auto(), Fused), (sized, Tapped)):
-        assert type(backend.at(spec, occasion)) is (Explicit if written else other)
-        assert type(backend.at(spec, occasion._replace(free=False))) is other
-        assert type(backend.at(spec, occasion._replace(device="cuda"))) is other
-        assert type(backend.at(spec, occasion._replace(threads=2))) is other
-    assert watched.at(spec, occasion) is watched
+    spec, context = replace(SPEC, ranks=ranks), OCCASION._replace(images=images)
+    sized, watched = (AttentionCapture(lambda: None, print, wanted) for wanted in ((), ("class_attention",)))
+    for backend, other in ((Auto(), Fused), (sized, AttentionCapture)):
+        assert type(backend.at(spec, context)) is (Explicit if written else other)
+        assert type(backend.at(spec, context._replace(free=False))) is other
+        assert type(backend.at(spec, context._replace(device="cuda"))) is other
+        assert type(backend.at(spec, context._replace(threads=2))) is other
+    assert watched.at(spec, context) is watched
 
 
 def test_measurements_survive_others() -> None:
@@ -153,10 +164,10 @@ def test_a_broken_table_in_the_cache_is_measured_anew_with_a_warning(
         encoded = json.dumps(content) if isinstance(content, dict) else content
         path.write_bytes(encoded if isinstance(encoded, bytes) else encoded.encode())
     with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
-        assert type(Chosen().at(SPEC, OCCASION)) is Explicit
+        assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Measurements("cpu").get(choosing.key_of(SPEC, OCCASION)) is not None  # written anew
+        assert Measurements("cpu").get(autotune.key_of(SPEC, OCCASION)) is not None  # written anew
     with pytest.raises(CheckpointError, match=r"named\.json"):
         Measurements("cpu", tmp_path / "named.json")
 
@@ -167,12 +178,12 @@ def test_a_broken_table_in_the_cache_is_measured_anew_with_a_warning(
      {"backend": "slow", "trials": 3}, {"backend": "slow", "trials": list(TRIALS)}],
 )  # fmt: skip
 def test_a_record_that_is_not_whole_is_measured_anew(cache: Path, tmp_path: Path, record: dict[str, object]) -> None:
-    Measurements("cpu").put(choosing.key_of(SPEC, OCCASION), record)
+    Measurements("cpu").put(autotune.key_of(SPEC, OCCASION), record)
     with pytest.warns(CacheWarning, match=f"{cache}.*measured anew"):
-        assert type(Chosen().at(SPEC, OCCASION)) is Explicit
-    Measurements("cpu", tmp_path / "named.json").put(choosing.key_of(SPEC, OCCASION), record)
+        assert type(Autotuned().at(SPEC, OCCASION)) is Explicit
+    Measurements("cpu", tmp_path / "named.json").put(autotune.key_of(SPEC, OCCASION), record)
     with pytest.raises(CheckpointError, match=r"named\.json"):
-        Chosen(str(tmp_path / "named.json")).at(SPEC, OCCASION)
+        Autotuned(str(tmp_path / "named.json")).at(SPEC, OCCASION)
 
 
 def test_steps_of_a_broken_record_are_measured_anew(cache: Path) -> None:

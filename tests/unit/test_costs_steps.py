@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.costs import Steps, measured_steps, steps
+from attnrx.costs import Steps, measured_steps, rank_steps
 from attnrx.errors import InvalidInput
 
 # Sizes up to 16 cost one, up to 32 two, and 40 is a bad size.
@@ -33,13 +33,13 @@ def test_steps_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
     first = measured_steps(16, (4, 8), tokens=5)
     assert first.sizes == (4, 8)
-    asked: list[list[int]] = []
-    measure = steps._seconds
-    monkeypatch.setattr(steps, "_seconds", lambda *given: (asked.append(list(given[1])), measure(*given))[1])
-    assert measured_steps(16, (8, 4), tokens=5) == first and not asked
-    assert measured_steps(16, (4, 12), tokens=5).seconds[0] == first.seconds[0] and asked == [[12]]
+    requested: list[list[int]] = []
+    measure = rank_steps._seconds
+    monkeypatch.setattr(rank_steps, "_seconds", lambda *given: (requested.append(list(given[1])), measure(*given))[1])
+    assert measured_steps(16, (8, 4), tokens=5) == first and not requested
+    assert measured_steps(16, (4, 12), tokens=5).seconds[0] == first.seconds[0] and requested == [[12]]
     measured_steps(16, (4,), tokens=5, dtype=torch.bfloat16)
-    assert asked[1:] == [[4]]
+    assert requested[1:] == [[4]]
     monkeypatch.setenv("ATTNRX_MEASURE", "0")
     with pytest.raises(InvalidInput, match="never measured"):
         measured_steps(16, (99,), tokens=5)

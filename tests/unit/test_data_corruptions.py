@@ -29,13 +29,13 @@ def smooth(side: int = 32, channels: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_images_stay_images_and_severity_hurts_more(name: str, side: int) -> None:
     images = smooth(side)
-    spoilt = [CORRUPTIONS[name](images, severity, generator(1)) for severity in SEVERITIES]
-    for result in spoilt:
+    corrupted = [CORRUPTIONS[name](images, severity, generator(1)) for severity in SEVERITIES]
+    for result in corrupted:
         assert result.shape == images.shape
         assert result.dtype == images.dtype
         assert result.min() >= 0
         assert result.max() <= 1
-    damage = [float((result - images).square().mean()) for result in spoilt]
+    damage = [float((result - images).square().mean()) for result in corrupted]
     assert damage[0] > 0 or (name, side) in [("defocus_blur", 28), ("defocus_blur", 32), ("glass_blur", 28)]
     assert damage == sorted(damage) or name not in RISING
 
@@ -60,8 +60,8 @@ def test_an_image_does_not_depend_on_what_follows_and_nothing_is_random_without_
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_images_need_not_be_square(name: str) -> None:
     images = smooth(48)[:2, :, :33]
-    spoilt = CORRUPTIONS[name](images, 3, generator(0))
-    assert spoilt.shape == images.shape and not torch.equal(spoilt, images)
+    corrupted = CORRUPTIONS[name](images, 3, generator(0))
+    assert corrupted.shape == images.shape and not torch.equal(corrupted, images)
 
 
 def test_groups_are_those_of_the_benchmark() -> None:
@@ -72,8 +72,8 @@ def test_groups_are_those_of_the_benchmark() -> None:
 def test_gaussian_noise_has_the_published_deviation() -> None:
     grey = torch.full((4, 3, 32, 32), 0.5)
     for severity, deviation in zip(SEVERITIES, (0.04, 0.06, 0.08, 0.09, 0.10), strict=True):
-        spoilt = CORRUPTIONS["gaussian_noise"](grey, severity, generator(2))
-        assert float(spoilt.std()) == pytest.approx(deviation, rel=0.05)
+        corrupted = CORRUPTIONS["gaussian_noise"](grey, severity, generator(2))
+        assert float(corrupted.std()) == pytest.approx(deviation, rel=0.05)
 
 
 def test_the_other_noises_have_their_moments() -> None:
@@ -169,9 +169,9 @@ def test_colours_are_those_of_the_standard_library() -> None:
 
 def test_contrast_keeps_the_mean_and_scales_the_rest() -> None:
     images = smooth()
-    spoilt = CORRUPTIONS["contrast"](images, 3)
-    assert torch.allclose(spoilt.mean((2, 3)), images.mean((2, 3)))
-    assert torch.allclose(spoilt.std((2, 3)), 0.4 * images.std((2, 3)))
+    corrupted = CORRUPTIONS["contrast"](images, 3)
+    assert torch.allclose(corrupted.mean((2, 3)), images.mean((2, 3)))
+    assert torch.allclose(corrupted.std((2, 3)), 0.4 * images.std((2, 3)))
 
 
 def test_elastic_reads_between_pixels_as_scipy_does() -> None:
@@ -201,7 +201,7 @@ def test_pixels_are_those_of_pillow(side: int) -> None:
     image = (255 * smooth(side)[0]).round().to(torch.uint8)
     picture = Image.fromarray(image.permute(1, 2, 0).numpy())
     for severity in SEVERITIES:
-        small = int(side * Corruption("pixelate").amounts(side, severity)[0])
+        small = int(side * Corruption("pixelate").levels(side, severity)[0])
         boxes = picture.resize((small, small), Image.Resampling.BOX).resize((side, side), Image.Resampling.BOX)
         found = 255 * CORRUPTIONS["pixelate"](image[None] / 255, severity)[0].permute(1, 2, 0)
         assert np.abs(found.numpy() - np.asarray(boxes)).max() <= 1.01  # Pillow rounds twice

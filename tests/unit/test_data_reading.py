@@ -184,21 +184,21 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     path = write_parquet(tmp_path / "pets.parquet", [{k: r[k] for k in ("image", "label")} for r in rows(30)])
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def from_hub(hub_id: str, **options: Any) -> datasets.DatasetDict:
-        asked.append((hub_id, options))
+        requested.append((hub_id, options))
         local = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "hub"))
         local = local.rename_columns({"image": "img", "label": "fine_label"})  # type: ignore[union-attr]
         return datasets.DatasetDict({"train": local, "test": local, "unlabelled": local})
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     splits = load_data("cifar100")
-    assert asked == [("uoft-cs/cifar100", {"data_dir": None, "revision": None})]
+    assert requested == [("uoft-cs/cifar100", {"data_dir": None, "revision": None})]
     assert (splits.class_names, sizes(splits), splits.image_size) == (CLASSES, (27, 3, 30), 32)
     assert any("'unlabelled' is neither" in note for note in splits.notes)
     load_data("cifar100")
-    assert len(asked) == 1, "the decoded copy needs no network"
+    assert len(requested) == 1, "the decoded copy needs no network"
     other = load_data("hf:owner/pets", columns=Columns("img", "fine_label"))
     assert other.image_size == 8
     assert_labels_belong(other)

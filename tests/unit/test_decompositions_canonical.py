@@ -32,7 +32,7 @@ def terms(rows: int = 7, columns: int = 6, slices: int = 5, rank: int = 3, seed:
     return Canonical(left, right, mix)
 
 
-def written_out(tensor: FactoredTensor, start: Canonical, sweeps: int) -> torch.Tensor:
+def unfused(tensor: FactoredTensor, start: Canonical, sweeps: int) -> torch.Tensor:
     """Plain alternating least squares on the formed tensor, with no rescaling and no normal equations."""
     dense, factors = tensor.dense(), list(start.factors)
     for _ in range(sweeps):
@@ -48,7 +48,7 @@ def written_out(tensor: FactoredTensor, start: Canonical, sweeps: int) -> torch.
 def test_sweeps_are_those_of_the_textbook(rank: int) -> None:
     tensor, start = heads(), als(heads(), rank, start="random", sweeps=0, seed=3)
     found = als(tensor, rank, start=start, sweeps=5, tolerance=0.0)
-    expected = written_out(tensor, start, 5)
+    expected = unfused(tensor, start, 5)
     assert (found.dense() - expected).norm() <= 1e-10 * expected.norm()
     assert len(found.trace.errors) == 6
 

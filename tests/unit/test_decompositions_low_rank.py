@@ -1,4 +1,4 @@
-"""Two factors for a matrix: Eckart and Young's law in every metric, exactness at full rank, and the peers."""
+"""Two factors for a matrix: Eckart and Young's law in every metric, exactness at full rank, and the baselines."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from attnrx.decompositions.low_rank import (
     pays,
     plain_svd,
 )
-from attnrx.decompositions.low_rank_peers import asvd, fwsvd, svd_llm
+from attnrx.decompositions.low_rank_baselines import asvd, fwsvd, svd_llm
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from attnrx.decompositions.readout import Circuit, Readout, read_out, readout_directions
+from attnrx.decompositions.output_projection import Circuit, Readout, read_out, readout_directions
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 

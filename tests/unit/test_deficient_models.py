@@ -9,7 +9,7 @@ import torch
 from attnrx.attention import Attention
 from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.realization import realize
 from attnrx.rules import Rule, SharedRank, TotalRank, prescribe

@@ -9,7 +9,7 @@ import torch
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare
 from attnrx.errors import InvalidInput
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, model_fingerprint
 from attnrx.realization import realize
 from cases import CONFIGS, PATTERNS, model, prescription

@@ -1,4 +1,4 @@
-"""Contenders as text, and what is measured of them."""
+"""Methods as text, and what is measured of them."""
 
 from itertools import combinations
 from pathlib import Path
@@ -8,13 +8,13 @@ import torch
 
 import cases
 from attnrx.api import prescribe
-from attnrx.errors import InvalidInput, NothingChanged, UnknownName
-from attnrx.examination import diagnose
+from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.prescription import LAYER_MAPS, Prescription
 from attnrx.realization import realize
 from attnrx.storage import read_json
-from attnrx_lab.comparison import Bench, Contender, compare_contenders
+from attnrx_lab.comparison import Bench, Method, compare_methods
 from attnrx_lab.comparison.differences import ImageResults, paired_differences
 from comparisons import pixels
 
@@ -22,27 +22,27 @@ DENSE = cases.CONFIGS["dense"]
 
 
 @pytest.mark.parametrize(
-    ("text", "contender"),
+    ("text", "method"),
     [
-        ("mix=total_rank:{share}", Contender("mix", "total_rank:{share}")),
-        ("two words=energy_retention:0.9,metric=mix", Contender("two words", "energy_retention:0.9,metric=mix")),
-        ("values=vo=total_rank:{share}", Contender("values", "vo=total_rank:{share}")),
+        ("mix=total_rank:{share}", Method("mix", "total_rank:{share}")),
+        ("two words=energy_retention:0.9,metric=mix", Method("two words", "energy_retention:0.9,metric=mix")),
+        ("values=vo=total_rank:{share}", Method("values", "vo=total_rank:{share}")),
         (
             "all=qk=top_rank:3,metric=mix vo=top_rank:2 refine=20 fc1=top_rank:5",
-            Contender("all", "qk=top_rank:3,metric=mix vo=top_rank:2 fc1=top_rank:5", 20),
+            Method("all", "qk=top_rank:3,metric=mix vo=top_rank:2 fc1=top_rank:5", 20),
         ),
-        ("drawn=random_matched(top_rank:3):seed=3", Contender("drawn", "random_matched(top_rank:3):seed=3")),
-        ("drop=tokens=evit:{share}@4,7,10", Contender("drop", "tokens=evit:{share}@4,7,10")),
+        ("drawn=random_matched(top_rank:3):seed=3", Method("drawn", "random_matched(top_rank:3):seed=3")),
+        ("drop=tokens=evit:{share}@4,7,10", Method("drop", "tokens=evit:{share}@4,7,10")),
         (
             "both=qk=top_rank:3 tokens=spot(mean=false):0.7@4,7",
-            Contender("both", "qk=top_rank:3 tokens=spot(mean=false):0.7@4,7"),
+            Method("both", "qk=top_rank:3 tokens=spot(mean=false):0.7@4,7"),
         ),
-        ("svd-llm=peer:svd_llm", Contender("svd-llm", peer="svd_llm")),
-        ("MLP by SVD=peer:svd maps=fc1,fc2", Contender("MLP by SVD", peer="svd", maps=("fc1", "fc2"))),
+        ("svd-llm=baseline:svd_llm", Method("svd-llm", baseline="svd_llm")),
+        ("MLP by SVD=baseline:svd maps=fc1,fc2", Method("MLP by SVD", baseline="svd", maps=("fc1", "fc2"))),
     ],
 )
-def test_contenders_are_read(text: str, contender: Contender) -> None:
-    assert Contender.parse(text) == contender
+def test_methods_are_read(text: str, method: Method) -> None:
+    assert Method.parse(text) == method
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,23 @@ def test_contenders_are_read(text: str, contender: Contender) -> None:
         "mix=qk=a refine=many",
         "mix=qk=a refine=2 refine=3",
         "mix=qk=a refine=",
-        "svd=peer:svd vo=top_rank:3",
-        "svd=peer:svd refine=3",
-        "svd=peer:svd tokens=random:0.5@2",
+        "svd=baseline:svd vo=top_rank:3",
+        "svd=baseline:svd refine=3",
+        "svd=baseline:svd tokens=random:0.5@2",
         "mix=top_rank:3 maps=fc1",
-        "pruned=peer:torch_pruning maps=fc1",
+        "pruned=baseline:torch_pruning maps=fc1",
     ],
 )
-def test_what_is_no_contender_is_refused(text: str) -> None:
+def test_what_is_no_methods_is_refused(text: str) -> None:
     with pytest.raises((InvalidInput, UnknownName)):
-        Contender.parse(text)
+        Method.parse(text)
 
 
 def test_what_is_no_peer_is_refused() -> None:
     with pytest.raises(UnknownName, match="did you mean 'svd'"):
-        Contender.parse("mistyped=peer:svdd")
+        Method.parse("mistyped=baseline:svdd")
     with pytest.raises(UnknownName, match="linear map"):
-        Contender.parse("mistyped=peer:svd maps=fc3")
+        Method.parse("mistyped=baseline:svd maps=fc3")
 
 
 def bench() -> Bench:
@@ -84,8 +84,8 @@ def bench() -> Bench:
 
 def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
     own = bench()
-    contenders = [Contender("mix", "total_rank:{share}"), Contender("fixed", "uniform_rank:1")]
-    trials = compare_contenders(own, contenders, (0.75, 0.25))
+    methods = [Method("mix", "total_rank:{share}"), Method("fixed", "uniform_rank:1")]
+    trials = compare_methods(own, methods, (0.75, 0.25))
     most, least, fixed = trials.trials
     assert (most.share, least.share, fixed.share) == (0.75, 0.25, 1.0)  # what does not vary is measured once
     assert most.divergence.value < least.divergence.value
@@ -94,20 +94,20 @@ def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
     assert most.params == round(most.params_share * before.params)
     assert most.change.low <= most.change.value <= most.change.high
     record = read_json(trials.save(tmp_path / "comparison.json"))
-    assert [trial["contender"] for trial in record["trials"]] == ["mix", "mix", "fixed"]
+    assert [trial["method"] for trial in record["trials"]] == ["mix", "mix", "fixed"]
     assert trials.to_markdown().count("\n") == 4
 
 
 def test_methods_at_one_budget_are_compared_image_by_image() -> None:
     own = bench()
     texts = ["mix=total_rank:{share}", "equal=uniform_rank:{share}", "largest=largest_matched(total_rank:{share})"]
-    fixed = [Contender("one", "uniform_rank:1"), Contender("two", "uniform_rank:2")]
-    trials = compare_contenders(own, [*(Contender.parse(text) for text in texts), *fixed], (0.75, 0.5))
+    fixed = [Method("one", "uniform_rank:1"), Method("two", "uniform_rank:2")]
+    trials = compare_methods(own, [*(Method.parse(text) for text in texts), *fixed], (0.75, 0.5))
     pairs = [(each.first, each.second, each.share) for each in trials.differences]
     names = ("mix", "equal", "largest")
     expected = {(first, second, share) for first, second in combinations(names, 2) for share in (0.75, 0.5)}
     assert len(pairs) == 7 and set(pairs) == expected | {("one", "two", None)}
-    by_name = {(trial.contender, trial.share): trial for trial in trials.trials}
+    by_name = {(trial.method, trial.share): trial for trial in trials.trials}
     for each in trials.differences:
         share = 1.0 if each.share is None else each.share
         first, second = by_name[each.first, share], by_name[each.second, share]
@@ -136,32 +136,32 @@ def test_p_values_are_corrected_for_the_number_of_differences() -> None:
 
 def test_a_share_that_keeps_everything_is_a_row_and_rules_without_effect_are_refused() -> None:
     own = bench()
-    full, _ = compare_contenders(own, [Contender("mix", "total_rank:{share}")], (1.0, 0.5)).trials
+    full, _ = compare_methods(own, [Method("mix", "total_rank:{share}")], (1.0, 0.5)).trials
     assert (full.share, full.macs_share, full.change.value, full.agreement.value) == (1.0, 1.0, 0.0, 100.0)
     assert full.divergence.value == pytest.approx(0, abs=1e-12)
-    with pytest.raises(NothingChanged):
-        compare_contenders(own, [Contender("fixed", "total_rank:1.0")], (0.5,))
+    with pytest.raises(NoOpPrescription):
+        compare_methods(own, [Method("fixed", "total_rank:1.0")], (0.5,))
 
 
 def test_wrong_shares_and_unknown_rules_are_refused() -> None:
     own = bench()
     with pytest.raises(InvalidInput, match="shares in"):
-        compare_contenders(own, [Contender("mix", "total_rank:{share}")], (1.5,))
+        compare_methods(own, [Method("mix", "total_rank:{share}")], (1.5,))
     with pytest.raises(UnknownName, match="rule"):
-        compare_contenders(own, [Contender("mix", "totl_rank:{share}")], (0.5,))
+        compare_methods(own, [Method("mix", "totl_rank:{share}")], (0.5,))
 
 
-def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) -> None:
+def test_all_methods_meet_the_target_as_nearly_as_they_can(tmp_path: Path) -> None:
     own = bench()
     texts = [
         "all=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}",
         "qk=total_rank:{share}",
-        "svd=peer:svd",
-        "svd-llm=peer:svd_llm",
+        "svd=baseline:svd",
+        "svd-llm=baseline:svd_llm",
     ]
-    trials = compare_contenders(own, [Contender.parse(text) for text in texts], macs=(0.9, 0.4))
+    trials = compare_methods(own, [Method.parse(text) for text in texts], macs=(0.9, 0.4))
     before = family_of(own.model).costs(own.model)
-    assert [(trial.contender, trial.target) for trial in trials.trials] == [
+    assert [(trial.method, trial.target) for trial in trials.trials] == [
         (name, target)
         for name in ("all", "qk", "svd", "svd-llm")
         for target in (0.9, 0.4)
@@ -170,16 +170,16 @@ def test_all_contenders_meet_the_target_as_nearly_as_they_can(tmp_path: Path) ->
     for trial in trials.trials:
         assert trial.target is not None and trial.macs <= trial.target * before.macs
     (unreached,) = trials.unreached
-    assert (unreached.contender, unreached.target) == ("qk", 0.4) and 0.4 < unreached.least < 0.9
+    assert (unreached.method, unreached.target) == ("qk", 0.4) and 0.4 < unreached.least < 0.9
     lines = trials.to_markdown().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:10]] == [
         f"| {name}" for name in ("all", "all", "qk", "qk", "svd", "svd", "svd-llm", "svd-llm")
     ]
     assert "cannot cost 40 % of the MACs" in lines[5] and f"at least {100 * unreached.least:.1f} %" in lines[5]
     record = read_json(trials.save(tmp_path / "comparison.json"))
-    assert record["unreached"] == [{"contender": "qk", "target": 0.4, "least": unreached.least}]
+    assert record["unreached"] == [{"method": "qk", "target": 0.4, "least": unreached.least}]
     assert {trial["target"] for trial in record["trials"]} == {0.9, 0.4}
-    assert record["about"]["contenders"][2]["peer"] == "svd"
+    assert record["about"]["methods"][2]["baseline"] == "svd"
 
 
 CONTROLS = ("random_matched({}):seed=3", "largest_matched({})", "uniform_matched({})")

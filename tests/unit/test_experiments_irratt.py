@@ -12,18 +12,18 @@ from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import build_model, family_of
 from attnrx.training import Silent
-from attnrx_lab.papers import FusionExperiment, IrrattExperiment, Method
+from attnrx_lab.papers import FusionExperiment, IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.fusion import blocks
 from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
 from attnrx_lab.papers.irratt_methods import paper_price, realized_price
 
 HALF = (
-    Method("original"),
-    Method("truncatt", "truncatt", 0.5, 0.5),
-    Method("cp", "cp", 0.5, 0.5),
-    Method("irratt", "irratt", 0.5, 0.5),
-    Method("mlp", mlp=0.5),
-    Method("trained", "irratt", 0.5, 0.5, by_training=True),
+    IrrattMethod("original"),
+    IrrattMethod("truncatt", "truncatt", 0.5, 0.5),
+    IrrattMethod("cp", "cp", 0.5, 0.5),
+    IrrattMethod("irratt", "irratt", 0.5, 0.5),
+    IrrattMethod("mlp", mlp=0.5),
+    IrrattMethod("trained", "irratt", 0.5, 0.5, by_training=True),
 )
 SHAPE = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 3, "classes": 4}
 
@@ -110,11 +110,11 @@ def test_changes_are_told_and_settings_round_trip(experiment: IrrattExperiment):
 
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(InvalidInput, match="under its own name"):
-        IrrattExperiment("x", "y", "z", (Method("a"), Method("a")))
+        IrrattExperiment("x", "y", "z", (IrrattMethod("a"), IrrattMethod("a")))
     with pytest.raises(InvalidInput, match="epochs=-1"):
-        IrrattExperiment("x", "y", "z", (Method("a"),), epochs=-1)
+        IrrattExperiment("x", "y", "z", (IrrattMethod("a"),), epochs=-1)
     with pytest.raises(UnknownName, match="truncatt"):
-        Method("a", "truncat")
+        IrrattMethod("a", "truncat")
     with pytest.raises(InvalidInput, match=r"shares=\(0.0,\)"):
         FusionExperiment("x", "y", (0.0,))
 
@@ -151,7 +151,7 @@ def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: Irrat
     model = experiment.original()
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))
     spec = family_of(model).attention(model)[0].spec
-    shared = realize(model, Method("cp", "cp", 0.5).prescription(diagnosis, spec, "augmented", 0))
+    shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(diagnosis, spec, "augmented", 0))
     run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
     own = family_of(shared).attention(shared)[1].spectrum().strength
     assert torch.equal(run.fusions(0.5)[1].abs(), own.double().abs())

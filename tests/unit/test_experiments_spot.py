@@ -79,8 +79,8 @@ def test_what_every_method_learns_by():
 
 
 def test_the_original_is_trained_once_and_never_changed(tmp_path: Path):
-    asked = ((SPOT, 1), (SPOT, 2), (TOME, 1), (ORIGINAL, 1))
-    runs = [made(tiny(method, seed), tmp_path) for method, seed in asked]
+    requested = ((SPOT, 1), (SPOT, 2), (TOME, 1), (ORIGINAL, 1))
+    runs = [made(tiny(method, seed), tmp_path) for method, seed in requested]
     shared = tmp_path / "spot" / "cifar10_small-tiny"
     assert {path.name for path in shared.iterdir() if path.is_dir()} == {"all", "spot", "tome"}
     assert [path.name for path in (tmp_path / "spot" / "originals").iterdir() if path.is_dir()] == [shared.name]

@@ -46,7 +46,7 @@ def test_commands_take_trust(tmp_path: Path) -> None:
     for words in (
         ("verify", path, "--reference", "svda:digits", *data),
         ("verify", "svda:digits", "--reference", path, *data),
-        ("bench", path, "--contenders", "half=uniform_rank:0.5", "--out", tmp_path / "out.json"),
+        ("bench", path, "--methods", "half=uniform_rank:0.5", "--out", tmp_path / "out.json"),
         ("report", "--candidate", path, "--out", tmp_path / "report.html"),
     ):
         done = call(*words)

@@ -14,7 +14,7 @@ from attnrx.diagnostics import ImageScale
 from attnrx.diagnostics.image_scale import IMAGENET
 from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, ScaleWarning
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.realization import realize
 from attnrx.refinement import Refinement, refine
 from attnrx.reports import ReportContent

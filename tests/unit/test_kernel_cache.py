@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention.kernels import building
+from attnrx.attention.kernels import compilation
 from attnrx.attention.kernels.native import native_attention
 from attnrx.errors import KernelWarning
 
-pytestmark = pytest.mark.skipif(building.native_library() is None, reason="the kernel needs a C++ compiler")
+pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
 PLANTED = '#include <cstdio>\n__attribute__((constructor)) static void run() { fclose(fopen("%s", "w")); }\n'
 
@@ -46,8 +46,8 @@ class Cache:
 
     def load(self) -> bool:
         """Loads the kernel as a new process would; whether there is one that computes attention."""
-        building.native_library.cache_clear()
-        if building.native_library() is None:
+        compilation.native_library.cache_clear()
+        if compilation.native_library() is None:
             return False
         ones = torch.ones(1, 1, 2, 3, dtype=torch.float32)
         torch.testing.assert_close(native_attention([ones], [ones], [ones], None, 1.0), ones[:, 0])
@@ -57,7 +57,7 @@ class Cache:
         """Loading gives one warning with these reasons, PyTorch's attention, and nothing of what was planted."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert not self.load() and building.native_library() is None
+            assert not self.load() and compilation.native_library() is None
         assert [each.category for each in caught] == [KernelWarning]
         for reason in reasons:
             assert reason in str(caught[0].message)
@@ -68,8 +68,8 @@ class Cache:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """The kernel, a library that leaves a mark, and the mark."""
     folder = tmp_path_factory.mktemp("compiled")
-    compiler, built, planted, marker = building._compiler(), folder / "own", folder / "planted", folder / "marker"
-    building._build([*compiler, "-std=c++17", "-shared", "-fPIC", "-w"], built)  # unoptimized: a third of the time
+    compiler, built, planted, marker = compilation._compiler(), folder / "own", folder / "planted", folder / "marker"
+    compilation._build([*compiler, "-std=c++17", "-shared", "-fPIC", "-w"], built)  # unoptimized: a third of the time
     (folder / "planted.cpp").write_text(PLANTED % marker)
     subprocess.run([*compiler, "-shared", "-fPIC", str(folder / "planted.cpp"), "-o", str(planted)], check=True)
     return built, planted, marker
@@ -89,7 +89,7 @@ def cache(compiled: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
     yield Cache(tmp_path, tmp_path / "result", planted, marker)
-    building.native_library.cache_clear()
+    compilation.native_library.cache_clear()
 
 
 def test_the_folder_and_its_files_belong_to_the_user_alone(cache: Cache) -> None:
@@ -233,7 +233,7 @@ def test_a_compiler_that_hangs_is_stopped(cache: Cache, monkeypatch: pytest.Monk
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("CXX", str(slow))
-    monkeypatch.setattr(building, "PATIENCE", 0.1)
+    monkeypatch.setattr(compilation, "PATIENCE", 0.1)
     cache.refused(str(slow), "timed out")
 
 
@@ -247,7 +247,7 @@ def test_output_of_the_compiler_that_is_not_text_is_reported(cache: Cache, monke
 
 def test_concurrent_builds_leave_one_whole_library(cache: Cache) -> None:
     def load(_: int) -> bool:
-        return building.native_library.__wrapped__() is not None
+        return compilation.native_library.__wrapped__() is not None
 
     with ThreadPool(4) as pool:
         assert all(pool.map(load, range(8)))

@@ -17,7 +17,7 @@ from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Relabelled, Splits, fit_labels, from_tensors, imagenet_indices
 from attnrx.errors import DataError, UnknownName
 from attnrx.models import build_model
-from attnrx_lab.comparison import Bench, Contender, compare_contenders
+from attnrx_lab.comparison import Bench, Method, compare_methods
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}
 CONFIG = cases.CONFIGS["dense"]  # three classes
@@ -46,7 +46,7 @@ def vit() -> nn.Module:
 
 
 def test_labels_of_other_classes_are_refused_where_they_are_needed(vit: nn.Module) -> None:
-    splits = rx.matching(dataset(("cat", "dog", "fox", "owl", "yak")), vit)
+    splits = rx.adapt_preprocessing(dataset(("cat", "dog", "fox", "owl", "yak")), vit)
     with pytest.raises(DataError, match=r"pets has 5 classes \(cat, dog, fox ...\) and the model 3.*--label-map"):
         rx.verify(vit, vit, splits.test, [Accuracy()])
     evidence = rx.verify(vit, vit, splits.test, [Fidelity()])
@@ -54,12 +54,12 @@ def test_labels_of_other_classes_are_refused_where_they_are_needed(vit: nn.Modul
     diagnosis = rx.diagnose(vit, splits.train)
     bench = Bench(vit, diagnosis, splits.train, splits.test)
     with pytest.raises(DataError, match="cannot be compared with the answers"):
-        compare_contenders(bench, [Contender("mix", "total_rank:{share}")], (0.5,))
+        compare_methods(bench, [Method("mix", "total_rank:{share}")], (0.5,))
 
 
 def test_a_label_map_gives_every_class_its_number(vit: nn.Module) -> None:
     whole = dataset(("cat", "dog"))
-    splits = rx.matching(whole, vit, {"cat": 2, "dog": 0})
+    splits = rx.adapt_preprocessing(whole, vit, {"cat": 2, "dog": 0})
     assert labels_of(splits.test) == [2, 0] * 10
     assert labels_of(splits.test.take(4)) == [2, 0, 2, 0]
     assert splits.class_names == ("dog", "1", "cat") and "mapped as given" in splits.notes[-1]
@@ -82,7 +82,7 @@ def test_a_label_map_gives_every_class_its_number(vit: nn.Module) -> None:
 )
 def test_a_map_that_does_not_fit_is_refused(vit: nn.Module, label_map: dict[str, int], message: str) -> None:
     with pytest.raises((DataError, UnknownName), match=message):
-        rx.matching(dataset(("cat", "dog")), vit, label_map)
+        rx.adapt_preprocessing(dataset(("cat", "dog")), vit, label_map)
 
 
 def test_imagenet_subsets_bring_their_map() -> None:
@@ -105,7 +105,7 @@ def test_equal_counts_and_numbers_without_names_stay() -> None:
 
 
 def test_a_reference_near_chance_is_a_warning_in_the_evidence(vit: nn.Module) -> None:
-    evidence = rx.verify(vit, vit, rx.matching(dataset(("a", "b", "c")), vit).test, [Accuracy()])
+    evidence = rx.verify(vit, vit, rx.adapt_preprocessing(dataset(("a", "b", "c")), vit).test, [Accuracy()])
     (note,) = evidence.about["notes"]
     assert "no more than guessing" in note and "--label-map" in note
     labels = torch.arange(100) % 10

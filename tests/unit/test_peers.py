@@ -1,4 +1,4 @@
-"""Peers on a model: exact at full rank, priced as they run, calibrated on what really goes through every map."""
+"""Baselines on a model: exact at full rank, priced as they run, calibrated on what really goes through every map."""
 
 import sys
 from itertools import pairwise
@@ -17,14 +17,14 @@ from attnrx.decompositions import LowRank, plain_svd
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models import VisionTransformer, family_of
 from attnrx_lab.baselines import (
+    BASELINES,
     FACTORS,
     MAPS,
-    PEERS,
-    FactoringPeer,
+    FactoringBaseline,
     MapStatistics,
-    TorchPruningPeer,
+    TorchPruningBaseline,
     factored_model_costs,
-    make_peer,
+    make_baseline,
     places,
     with_factors,
 )
@@ -71,15 +71,15 @@ def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> 
 @pytest.mark.parametrize("kind", FACTORS)
 def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: str) -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
-    peer = FactoringPeer(model, kind, (), statistics_of(model, images))
-    small, costs = peer.make(0.7), peer.costs(0.7)
+    baseline = FactoringBaseline(model, kind, (), statistics_of(model, images))
+    small, costs = baseline.make(0.7), baseline.costs(0.7)
     assert costs.params == count_params(small) < count_params(model)
     layers = family_of(small).attention(small)
     with using(layers, [Eager()] * len(layers)):
         assert costs.product_macs == count_product_macs(small, next(iter(images.batches(8))).images.double())
     # The same model with its matrices multiplied out: nothing but the ranks has changed.
     multiplied = with_products(
-        model, {place: peer._at(place).truncated(rank) for place, rank in peer.ranks(0.7).items()}
+        model, {place: baseline._at(place).truncated(rank) for place, rank in baseline.ranks(0.7).items()}
     )
     torch.testing.assert_close(logits(small, images), logits(multiplied, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-4)
@@ -95,18 +95,18 @@ def with_products(model: VisionTransformer, factors: dict[tuple[int, str], LowRa
 
 def test_every_map_keeps_at_most_its_share_and_more_share_costs_more() -> None:
     model = model_of("dense")
-    peer = FactoringPeer(model, "svd", (), statistics_of(model, pixels(cases.CONFIGS["dense"], 4)))
-    for (layer, name), rank in peer.ranks(0.6).items():
+    baseline = FactoringBaseline(model, "svd", (), statistics_of(model, pixels(cases.CONFIGS["dense"], 4)))
+    for (layer, name), rank in baseline.ranks(0.6).items():
         outputs, inputs = linear_at(model, (layer, name)).get_parameter("weight").shape
         assert rank * (outputs + inputs) <= 0.6 * outputs * inputs < (rank + 1) * (outputs + inputs)
-    spent = [peer.costs(share).macs for share in (0.3, 0.6, 0.9)]
+    spent = [baseline.costs(share).macs for share in (0.3, 0.6, 0.9)]
     assert all(less < more for less, more in pairwise(spent))
 
 
 def test_only_the_maps_that_are_named_change() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
-    peer = FactoringPeer(model, "svd", ("value", "fc2"), statistics_of(model, images))
-    small = peer.make(0.5)
+    baseline = FactoringBaseline(model, "svd", ("value", "fc2"), statistics_of(model, images))
+    small = baseline.make(0.5)
     before, after = model.state_dict(), small.state_dict()
     changed = {name for name in before if name not in after or after[name].shape != before[name].shape}
     assert changed == {
@@ -114,7 +114,7 @@ def test_only_the_maps_that_are_named_change() -> None:
         for layer in (0, 1)
         for part in ("attention.value.weight", "mlp.2.weight", "mlp.2.bias")
     }
-    assert peer.costs(0.5).params == count_params(small)
+    assert baseline.costs(0.5).params == count_params(small)
     assert factored_model_costs(model, {}) == family_of(model).costs(model)
 
 
@@ -162,12 +162,12 @@ def test_fisher_information_is_of_the_models_own_answers_image_by_image() -> Non
 def test_whitening_loses_least_of_what_every_map_gives() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 12)
     data = statistics_of(model, images)
-    peers = {kind: FactoringPeer(model, kind, (), data) for kind in FACTORS}
+    baselines = {kind: FactoringBaseline(model, kind, (), data) for kind in FACTORS}
     for place in places(model):
         weight, moment = weights_at(model, place)[0], data.moments(place).moment
         lost = {}
-        for kind, peer in peers.items():
-            missed = weight - peer._at(place).truncated(peer.ranks(0.5)[place]).weight
+        for kind, baseline in baselines.items():
+            missed = weight - baseline._at(place).truncated(baseline.ranks(0.5)[place]).weight
             lost[kind] = float((missed @ moment @ missed.mT).trace())
         assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
         assert lost["fwsvd"] != pytest.approx(lost["fwsvd_outputs"])
@@ -177,25 +177,25 @@ def test_what_is_no_peer_or_map_is_refused() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
     data = statistics_of(model, images)
     with pytest.raises(UnknownName, match="svd_llm"):
-        make_peer(model, "svdllm", (), images, data)
+        make_baseline(model, "svdllm", (), images, data)
     with pytest.raises(UnknownName, match="linear map"):
-        make_peer(model, "svd", ("fc3",), images, data)
+        make_baseline(model, "svd", ("fc3",), images, data)
     with pytest.raises(InvalidInput, match="leave maps= out"):
-        make_peer(model, "torch_pruning", ("fc1",), images, data)
-    small = FactoringPeer(model, "svd", (), data).make(0.5)
+        make_baseline(model, "torch_pruning", ("fc1",), images, data)
+    small = FactoringBaseline(model, "svd", (), data).make(0.5)
     with pytest.raises(NotSupported, match="fc1 of layer 0 is written as two maps already"):
         places(small, ("fc1",))
-    assert set(MAPS) == {"query", "key", "value", "output", "fc1", "fc2"} and "torch_pruning" in PEERS
+    assert set(MAPS) == {"query", "key", "value", "output", "fc1", "fc2"} and "torch_pruning" in BASELINES
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_pruning", None)
-    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[peers\]'"):
-        TorchPruningPeer(model_of("dense"), pixels(cases.CONFIGS["dense"], 4))
+    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[baselines\]'"):
+        TorchPruningBaseline(model_of("dense"), pixels(cases.CONFIGS["dense"], 4))
 
 
 def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:
-    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed: pip install 'attnrx[peers]'")
+    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed: pip install 'attnrx[baselines]'")
     timm = pytest.importorskip("timm", reason="timm is not installed")
     from attnrx.models import load_model
 
@@ -206,15 +206,15 @@ def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:
         "dense", width=12, depth=1, heads=3, image_size=32, patch_size=16, channels=3, classes=5
     )
     images = pixels(shape, 8)
-    peer = TorchPruningPeer(model, images, 4)
+    baseline = TorchPruningBaseline(model, images, 4)
     batch = next(iter(images.batches(8))).images.double()
     with torch.no_grad():
-        torch.testing.assert_close(peer.make(1.0)(batch), model(batch), rtol=1e-4, atol=1e-5)
-    assert peer.costs(1.0) == family_of(model).costs(model)
-    small = peer.make(0.5)
+        torch.testing.assert_close(baseline.make(1.0)(batch), model(batch), rtol=1e-4, atol=1e-5)
+    assert baseline.costs(1.0) == family_of(model).costs(model)
+    small = baseline.make(0.5)
     assert [layer.spec.ranks for layer in family_of(small).attention(small)] == [(8, 8, 8)] * 2
-    assert peer.costs(0.5).params == count_params(small)
-    assert peer.costs(0.5).macs == family_of(small).costs(small).macs < family_of(model).costs(model).macs
-    assert count_params(peer.make(1 / 4096)) < count_params(small)
+    assert baseline.costs(0.5).params == count_params(small)
+    assert baseline.costs(0.5).macs == family_of(small).costs(small).macs < family_of(model).costs(model).macs
+    assert count_params(baseline.make(1 / 4096)) < count_params(small)
     with pytest.raises(NotSupported, match="uncompressed"):
-        TorchPruningPeer(small, images)
+        TorchPruningBaseline(small, images)

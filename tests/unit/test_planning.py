@@ -21,16 +21,16 @@ from attnrx.checks import Comparison, Promises
 from attnrx.checks.fidelity import divergence
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import AttnrxError, InvalidInput, NothingChanged, NotSupported, UnknownName
-from attnrx.models import VisionTransformer, family_of, load_model, parts
-from attnrx.planning import AXES, Expected, Search, Target, Ways, plan
-from attnrx.planning.allocating import Frontier, Step, even_weights, filled
-from attnrx.planning.answers import Answers, softened_divergence
-from attnrx.planning.damages import PROBED, Damages, measure_damages
-from attnrx.planning.planning import _Making
-from attnrx.planning.prices import Prices, counted_prices
-from attnrx.planning.refining import VARIATIONS, Trial, _Proposals, varied, weights_of
-from attnrx.planning.resuming import recorded, resumed
+from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
+from attnrx.planning import AXES, Expected, PlanSettings, Search, Target, plan
+from attnrx.planning.allocation import Frontier, Step, even_weights, filled
+from attnrx.planning.cost_table import CostTable, exact_cost_table
+from attnrx.planning.partial_forward import recorded, resumed
+from attnrx.planning.plan_search import VARIATIONS, Trial, _Proposals, varied, weights_of
+from attnrx.planning.planner import Planner
+from attnrx.planning.reference_outputs import Answers, softened_divergence
+from attnrx.planning.sensitivity import PROBED, Sensitivities, measure_sensitivities
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -63,20 +63,20 @@ def space() -> Space:
 @pytest.mark.parametrize("reducer", [Ward(), ToMe(), AttentionReceived(), Random()], ids=type)
 def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, reducer: Reducer) -> None:
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
-    found = measure_damages(own, answers, lambda told: None)
+    found = measure_sensitivities(own, answers, lambda told: None)
     nothing = Choices.nothing(3)
     for axis, level, layer in itertools.product(RANKS, PROBED, range(3)):
         if level in own.available(axis):
             alone = answers.measure(made(own, nothing.with_level(axis, layer, level)))
-            for name, damages in found.items():
+            for name, sensitivities in found.items():
                 mean = getattr(alone, name).mean().item()
-                assert damages.ranks[axis][layer, level] == pytest.approx(mean, rel=1e-6, abs=1e-8)
+                assert sensitivities.ranks[axis][layer, level] == pytest.approx(mean, rel=1e-6, abs=1e-8)
     for layer, place in itertools.product((1, 2), found["softened"].places):
         count = round(float(np.exp(place)))
-        alone = answers.measure(made(own, nothing.with_leaving(layer, count)))
-        for name, damages in found.items():
+        alone = answers.measure(made(own, nothing.with_num_pruned(layer, count)))
+        for name, sensitivities in found.items():
             mean = getattr(alone, name).mean().item()
-            assert damages.of_leaving(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
+            assert sensitivities.of_pruning(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
 
 
 def test_the_softened_divergence_is_that_at_a_high_temperature() -> None:
@@ -96,24 +96,24 @@ def test_the_first_answers_are_whole_batches(model: VisionTransformer) -> None:
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
-    damages = measure_damages(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
+    sensitivities = measure_sensitivities(space, Answers.of(space.model, images, 12), lambda told: None)["divergence"]
     for axis in RANKS:
-        assert (np.diff(damages.ranks[axis], axis=1) >= 0).all()
+        assert (np.diff(sensitivities.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
-        grown = [damages.of_leaving(layer, count, 16) for count in range(1, 9)]
+        grown = [sensitivities.of_pruning(layer, count, 16) for count in range(1, 9)]
         assert grown == sorted(grown)
-        both = damages.of_leaving(layer, 4, 16) + damages.of_leaving(layer, 2, 12)
-        assert both == pytest.approx(damages.of_leaving(layer, 6, 16))  # what leaves later does what it adds
+        both = sensitivities.of_pruning(layer, 4, 16) + sensitivities.of_pruning(layer, 2, 12)
+        assert both == pytest.approx(sensitivities.of_pruning(layer, 6, 16))  # what leaves later does what it adds
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
-    alone = damages.ranks["qk"][0, 2] + damages.ranks["vo"][1, 3] + damages.of_leaving(2, 4, 16)
-    assert damages.total(both, even_weights(3)) == pytest.approx(alone)
-    heavy = damages.total(both, weights_of(space, {"vo": 1.0}))
-    assert heavy - alone == pytest.approx(damages.ranks["vo"][1, 3])
+    alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruning(2, 4, 16)
+    assert sensitivities.total(both, even_weights(3)) == pytest.approx(alone)
+    heavy = sensitivities.total(both, weights_of(space, {"vo": 1.0}))
+    assert heavy - alone == pytest.approx(sensitivities.ranks["vo"][1, 3])
 
 
 @pytest.mark.parametrize("name", ["own", "timm", "hf"])
 def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "WARM", 1)  # every image by itself, where nothing prevents it
+    monkeypatch.setattr(chunked_forward, "WARM", 1)  # every image by itself, where nothing prevents it
     if name == "own":
         whole, pictures = model, pixels(CONFIG, 3).batches(3)
         batch = next(iter(pictures)).images.double()
@@ -136,39 +136,46 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
 
 
 @pytest.fixture(scope="module")
-def damages(space: Space) -> Damages:
-    return measure_damages(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda told: None)["divergence"]
+def sensitivities(space: Space) -> Sensitivities:
+    return measure_sensitivities(space, Answers.of(space.model, pixels(CONFIG, 12), 12), lambda told: None)[
+        "divergence"
+    ]
 
 
 def every_plan(space: Space) -> Iterator[Choices]:
     """All plans for three layers that leave the MLPs alone."""
     ranks = {axis: itertools.product((0, *space.available(axis)), repeat=3) for axis in ("qk", "vo")}
     counts = range(0, space.patches // 2 + 1, space.step)
-    leaving = [(0, one, two) for one, two in itertools.product(counts, repeat=2) if two <= (space.patches - one) // 2]
-    for scores, values, gone in itertools.product(ranks["qk"], ranks["vo"], leaving):
+    num_pruned = [
+        (0, one, two) for one, two in itertools.product(counts, repeat=2) if two <= (space.patches - one) // 2
+    ]
+    for scores, values, gone in itertools.product(ranks["qk"], ranks["vo"], num_pruned):
         yield Choices(scores, values, (0, 0, 0), gone)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_plan_does_less_damage_at_its_price(space: Space, damages: Damages, seed: int) -> None:
+def test_no_plan_does_less_damage_at_its_price(space: Space, sensitivities: Sensitivities, seed: int) -> None:
     narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
     random = np.random.default_rng(seed)
     ranks = {axis: np.pad(random.exponential(size=(3, 2)).cumsum(1), ((0, 0), (1, 0))) for axis in RANKS}
-    leaving = np.log(random.exponential(0.5, size=damages.tokens.shape).cumsum(1))
-    harm, prices = replace(damages, ranks=ranks, tokens=leaving, _known={}), counted_prices(narrow, "macs")
-    tokens = np.arange(prices.attention.shape[-1])
-    prices = replace(prices, stages=prices.stages + 0.01 * prices.whole * tokens / tokens.max())
+    num_pruned = np.log(random.exponential(0.5, size=sensitivities.tokens.shape).cumsum(1))
+    harm, cost_table = (
+        replace(sensitivities, ranks=ranks, tokens=num_pruned, _known={}),
+        exact_cost_table(narrow, "macs"),
+    )
+    tokens = np.arange(cost_table.attention.shape[-1])
+    cost_table = replace(cost_table, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / tokens.max())
     weights = weights_of(narrow, {"qk": -1.0, "qk_tilt": 0.7, "tokens_tilt": -0.5})
-    frontier = Frontier(narrow, prices, harm, weights)
-    every = np.array([(prices.total(own), harm.total(own, weights)) for own in every_plan(narrow)])
-    assert any(all(frontier.at(most).choices.leaving[1:]) for most in (0.4, 0.5, 0.6))  # two stages
+    frontier = Frontier(narrow, cost_table, harm, weights)
+    every = np.array([(cost_table.total(own), harm.total(own, weights)) for own in every_plan(narrow)])
+    assert any(all(frontier.at(most).choices.num_pruned[1:]) for most in (0.4, 0.5, 0.6))  # two stages
     for most in np.linspace(0.4, 1.0, 31):
         found = frontier.at(most)
-        assert found.price == prices.total(found.choices) <= most
-        assert found.damage == pytest.approx(harm.total(found.choices, weights))
-        assert found.damage >= every[every[:, 0] <= most, 1].min() - 1e-9
+        assert found.cost == cost_table.total(found.choices) <= most
+        assert found.sensitivity == pytest.approx(harm.total(found.choices, weights))
+        assert found.sensitivity >= every[every[:, 0] <= most, 1].min() - 1e-9
         # What is saved was rounded: a plan may be better that is cheaper by less than that.
-        assert found.damage <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
+        assert found.sensitivity <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
     cheapest = every[:, 0].min()
     assert frontier.cheapest == pytest.approx(cheapest, abs=0.002)
     with pytest.raises(NotSupported, match="the cheapest that the prices show"):
@@ -176,27 +183,27 @@ def test_no_plan_does_less_damage_at_its_price(space: Space, damages: Damages, s
 
 
 @pytest.mark.parametrize("most", [0.9, 0.6, 0.4])
-def test_the_budget_is_met_from_any_plan(space: Space, damages: Damages, most: float) -> None:
-    prices, even = counted_prices(space, "macs"), even_weights(3)
-    best = Frontier(space, prices, damages, even).at(most)
+def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivities, most: float) -> None:
+    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
+    best = Frontier(space, cost_table, sensitivities, even).at(most)
     for start in (Choices.nothing(3), Choices((6, 0, 0), (6, 0, 0), (6, 6, 6), (0, 8, 0)), best.choices):
-        met = filled(space, prices, damages, most, even, start)
-        assert met.price == prices.total(met.choices) <= most and met.damage >= best.damage - 1e-3
+        met = filled(space, cost_table, sensitivities, most, even, start)
+        assert met.cost == cost_table.total(met.choices) <= most and met.sensitivity >= best.sensitivity - 1e-3
         for last in (met, best):  # and what was saved too much is given back
             for choices in space.ways_back(last.choices):
-                assert prices.total(choices) > most or damages.total(choices, even) >= last.damage
+                assert cost_table.total(choices) > most or sensitivities.total(choices, even) >= last.sensitivity
     with pytest.raises(NotSupported, match="no plan near this one"):
-        filled(space, prices, damages, 0.01, even, best.choices)
+        filled(space, cost_table, sensitivities, 0.01, even, best.choices)
 
 
-def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, damages: Damages) -> None:
-    prices, even = counted_prices(space, "macs"), even_weights(3)
+def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
+    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
     with pytest.raises(NotSupported, match="the cheapest that the prices show"):
-        Frontier(space, prices, damages, even).at(0.01)
+        Frontier(space, cost_table, sensitivities, even).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
-    flat = replace(prices, attention=prices.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
-    found = Frontier(replace(space, axes=("qk", "tokens"), _pieces={}), flat, damages, even).at(0.8)
-    assert not any(found.choices.qk) and any(found.choices.leaving)
+    flat = replace(cost_table, attention=cost_table.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
+    found = Frontier(replace(space, axes=("qk", "tokens"), _pieces={}), flat, sensitivities, even).at(0.8)
+    assert not any(found.choices.qk) and any(found.choices.num_pruned)
 
 
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
@@ -204,24 +211,26 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
 ) -> None:
     # In a process of its own, as users time it.
-    ways = Ways(search=Search(4), clock=replace(CLOCK, apart=target == "latency=0.9x"), batch_size=12)
+    settings = PlanSettings(
+        search=Search(4), timing=replace(CLOCK, in_subprocess=target == "latency=0.9x"), batch_size=12
+    )
     if target.startswith("latency"):  # a model so small has little to gain; whatever is found must be measured
         try:
-            found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), ways=ways)
-        except (NotSupported, NothingChanged) as refused:
+            found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
+        except (NotSupported, NoOpPrescription) as refused:
             assert re.search("cannot be promised|the cheapest|nothing to plan", str(refused))
             return
         assert found.measured is not None and found.measured["ratio"] <= 0.9
         return
-    found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), ways=ways)
-    again = plan(model, diagnosis, target, images, pixels(CONFIG, 10), ways=ways)
+    found = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
+    again = plan(model, diagnosis, target, images, pixels(CONFIG, 10), settings=settings)
     assert found.promises == again.promises and found.front == again.front
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
     if not target.startswith("max-drop"):
         spent = getattr(costs, found.spend) / getattr(before, found.spend)
-        assert spent == pytest.approx(found.price) and spent <= Target.parse(target).most
-    assert found.explained and found.front[-1].price == found.price
+        assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).most
+    assert found.explained and found.front[-1].cost == found.cost
     assert found.front[-1].divergence <= max(trial["divergence"] for trial in found.about["trials"])
     path = found.save(tmp_path / "plan")
     assert read_json(path)["target"] == target
@@ -244,8 +253,8 @@ def test_a_search_goes_on_where_it_stopped(
     storage = str(tmp_path / "trials.db")
 
     def sought(trials: int) -> int:
-        ways = Ways(("qk", "tokens"), search=Search(trials, storage=storage), batch_size=12)
-        return len(plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10), ways=ways).about["trials"])
+        settings = PlanSettings(("qk", "tokens"), search=Search(trials, storage=storage), batch_size=12)
+        return len(plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10), settings=settings).about["trials"])
 
     assert sought(3) == 4  # the first, which Optuna draws again
     assert sought(3) <= 2  # the first, and the best of before
@@ -258,12 +267,12 @@ def test_a_search_varies_the_best_that_it_knows(
     before = Choices((0, 2, 0), (0, 0, 0), (0, 0, 0), (0, 4, 4))
     seen = {varied(space, before, np.random.default_rng(seed)) for seed in range(40)}
     assert len(seen) > 20
-    prices = counted_prices(space, "macs")
-    assert min(map(prices.total, seen)) < prices.total(before) < max(map(prices.total, seen))
+    cost_table = exact_cost_table(space, "macs")
+    assert min(map(cost_table.total, seen)) < cost_table.total(before) < max(map(cost_table.total, seen))
     told = []
     for trials in (8, 20, 20):  # the first eight look everywhere
-        ways = Ways(search=Search(trials), batch_size=12)
-        told.append(plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10), ways=ways).about["trials"])
+        settings = PlanSettings(search=Search(trials), batch_size=12)
+        told.append(plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10), settings=settings).about["trials"])
     assert told[1] == told[2] and told[1][: len(told[0])] == told[0]
     assert all(trial["price"] <= 0.7 for trial in told[1])
     divergences = [trial["divergence"] for trial in told[1]]
@@ -280,12 +289,12 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
 
         def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
             assert start is not None
-            own = float(sum(map(sum, (start.qk, start.vo, start.mlp, start.leaving))))
+            own = float(sum(map(sum, (start.qk, start.vo, start.mlp, start.num_pruned))))
             self.made.append(Step(start, own, own))
             return self.made[-1]
 
         def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-            return Trial(knobs, step, step.damage, step.damage)
+            return Trial(knobs, step, step.sensitivity, step.sensitivity)
 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
     start = budget.tried({}, budget.step({}, before))
@@ -293,33 +302,33 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     study = optuna.create_study()
     knobs, step = _Proposals(space, budget, start, broad=0, seed=0).next(study.ask())
     new = [own for own in budget.made if own.choices != before]
-    assert len(new) >= VARIATIONS and len({own.damage for own in new}) > 1
-    assert step.damage == min(own.damage for own in new) and knobs == {}
+    assert len(new) >= VARIATIONS and len({own.sensitivity for own in new}) > 1
+    assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
 
 
 def test_a_plan_for_the_clock_is_made_again_until_the_clock_agrees(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:
-    slower, asked, most = 1.1, [], 0.8
+    slower, requested, most = 1.1, [], 0.8
 
-    class Known(_Making):
+    class Known(Planner):
         """A clock that finds every plan slower than its price by the same factor."""
 
         @cached_property
-        def prices(self) -> Prices:
-            return counted_prices(self.space, "macs")
+        def cost_table(self) -> CostTable:
+            return exact_cost_table(self.space, "macs")
 
         def _clocked(self, trial: Trial) -> dict[str, Any]:
-            asked.append(trial)
-            return {"ratio": slower * trial.step.price}
+            requested.append(trial)
+            return {"ratio": slower * trial.step.cost}
 
-    ways = Ways(search=Search(8), batch_size=12)
+    settings = PlanSettings(search=Search(8), batch_size=12)
     target = Target.parse(f"latency={most}x")
-    made = Known(ways.space(model, diagnosis, target), ways, target, images)
+    made = Known(settings.space(model, diagnosis, target), settings, target, images)
     trial, allowed = made.for_cost(most)
-    assert made.timed is not None and trial is asked[-1] and 0.98 * most <= slower * trial.step.price <= most
+    assert made.timed is not None and trial is requested[-1] and 0.98 * most <= slower * trial.step.cost <= most
     # The closed form alone was too slow; what was searched for after that is not.
-    assert slower * asked[0].step.price > most > allowed and len(asked) == 2 and len(made.trials) == 9
+    assert slower * requested[0].step.cost > most > allowed and len(requested) == 2 and len(made.trials) == 9
     slower = 100.0
     with pytest.raises(NotSupported, match=r"cannot be promised|the cheapest"):
         made.for_cost(0.8)
@@ -380,18 +389,18 @@ def test_a_check_of_promises_needs_a_plan(model: VisionTransformer, images: Imag
 def test_axes_are_those_of_a_choice() -> None:
     assert AXES == ("qk", "vo", "mlp", "tokens")
     assert Choices.nothing(2).with_level("mlp", 1, 3).mlp == (0, 3)
-    assert Choices.nothing(3).with_leaving(1, 4).with_leaving(2, 2).left == (0, 4, 6)
+    assert Choices.nothing(3).with_num_pruned(1, 4).with_num_pruned(2, 2).left == (0, 4, 6)
 
 
-def test_where_more_leave_early_fewer_leave_later(space: Space, damages: Damages) -> None:
-    full = replace(Choices.nothing(3), leaving=(0, 8, 4))  # 16, then 8, then 4 are left
-    assert not [moved for moved in space.moves(full) if moved.leaving[2] > 4 or moved.leaving[1] > 8]
-    late = replace(Choices.nothing(3), leaving=(0, 0, 8))
-    early = {moved.leaving for moved in space.moves(late) if moved.leaving[1]}
+def test_where_more_leave_early_fewer_leave_later(space: Space, sensitivities: Sensitivities) -> None:
+    full = replace(Choices.nothing(3), num_pruned=(0, 8, 4))  # 16, then 8, then 4 are left
+    assert not [moved for moved in space.moves(full) if moved.num_pruned[2] > 4 or moved.num_pruned[1] > 8]
+    late = replace(Choices.nothing(3), num_pruned=(0, 0, 8))
+    early = {moved.num_pruned for moved in space.moves(late) if moved.num_pruned[1]}
     assert early == {(0, 2, 6), (0, 4, 6), (0, 8, 4)}
     # So the cheapest plan has half of the patches leave as early as can be, whatever left first on the way there.
-    prices = counted_prices(replace(space, axes=("tokens",), _pieces={}), "macs")
-    least = prices.total(full)
-    cheapest = Frontier(replace(space, axes=("tokens",), _pieces={}), prices, damages, even_weights(3))
-    assert cheapest.at(least + 1e-9).choices.leaving == (0, 8, 4)
+    cost_table = exact_cost_table(replace(space, axes=("tokens",), _pieces={}), "macs")
+    least = cost_table.total(full)
+    cheapest = Frontier(replace(space, axes=("tokens",), _pieces={}), cost_table, sensitivities, even_weights(3))
+    assert cheapest.at(least + 1e-9).choices.num_pruned == (0, 8, 4)
     assert cheapest.cheapest == pytest.approx(least, abs=1e-3)

@@ -12,12 +12,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import planned
-from attnrx.attention import Attention, Tapped
+from attnrx.attention import Attention, AttentionCapture
 from attnrx.models import family_of
-from attnrx.planning.clock import _Timer, timed_prices
-from attnrx.planning.fitting import never_slower, never_slower_mlp
-from attnrx.planning.pinning import MOST, STAGES, _everywhere, _saving, _seen_at_stages, _some_at, pinned
-from attnrx.planning.prices import Prices, counted_prices
+from attnrx.planning.cost_correction import MOST, STAGES, _everywhere, _saving, _seen_at_stages, _some_at, corrected
+from attnrx.planning.cost_table import CostTable, exact_cost_table
+from attnrx.planning.measured_costs import _Timer, measured_cost_table
+from attnrx.planning.monotone_fit import never_slower, never_slower_mlp
 from attnrx.planning.space import RANKS, Choices, Space
 from planned import CLOCK, made
 
@@ -43,20 +43,20 @@ def test_the_price_is_what_the_realized_model_costs(space: Space, choices: Choic
     own = replace(space, form=form, _pieces={})
     family = family_of(space.model)
     share = getattr(family.costs(made(own, choices)), of) / getattr(family.costs(space.model), of)
-    assert counted_prices(own, of).total(choices) == pytest.approx(share, rel=1e-12)
+    assert exact_cost_table(own, of).total(choices) == pytest.approx(share, rel=1e-12)
 
 
 def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
     for of in ("macs", "params"):
-        assert counted_prices(space, of).total(Choices.nothing(3)) == pytest.approx(1, abs=1e-12)
+        assert exact_cost_table(space, of).total(Choices.nothing(3)) == pytest.approx(1, abs=1e-12)
 
 
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
-    prices = timed_prices(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda told: None)
-    assert prices.total(Choices.nothing(3)) > 0
-    one = prices.attention[0, 0, 0]
+    cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda told: None)
+    assert cost_table.total(Choices.nothing(3)) > 0
+    one = cost_table.attention[0, 0, 0]
     assert one[-1] > 0 and one[0] == 0 and (np.diff(one[[0, -1]]) > 0).all()
-    for table in (prices.attention[0, :, 0, -1], prices.attention[0, 0, :, -1], prices.mlp[0, :, -1]):
+    for table in (cost_table.attention[0, :, 0, -1], cost_table.attention[0, 0, :, -1], cost_table.mlp[0, :, -1]):
         known = [value for level, value in enumerate(table) if level == 0 or value]
         assert all(after <= before + 1e-12 for before, after in itertools.pairwise(known))
 
@@ -69,7 +69,7 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     with torch.inference_mode():
         assert_close(after(tokens), before(tokens))  # every size is 1
     backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
-    assert [type(own) for own in backends] == [Tapped]
+    assert [type(own) for own in backends] == [AttentionCapture]
     assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), CLOCK, [8, 17]).leaves
 
 
@@ -95,9 +95,11 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
 
 def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     even = replace(space, form="uniform_rank", _pieces={})
-    prices, tokens = counted_prices(even, "macs"), np.arange(17)
+    cost_table, tokens = exact_cost_table(even, "macs"), np.arange(17)
     factors = {"qk": 0.5, "vo": 0.75, "mlp": 1.25}
-    slower = replace(prices, whole=prices.whole / 1.25, stages=prices.stages + 0.01 * prices.whole * tokens / 16)
+    slower = replace(
+        cost_table, whole=cost_table.whole / 1.25, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / 16
+    )
     truth = _saving(slower, factors)
     nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
     chosen = {
@@ -105,31 +107,33 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
         **{axis: _everywhere(even, axis) for axis in RANKS},
         **{str(stages): _some_at(even, stages) for stages in STAGES},
     }
-    asked: list[tuple[str, ...]] = []
+    requested: list[tuple[str, ...]] = []
 
-    def clock(models: Mapping[str, nn.Module], known: Prices = truth) -> dict[str, float]:
-        asked.append(tuple(models))
+    def timing(models: Mapping[str, nn.Module], known: CostTable = truth) -> dict[str, float]:
+        requested.append(tuple(models))
         return {name: known.total(chosen[name]) for name in models}
 
-    found = pinned(prices, even, clock)
-    assert asked == [("own", *RANKS, "1", "3", "None")]  # in one run
+    found = corrected(cost_table, even, timing)
+    assert requested == [("own", *RANKS, "1", "3", "None")]  # in one run
     assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(truth.total(some))
     for axis, factor in factors.items():
         cut = some.with_level(axis, 0, 4)
-        saved = prices.total(some) - prices.total(cut)
+        saved = cost_table.total(some) - cost_table.total(cut)
         assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factor * saved)
     both = some.with_level("qk", 0, 4).with_level("vo", 0, 2)
     assert found.total(both) == pytest.approx(truth.total(both))
     # What is faster than its layers costs nothing beside them.
-    free = pinned(prices, even, partial(clock, known=replace(slower, stages=prices.stages - 0.01 * prices.whole)))
-    assert free.total(some) == pytest.approx(1.25 * prices.total(some))
-    ranks = pinned(prices, replace(even, axes=RANKS, reducer=None, _pieces={}), clock)
-    assert asked[-1] == ("own", *RANKS) and (ranks.stages == prices.stages).all()
+    free = corrected(
+        cost_table, even, partial(timing, known=replace(slower, stages=cost_table.stages - 0.01 * cost_table.whole))
+    )
+    assert free.total(some) == pytest.approx(1.25 * cost_table.total(some))
+    ranks = corrected(cost_table, replace(even, axes=RANKS, reducer=None, _pieces={}), timing)
+    assert requested[-1] == ("own", *RANKS) and (ranks.stages == cost_table.stages).all()
 
 
 def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_factor() -> None:
     attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
-    given = Prices("time", "s", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
+    given = CostTable("time", "s", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
     for qk, vo, expected in (
         (0.5, 0.75, 10 - 1.5 - 0.75 - 1),
         (0.75, 0.5, 10 - 2.25 - 0.5 - 1),
@@ -146,13 +150,13 @@ def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_the_lesser_fact
 @pytest.mark.parametrize(("measured", "factor"), [(3.0, MOST), (-0.5, 0.0)])
 def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, measured: float, factor: float) -> None:
     ranks = replace(space, axes=RANKS, reducer=None, _pieces={})
-    prices = counted_prices(ranks, "macs")
-    saved = {axis: 1 - prices.total(_everywhere(ranks, axis)) for axis in RANKS}
+    cost_table = exact_cost_table(ranks, "macs")
+    saved = {axis: 1 - cost_table.total(_everywhere(ranks, axis)) for axis in RANKS}
 
-    def clock(models: Mapping[str, nn.Module]) -> dict[str, float]:
+    def timing(models: Mapping[str, nn.Module]) -> dict[str, float]:
         return {name: 1 - (measured if name == "mlp" else 1.0) * saved.get(name, 0.0) for name in models}
 
-    found = pinned(prices, ranks, clock)
+    found = corrected(cost_table, ranks, timing)
     for axis in RANKS:
         expected = (factor if axis == "mlp" else 1.0) * saved[axis]
         assert 1 - found.total(_everywhere(ranks, axis)) == pytest.approx(expected)
@@ -169,19 +173,26 @@ def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, 
     ],
 )
 def test_token_stages_are_spread_over_the_layers_and_prune_half_of_the_patches(
-    space: Space, depth: int, patches: int, stages: int | None, leaving: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    space: Space,
+    depth: int,
+    patches: int,
+    stages: int | None,
+    num_pruned: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(vars(space), "depth", depth)  # a cached property
     monkeypatch.setattr(Space, "patches", patches)
     choices = _some_at(space, stages)
-    assert {layer: count for layer, count in enumerate(choices.leaving) if count} == leaving
+    assert {layer: count for layer, count in enumerate(choices.num_pruned) if count} == num_pruned
     if patches > 1:
-        left = [patches + 1 - sum(leaving[before] for before in leaving if before < layer) for layer in leaving]
+        left = [
+            patches + 1 - sum(num_pruned[before] for before in num_pruned if before < layer) for layer in num_pruned
+        ]
         assert _seen_at_stages(choices, patches + 1) == sum(left)
 
 
 def test_an_axis_that_saves_nothing_on_the_clock_has_no_price(space: Space) -> None:
-    prices = counted_prices(space, "macs")
-    found = pinned(prices, space, lambda models: dict.fromkeys(models, 1.0))
+    cost_table = exact_cost_table(space, "macs")
+    found = corrected(cost_table, space, lambda models: dict.fromkeys(models, 1.0))
     for axis in RANKS:
         assert found.total(_everywhere(space, axis)) == pytest.approx(1)

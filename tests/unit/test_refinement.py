@@ -7,7 +7,7 @@ import torch
 
 import cases
 from attnrx.errors import InvalidInput
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.realization import realize
 from attnrx.refinement import Refinement, refine

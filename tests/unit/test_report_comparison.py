@@ -20,7 +20,7 @@ ABOUT: dict[str, Any] = {
     "data": "pets/test:200:cd",
     "images": 200,
     "seed": 3,
-    "contenders": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "refined": 0}, {"name": "<b>wide"}],
+    "methods": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "refined": 0}, {"name": "<b>wide"}],
 }
 
 
@@ -36,7 +36,7 @@ def estimate(value: float, spread: float) -> Estimate:
 def trial(name: str, share: float, macs_share: float) -> Trial:
     loss = 1 - share
     return Trial(
-        contender=name,
+        method=name,
         share=share,
         params=int(1e6 * share),
         macs=int(1e8 * macs_share),
@@ -76,7 +76,7 @@ def points(page: str, heading: str) -> list[str]:
 
 def test_what_compare_saves_is_read_as_it_was_measured(saved: Path) -> None:
     found = ComparisonRecord.load(saved)
-    assert found.contenders == ("mix", "<b>wide")
+    assert found.methods == ("mix", "<b>wide")
     assert found.accuracy.value == 80.0
     first = found.trials[0]
     assert (first.macs_share, first.divergence.low) == (pytest.approx(0.7875), pytest.approx(0.01 * 50**0.25 - 0.002))
@@ -96,7 +96,7 @@ def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
     assert len(re.findall(r'class="band style-\d" d="M[^L]*(?:L[^L]*){5}z"', page)) == 2 * 3
     assert page.count(">logarithmic<") == 1
     assert len(re.findall(r'<th scope="row">(?:mix|&lt;b&gt;wide)</th>', page)) == 6
-    assert "2 contenders were measured beside the original in 6 trials on 200 images" in page
+    assert "2 methods were measured beside the original in 6 trials on 200 images" in page
     for words in ("64 images, pets/train:64:ab", "200 images, pets/test:200:cd", "rule: total_rank:{share}"):
         assert words in page
 
@@ -118,14 +118,14 @@ def test_small_differences_are_shown_on_a_linear_scale(saved: Path) -> None:
     assert ">logarithmic<" not in render(ReportContent("zero", comparison=ComparisonRecord.load(saved)))
 
 
-def test_a_contender_of_one_trial_has_its_interval(saved: Path) -> None:
-    path = changed(saved, contender="alone", macs_share=0.8, unheard_of=[1, 2])
+def test_a_methods_of_one_trial_has_its_interval(saved: Path) -> None:
+    path = changed(saved, method="alone", macs_share=0.8, unheard_of=[1, 2])
     page = render(ReportContent("alone", comparison=ComparisonRecord.load(path)))
     assert page.count('class="whisker style-2"') == 3
 
 
 def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
-    path = changed(saved, contender="large", reached=False, note="71 % is the least", macs_share=None, change=None)
+    path = changed(saved, method="large", reached=False, note="71 % is the least", macs_share=None, change=None)
     page = render(ReportContent("missed", comparison=ComparisonRecord.load(path)))
     assert "target not reached: 71 % is the least" in page
     assert len(points(page, "Change of top-1 accuracy")) == 6
@@ -137,7 +137,7 @@ def test_what_was_not_reached_is_told_and_not_drawn(saved: Path) -> None:
         ({"kind": "attnrx evidence"}, "is not an attnrx comparison"),
         ({"trials": []}, "holds no trial yet"),
         ({"trials": [{"share": 0.5}]}, "not a whole comparison"),
-        ({"trials": [{"contender": "a", "macs_share": "much"}]}, "not a whole comparison"),
+        ({"trials": [{"method": "a", "macs_share": "much"}]}, "not a whole comparison"),
     ],
 )
 def test_files_that_are_no_comparison_are_refused(saved: Path, changes: dict[str, Any], complaint: str) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import suited
-from attnrx.examination import diagnose
+from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
 from attnrx.realization import realize

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.errors import InvalidInput, InvalidRule, NothingChanged, NotSupported
+from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.prescription import Prescription
 from attnrx.rules import (
     And,
@@ -319,7 +319,7 @@ def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
 )
 def test_changing_nothing_is_an_error(rule: Rule) -> None:
     with pytest.raises(
-        NothingChanged, match=r"would change nothing: all 8 heads of 2 layers keep everything \(\|strength\|"
+        NoOpPrescription, match=r"would change nothing: all 8 heads of 2 layers keep everything \(\|strength\|"
     ):
         prescribe(diagnosis(), rule)
 
@@ -335,7 +335,7 @@ def test_heads_without_directions_are_fine() -> None:
     nobody = Diagnosis((layer(spectrum(torch.zeros(0, 1))),), "f", {})
     for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1)), RemoveHeads()):
         assert rule.decide(nobody, 0).reasons == ()
-        with pytest.raises(NothingChanged):
+        with pytest.raises(NoOpPrescription):
             prescribe(nobody, rule)
 
 

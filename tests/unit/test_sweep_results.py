@@ -19,7 +19,7 @@ COMPARISON = {
     "about": {"images": 50},
     "trials": [
         {
-            "contender": "mix",
+            "method": "mix",
             "share": 0.5,
             "target": None,
             **dict.fromkeys(("accuracy", "change", "agreement", "divergence"), ESTIMATE),
@@ -34,7 +34,7 @@ SPEEDS = {
     "kind": "attnrx speeds",
     "speeds": [
         {
-            "contender": "mix",
+            "method": "mix",
             "share": 0.5,
             "macs_share": 0.6,
             "speedup": [1.5, 1.4, 1.6],
@@ -51,12 +51,12 @@ TABLE = {
 
 
 def store(folder: Path, values: dict[int, float]) -> Path:
-    """Two contenders at two costs, with one seed for each of the values."""
+    """Two methods at two costs, with one seed for each of the values."""
     path = folder / "results.sqlite"
     made = SweepStudy(path)
     for seed, value in values.items():
-        for contender, worse in (("a|b", 0.0), ("<b>", 5.0)):
-            made.add([Job((contender, str(seed)), {"seed": seed, "data": "digits", "contender": contender})])
+        for method, worse in (("a|b", 0.0), ("<b>", 5.0)):
+            made.add([Job((method, str(seed)), {"seed": seed, "data": "digits", "method": method})])
             taken = made.take()
             assert taken is not None
             labels = ({"share": 0.5}, {"share": 0.25})
@@ -67,13 +67,13 @@ def store(folder: Path, values: dict[int, float]) -> Path:
 
 
 def test_every_record_has_its_rows() -> None:
-    compared = {(row.metric, row.labels.get("contender")): row for row in rows_of(COMPARISON)}
-    assert compared["accuracy", "original"] == Result("accuracy", 80.0, 70.0, 90.0, 50, "%", {"contender": "original"})
-    assert compared["change", "mix"].labels == {"contender": "mix", "share": 0.5}
+    compared = {(row.metric, row.labels.get("method")): row for row in rows_of(COMPARISON)}
+    assert compared["accuracy", "original"] == Result("accuracy", 80.0, 70.0, 90.0, 50, "%", {"method": "original"})
+    assert compared["change", "mix"].labels == {"method": "mix", "share": 0.5}
     assert compared["macs_share", "mix"].value == 0.6
     timed = {row.metric: row for row in rows_of(SPEEDS)}
     assert timed["speedup"] == Result(
-        "speedup", 1.5, 1.4, 1.6, 20, "x", {"contender": "mix", "share": 0.5, "batch": 8, "threads": 1}
+        "speedup", 1.5, 1.4, 1.6, 20, "x", {"method": "mix", "share": 0.5, "batch": 8, "threads": 1}
     )
     assert timed["time_ratio"].value == 0.67
     found = rows_of(EVIDENCE)
@@ -115,7 +115,7 @@ def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.Captur
     assert len(lines) == 16
     assert lines[2] | {"value": ""} == {
         "data": "digits",
-        "contender": "a|b",
+        "method": "a|b",
         "seed": "0",
         "share": "0.5",
         "metric": "change",

@@ -17,7 +17,7 @@ from attnrx.diagnostics.token_relevance import (
     running_mean,
 )
 from attnrx.errors import InvalidInput
-from attnrx.examination import patches_left, token_relevance
+from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, reduction_of
 from attnrx.reports import sample_tokens
 from attnrx.tokens import (
@@ -45,7 +45,7 @@ def inputs(model: nn.Module) -> torch.Tensor:
     return torch.randn(3, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
-def leaving(
+def num_pruned(
     model: nn.Module, reducer: Reducer, by: str = "compress", keep: tuple[float, ...] = (0.6, 0.3)
 ) -> nn.Module:
     reduced = copy.deepcopy(model)
@@ -126,7 +126,7 @@ def test_noise_is_told_relative_to_the_spread() -> None:
 def test_relevance_is_what_the_reducer_went_by(reducer: Reducer, source: str, by: str) -> None:
     model = deep()
     found = token_relevance(model, inputs(model))[source]
-    samples = sample_tokens(leaving(model, reducer, by), inputs(model))
+    samples = sample_tokens(num_pruned(model, reducer, by), inputs(model))
     assert samples.given is not None
     torch.testing.assert_close(samples.given[:, 0], found[:, 1])
     assert torch.equal(samples.left[:, 0], kept(found[:, 1], 9))
@@ -135,7 +135,7 @@ def test_relevance_is_what_the_reducer_went_by(reducer: Reducer, source: str, by
 def test_the_running_mean_is_what_attention_average_goes_by() -> None:
     model = deep()
     found = running_mean(token_relevance(model, inputs(model))["class_attention"])
-    samples = sample_tokens(leaving(model, AttentionAverage()), inputs(model))
+    samples = sample_tokens(num_pruned(model, AttentionAverage()), inputs(model))
     assert samples.given is not None
     torch.testing.assert_close(samples.given[:, 0] / 2, found[:, 1])  # the sum over two layers
 
@@ -145,8 +145,8 @@ def test_the_running_mean_is_what_attention_average_goes_by() -> None:
 )
 def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> None:
     model = deep()
-    small = leaving(model, reducer)
-    masked = leaving(model, reducer, "mask")
+    small = num_pruned(model, reducer)
+    masked = num_pruned(model, reducer, "mask")
     masked.load_state_dict(small.state_dict())
     left = patches_left(small, inputs(model))
     assert torch.equal(left, patches_left(masked, inputs(model)))
@@ -159,7 +159,7 @@ def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> No
 
 def test_a_policy_that_keeps_everything_leaves_everything() -> None:
     model = deep()
-    assert bool(patches_left(leaving(model, ClassAttention(), keep=(1.0, 1.0)), inputs(model)).all())
+    assert bool(patches_left(num_pruned(model, ClassAttention(), keep=(1.0, 1.0)), inputs(model)).all())
 
 
 def test_a_model_without_a_class_token_has_received_attention_only() -> None:
@@ -170,6 +170,6 @@ def test_a_model_without_a_class_token_has_received_attention_only() -> None:
 def test_models_that_do_not_fit_are_refused() -> None:
     model = deep()
     with pytest.raises(InvalidInput, match="give the original"):
-        token_relevance(leaving(model, Random()), inputs(model))
+        token_relevance(num_pruned(model, Random()), inputs(model))
     with pytest.raises(InvalidInput, match="no token ever leaves"):
         patches_left(model, inputs(model))

@@ -16,13 +16,13 @@ def test_every_layer_sees_fewer_tokens() -> None:
 
 @pytest.mark.parametrize("patches", [16, 49, 196, 197, 1369])
 def test_every_layer_loses_as_many(patches: int) -> None:
-    for leaving in range(1, (patches - 1) // 11 + 1):
+    for num_pruned in range(1, (patches - 1) // 11 + 1):
         layout = TokenLayout(1, patches, True, "class")
-        counts = TokenPolicy.every_layer(ToMe(), leaving).on(layout, 12).counts(patches)
-        assert counts == tuple(patches - leaving * stage for stage in range(1, 12))
+        counts = TokenPolicy.every_layer(ToMe(), num_pruned).on(layout, 12).counts(patches)
+        assert counts == tuple(patches - num_pruned * stage for stage in range(1, 12))
 
 
 @pytest.mark.parametrize(("leaving", "depth"), [(18, 12), (1, 1)])
-def test_what_would_leave_nothing_is_refused(leaving: int, depth: int) -> None:
+def test_what_would_leave_nothing_is_refused(num_pruned: int, depth: int) -> None:
     with pytest.raises(InvalidInput, match="so that one is left"):
-        TokenPolicy.every_layer(ToMe(), leaving).on(VIT, depth)
+        TokenPolicy.every_layer(ToMe(), num_pruned).on(VIT, depth)

@@ -275,8 +275,8 @@ def test_ats_samples_by_class_attention_times_the_length_of_the_values() -> None
     assert decided(ATS(), given, 3).kept.tolist() == [[0, 1, 3]]  # 1/6, 1/2, 5/6 hit two; of equals the first fills
     # A point may hit a patch of little significance: this is a distribution, and no top-k.
     spread = torch.tensor([[[0.0, 0.24, 0.02, 0.34, 0.40]]])
-    drawn = state(patches, class_attention=spread, value_norms=torch.ones(1, 1, 5))
-    assert decided(ATS(), drawn, 2).kept.tolist() == [[1, 3]]
+    sampled = state(patches, class_attention=spread, value_norms=torch.ones(1, 1, 5))
+    assert decided(ATS(), sampled, 2).kept.tolist() == [[1, 3]]
 
 
 def test_ats_without_any_significance_keeps_what_is_there() -> None:

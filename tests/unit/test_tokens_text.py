@@ -59,7 +59,7 @@ def test_a_policy_for_every_layer_is_written_alike_on_any_model() -> None:
     on_model = written.on(layout, 12)
     assert str(on_model) == str(written) and on_model.written == written != on_model
     assert on_model.tokens(layout, 12) == tuple(197 - 13 * layer for layer in range(12))
-    assert written.drops and "13 of the image's patches" in written.told()[0]
+    assert written.drops and "13 of the image's patches" in written.describe()[0]
 
 
 def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from attnrx.errors import InvalidInput
 from attnrx.training import TrainingConfig
-from attnrx.training.averaging import WeightMean
 from attnrx.training.optimization import (
     build_optimizer,
     freeze_,
@@ -18,7 +17,8 @@ from attnrx.training.optimization import (
     optimizer_tensors,
     set_learning_rate,
 )
-from attnrx.training.stepping import Schedule
+from attnrx.training.step import Schedule
+from attnrx.training.weight_average import WeightMean
 from cases import CONFIGS, images, model
 from tiny_runs import model as model_of_runs
 from tiny_runs import run

@@ -1,9 +1,12 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.attention.attention import Attention, using
+from attnrx.attention.autotune import BACKENDS, Autotuned, backend_of
 from attnrx.attention.backends import (
+    AttentionCapture,
     Auto,
     Backend,
+    CapturedAttention,
     Eager,
     Explicit,
     Flex,
@@ -11,33 +14,30 @@ from attnrx.attention.backends import (
     Native,
     Observed,
     Ragged,
-    Tap,
-    Tapped,
     sized_softmax,
 )
-from attnrx.attention.choosing import BACKENDS, Chosen, backend_of
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.occasion import Occasion
 from attnrx.attention.unit_rows import unit_rows
 
 __all__ = [
     "BACKENDS",
     "Attention",
+    "AttentionCapture",
+    "AttentionContext",
     "Auto",
+    "Autotuned",
     "Backend",
     "Bucket",
-    "Chosen",
+    "CapturedAttention",
     "Eager",
     "Explicit",
     "Flex",
     "Fused",
     "Native",
     "Observed",
-    "Occasion",
     "Ragged",
     "ScoreFactors",
-    "Tap",
-    "Tapped",
     "backend_of",
     "sized_softmax",
     "unit_rows",

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from attnrx.attention.backends import Auto, Backend
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
-from attnrx.attention.head_linear import HeadLinear, HeadReadout, Together, in_buckets
-from attnrx.attention.occasion import Occasion
+from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
@@ -22,7 +22,7 @@ MOST_PLANS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a layer is computed on one occasion: by which backend, in which buckets, and how far rows are padded.
+    """How a layer is computed in one context: by which backend, in which buckets, and how far rows are padded.
 
     `widths` says how far the values of every bucket are, of which `reads` has a number for every head.
     """
@@ -46,11 +46,11 @@ class Attention(nn.Module):
         self.spec = spec
         self.scores = FORMS[spec.form](spec)
         self.value = HeadLinear(spec.width, spec.reads, spec.has_bias("value"))
-        self.output = HeadReadout(spec.reads, spec.width, spec.has_bias("output"))
+        self.output = OutputProjection(spec.reads, spec.width, spec.has_bias("output"))
         self.backend: Backend = backend or Auto()
-        self._together = Together()
+        self._fused_qkv = FusedQKV()
         self._plans_of: Backend | None = None
-        self._plans: dict[Occasion, Plan] = {}
+        self._plans: dict[AttentionContext, Plan] = {}
 
     def forward(
         self, tokens: Float[Tensor, "batch tokens width"], among: Float[Tensor, "batch keys width"] | None = None
@@ -61,35 +61,35 @@ class Attention(nn.Module):
         plan, scores = self.plan(tokens if among is None else among), self.scores
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         if among is None:
-            query, key, value = self._together(tokens, sides)
+            query, key, value = self._fused_qkv(tokens, sides)
         else:
-            query, (key, value) = scores.query.padded(tokens, plan.rows), self._together(among, sides[1:])
+            query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(among, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 
     def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> Plan:
-        """Gives how the backend computes these tokens; what it once said of like ones is kept."""
-        occasion = Occasion.of(tokens)
-        if not occasion.free:
-            return self._planned(occasion)
+        """Returns how the backend computes these tokens; cached by shape."""
+        context = AttentionContext.of(tokens)
+        if not context.free:
+            return self._planned(context)
         if self._plans_of is not self.backend or len(self._plans) > MOST_PLANS:
             self._plans_of, self._plans = self.backend, {}
-        if occasion not in self._plans:
-            self._plans[occasion] = self._planned(occasion)
-        return self._plans[occasion]
+        if context not in self._plans:
+            self._plans[context] = self._planned(context)
+        return self._plans[context]
 
-    def _planned(self, occasion: Occasion) -> Plan:
-        backend = self.backend.at(self.spec, occasion)
-        buckets = backend.buckets(self.spec, occasion)
-        reads = backend.reads(self.spec, occasion)
+    def _planned(self, context: AttentionContext) -> Plan:
+        backend = self.backend.at(self.spec, context)
+        buckets = backend.buckets(self.spec, context)
+        reads = backend.reads(self.spec, context)
         widths = tuple([reads[bucket.start] for bucket in buckets])
         return Plan(backend, buckets, reads, self.scores.rows(buckets), widths)
 
     def factors(
         self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
     ) -> tuple[ScoreFactors, ...]:
-        """Gives the factors of the scores of every bucket that has directions."""
+        """Returns the factors of the scores of every bucket that has directions."""
         rows = self.scores.rows(buckets)
         return self.scores(self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows), buckets)
 

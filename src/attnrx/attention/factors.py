@@ -41,7 +41,7 @@ class ScoreFactors:
     def folded(
         self,
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Gives query and key as the fused kernels want them: heads first, the strength folded into the query."""
+        """Returns query and key as the fused kernels want them: heads first, the strength folded into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
@@ -59,6 +59,6 @@ def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) 
 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 stay apart."""
-    together = exact_buckets(tuple(rank if own else 0 for own in ranks))
-    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in together)
+    """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 are not grouped."""
+    fused_qkv = exact_buckets(tuple(rank if own else 0 for own in ranks))
+    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in fused_qkv)

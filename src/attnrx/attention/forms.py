@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
-from attnrx.attention.kept import Kept
 from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -28,18 +28,18 @@ class ScoreForm(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Gives the factors of every bucket that has directions, in order; heads of rank 0 have none.
+        """Returns the factors of every bucket that has directions, in order; heads of rank 0 have none.
 
         `query` and `key` are what the two projections give, padded to `rows`.
         """
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Gives how many rows of query and key every owner must be projected to."""
+        """Returns how many rows of query and key every owner must be projected to."""
         wanted = zip(buckets, self._wanted(buckets), strict=True)
         return tuple(rows for bucket, rows in wanted for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
-        """Gives every bucket that has directions with its rows of query and key."""
+        """Returns every bucket that has directions with its rows of query and key."""
         rows = self._wanted(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
@@ -53,7 +53,7 @@ class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Gives the projected rows as they are, followed by zeros up to the width of their bucket."""
+        """Returns the projected rows as they are, followed by zeros up to the width of their bucket."""
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
             for bucket, q, k in self.parts(query, key, buckets)
@@ -68,12 +68,12 @@ class SharedForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Gives how many rows all heads share, padded to the width of the bucket; none are projected for rank 0."""
+        """Returns how many rows all heads share, padded to the width of the bucket; none are projected for rank 0."""
         (bucket,) = buckets
         return (bucket.width if bucket.rank else 0,)
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Gives the shared rows once, and the strengths of every head."""
+        """Returns the shared rows once, and the strengths of every head."""
         (bucket,) = buckets
         if not bucket.rank:
             return ()
@@ -91,10 +91,10 @@ class SvdaForm(ScoreForm):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
-        self._kept: Kept[dict[Bucket, Tensor]] = Kept()
+        self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Gives unit rows and the strengths."""
+        """Returns unit rows and the strengths."""
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)

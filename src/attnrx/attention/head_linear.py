@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket
-from attnrx.attention.kept import Kept
 from attnrx.shapes import Float, Tensor
 
 
@@ -26,7 +26,7 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: Kept[tuple[Tensor, Tensor | None]] = Kept()
+        self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
         """Projects tokens to the features of all heads, one after the other."""
@@ -42,12 +42,12 @@ class HeadLinear(nn.Module):
         return F.linear(tokens, weight, bias)
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
-        """Gives the rows with their bias, or zero, as the last column, in float64 on the CPU."""
+        """Returns the rows with their bias, or zero, as the last column, in float64 on the CPU."""
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
     def spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Gives weight and bias with zero rows for the padding."""
+        """Returns weight and bias with zero rows for the padding."""
         if rows == self.rows:
             return self.weight, self.bias
         index = padding_index(self.rows, rows).to(self.weight.device)
@@ -59,18 +59,18 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 """A projection, and how many rows every head gets of it."""
 
 
-class Together:
-    """Several projections of the same tokens as one matrix product, where nobody asks for gradients.
+class FusedQKV:
+    """Several projections of the same tokens as one matrix product, where no gradients are needed.
 
     One wide product is faster than several narrow ones, most of all for few tokens. Its weight is a copy of theirs,
     kept beside them.
     """
 
     def __init__(self):
-        self._kept: Kept[tuple[Tensor, Tensor | None, list[int]]] = Kept()
+        self._kept: CachedWeights[tuple[Tensor, Tensor | None, list[int]]] = CachedWeights()
 
     def __call__(self, tokens: Float[Tensor, "batch tokens width"], sides: Sequence[Side]) -> list[Tensor]:
-        """Gives what `padded` of every side gives."""
+        """Returns what `padded` of every side gives."""
         # With few tokens, what Python does here takes as long as the arithmetic: nothing is made that is not needed.
         own: list[Tensor | None] = []
         for side, _ in sides:
@@ -78,7 +78,7 @@ class Together:
             watched = side._forward_hooks or side._forward_pre_hooks
             if watched or not side.joins:
                 return [side.padded(tokens, rows) for side, rows in sides]
-        if not Kept.possible(own):
+        if not CachedWeights.possible(own):
             return [side.padded(tokens, rows) for side, rows in sides]
         weight, bias, widths = self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))
         return list(torch.split_with_sizes(F.linear(tokens, weight, bias), widths, -1))
@@ -105,7 +105,7 @@ def in_buckets(
     return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class HeadReadout(nn.Module):
+class OutputProjection(nn.Module):
     """The output projection: sums what all heads read out, `reads[h]` features of head h, stored unpadded."""
 
     def __init__(self, reads: tuple[int, ...], width: int, bias: bool = True):
@@ -115,7 +115,7 @@ class HeadReadout(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         if self.weight.numel():
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: Kept[Tensor] = Kept()
+        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
         """Sums the heads' features, one head after the other."""
@@ -130,7 +130,7 @@ class HeadReadout(nn.Module):
         return F.linear(features, self._kept(reads, (self.weight,), lambda: self.spread(reads)), self.bias)
 
     def spread(self, reads: tuple[int, ...]) -> Float[Tensor, "width features"]:
-        """Gives the weight with zero columns for the padding."""
+        """Returns the weight with zero columns for the padding."""
         index = padding_index(self.reads, reads).to(self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 

@@ -34,7 +34,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Gives one over the Euclidean norm of every row, in float32 or better; a zero row gives zero."""
+    """Returns one over the Euclidean norm of every row, in float32 or better; a zero row gives zero."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
     # Below the smallest normal number the reciprocal overflows: such a row counts as zero.

@@ -21,7 +21,7 @@ from attnrx.checks.costs import Costs
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.promises import Promises
-from attnrx.checks.text import Asked, parse_checks_text
+from attnrx.checks.text import RequestedCheck, parse_checks_text
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises)
@@ -30,7 +30,6 @@ CHECKS: dict[str, type[Check]] = {
 __all__ = [
     "CHECKS",
     "Accuracy",
-    "Asked",
     "Bounds",
     "Calibration",
     "Check",
@@ -41,6 +40,7 @@ __all__ = [
     "Latency",
     "Predictions",
     "Promises",
+    "RequestedCheck",
     "aggregate",
     "all_checks",
     "parse_checks",
@@ -54,13 +54,13 @@ def all_checks() -> Mapping[str, type[Check]]:
     return CHECKS | {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
 
 
-def parse_checks(text: str) -> tuple[Asked, ...]:
+def parse_checks(text: str) -> tuple[RequestedCheck, ...]:
     """Reads checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
     return parse_checks_text(text, all_checks())
 
 
 def standard(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
-    """Gives every check with its defaults; controls take part when given, since they must be prescribed and realized.
+    """Returns every check with its defaults; controls take part when given, since they must be prescribed and realized.
 
     `masked`, the reference with the prescription realized as zeros, lets fidelity and bounds speak of it too.
     """

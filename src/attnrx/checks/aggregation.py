@@ -10,7 +10,7 @@ from attnrx.evidence import REPORTED, Evidence, Finding
 
 
 def aggregate(runs: Sequence[Evidence]) -> Evidence:
-    """Gives one finding per claim: the mean over the runs with its t interval, their deviation and every value.
+    """Returns one finding per claim: the mean over the runs with its t interval, their deviation and every value.
 
     A claim holds where it held in every run, fails where it failed in one, and is undecided otherwise. The runs are to
     be independent (other seeds of the training) and verified by the same checks; `n` counts the runs.

@@ -19,7 +19,7 @@ class Check(ABC):
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False
-    """Whether it must be asked for by name: it needs an input of its own, or takes long."""
+    """Whether it must be requested by name: it needs an input of its own, or takes long."""
 
     needs_labels: ClassVar[bool] = False
     """Whether labels are compared with the answers, so that they must be numbers of the model's classes."""

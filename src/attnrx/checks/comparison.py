@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def predictions(self) -> Predictions:
-        """The answers of all models, from one pass over the data that is made when they are first asked for."""
+        """The answers of all models, from one pass over the data that is made on first use."""
         answers = self._answers
         missing = {role: model for role, model in self.models.items() if model not in answers.logits}
         if missing or answers.labels is None:
@@ -91,7 +91,7 @@ class Comparison:
         classes = {role: answers.logits[model].shape[1] for role, model in self.models.items()}
         if len(set(classes.values())) > 1:
             raise InvalidInput(
-                f"the models tell different numbers of classes apart ({classes}); compare models of the same task."
+                f"the models distinguish different numbers of classes ({classes}); compare models of the same task."
             )
         return Predictions({role: answers.logits[model] for role, model in self.models.items()}, answers.labels)
 
@@ -131,7 +131,7 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
 
 
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-    """Gives the logits of one batch, at the precision of the model's weights."""
+    """Returns the logits of one batch, at the precision of the model's weights."""
     return model(images.to(next(model.parameters()).dtype))
 
 
@@ -159,6 +159,6 @@ def _require_finite(role: str, logits: Tensor) -> None:
 def _require_known(role: str, logits: Tensor, labels: Tensor) -> None:
     if int(labels.max()) >= logits.shape[1]:
         raise DataError(
-            f"the data has a label {int(labels.max())}, the {role} tells {logits.shape[1]} classes apart; "
+            f"the data has a label {int(labels.max())}, the {role} distinguishes {logits.shape[1]} classes; "
             "verify on the dataset that the model was trained for."
         )

@@ -9,7 +9,7 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding, judged
-from attnrx.models import evaluating, family_of, written_out
+from attnrx.models import evaluating, family_of, unfused
 from attnrx.shapes import Float, Tensor
 
 
@@ -57,5 +57,5 @@ class Costs(Check):
 
 
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
-    with evaluating([model]), written_out(model, family_of(model)):
+    with evaluating([model]), unfused(model, family_of(model)):
         return count_product_macs(model, images.to(next(model.parameters()).dtype))

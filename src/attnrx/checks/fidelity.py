@@ -85,7 +85,7 @@ def squared_distances(
 
 
 def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
-    """Gives the relative logit discrepancy (Eq. 46) from sums or means of squared distances."""
+    """Returns the relative logit discrepancy (Eq. 46) from sums or means of squared distances."""
     return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)
 
 

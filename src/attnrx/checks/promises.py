@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.apart import called
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.fidelity import divergence
@@ -16,6 +15,7 @@ from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
 from attnrx.models import family_of
 from attnrx.shapes import Float, Tensor
+from attnrx.subprocess_runner import call_in_subprocess_if
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Promises(Check):
         family = family_of(comparison.reference)
         shape = family.input_shape(comparison.reference)
         images = torch.randn(promised["batch"], *shape, generator=torch.Generator().manual_seed(0))
-        shipped = family.shipped(comparison.reference)
-        sides = comparison.candidate, shipped, images, protocol
-        measured = called(compare_latency, *sides, apart=promised.get("apart", False))
+        library_model = family.library_model(comparison.reference)
+        sides = comparison.candidate, library_model, images, protocol
+        measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))
         ratio = measured.ratio
         limit = promised["ratio"] * (1 + self.within)
         return Finding(

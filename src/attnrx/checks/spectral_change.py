@@ -49,7 +49,7 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Gives the change of every layer that changes, from the prescription or else from the masked model."""
+    """Returns the change of every layer that changes, from the prescription or else from the masked model."""
     spectra = [layer.spectrum() for layer in family_of(comparison.reference).attention(comparison.reference)]
     after = _after(comparison)
     if after is None:

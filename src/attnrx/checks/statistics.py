@@ -40,7 +40,7 @@ class Estimate:
 
 
 def proportion(successes: int, n: int) -> Estimate:
-    """Gives a share with its Wilson score interval, which stays honest at 0 and 1."""
+    """Returns a share with its Wilson score interval, which stays honest at 0 and 1."""
     if not 0 <= successes <= n or n < 1:
         raise InvalidInput(f"{successes} of {n}: a share needs at least one trial, and no more successes than trials.")
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -51,7 +51,7 @@ def proportion(successes: int, n: int) -> Estimate:
 
 
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
-    """Gives the change of a share, after minus before, with a bootstrap interval over images.
+    """Returns the change of a share, after minus before, with a bootstrap interval over images.
 
     An image changes by -1, 0 or +1, so resampling images is drawing from a trinomial, exactly. Half an image of loss,
     half of gain and one without change are added to its weights (Agresti and Min, 2005): that a small set shows no
@@ -66,7 +66,7 @@ def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"],
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Gives the exact two-sided p-value that losses and gains are equally likely (McNemar's test)."""
+    """Returns the exact two-sided p-value that losses and gains are equally likely (McNemar's test)."""
     n = lost + gained
     k = torch.arange(min(lost, gained) + 1, dtype=torch.float64)
     total = torch.tensor(float(n), dtype=torch.float64)
@@ -103,7 +103,7 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
 
 
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
-    """Gives the column means of bootstrap resamples of the rows; all columns see the same resamples."""
+    """Returns the column means of bootstrap resamples of the rows; all columns see the same resamples."""
     values = values.double().cpu()
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
@@ -120,19 +120,19 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
 
 
 def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
-    """Gives a value with the percentile interval of its bootstrap samples."""
+    """Returns a value with the percentile interval of its bootstrap samples."""
     tail = (1 - LEVEL) / 2
     low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
     return Estimate(value, low, high)
 
 
 def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Gives the mean over images with its bootstrap interval."""
+    """Returns the mean over images with its bootstrap interval."""
     return estimate(float(values.double().mean()), resampled_means(values[:, None], seed)[:, 0])
 
 
 def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Gives the mean of changes in [-1, 1], as `paired_change` does where an image may change by parts.
+    """Returns the mean of changes in [-1, 1], as `paired_change` does where an image may change by parts.
 
     Two images of plus and minus the square root of a half weigh as much in the variance as what is added there.
     """
@@ -142,7 +142,7 @@ def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Gives the quantile of Student's t with a whole number of degrees of freedom, for a probability in [0.5, 1)."""
+    """Returns the quantile of Student's t with a whole number of degrees of freedom, for a probability in [0.5, 1)."""
     if not 0.5 <= probability < 1 or degrees < 1:
         raise InvalidInput(
             f"student_quantile({probability}, {degrees}): the probability must lie in [0.5, 1), and the degrees be "
@@ -169,7 +169,7 @@ def _student_within(angle: float, degrees: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Gives the mean of a few independent runs with its t interval; at least two runs."""
+    """Returns the mean of a few independent runs with its t interval; at least two runs."""
     if len(values) < 2:
         raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
     mean = fmean(values)
@@ -180,7 +180,7 @@ def t_interval(values: Sequence[float]) -> Estimate:
 def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
-    """Gives every image's confidence minus correctness in the column of its confidence bin, zero elsewhere."""
+    """Returns every image's confidence minus correctness in the column of its confidence bin, zero elsewhere."""
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the bin below it
     gap = confidence.double() - correct.double()
@@ -188,5 +188,5 @@ def calibration_gaps(
 
 
 def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, "*draws"]:
-    """Gives the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
+    """Returns the expected calibration error from the mean gaps: sum over bins of |share x (confidence - accuracy)|."""
     return mean_gaps.abs().sum(-1)

@@ -13,39 +13,39 @@ from typing import Any
 
 from attnrx.checks.check import Check
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.reading import KnobReader, Language, knobs_of
+from attnrx.text_parsing import KnobReader, Language, knobs_of
 
 EXAMPLES = "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)"
 LANGUAGE = Language("list of checks", "Checks", EXAMPLES, "(),=/", InvalidInput)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedCheck:
     """A check by its name, and the knobs that were turned."""
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[Asked, ...]:
+def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
     """Reads the checks that a text asks for, each once, from those of the registry."""
     reader = _Reader(text)
-    asked = [reader.read_check(registry)]
+    requested = [reader.read_check(registry)]
     while reader.take(","):
-        asked.append(reader.read_check(registry))
+        requested.append(reader.read_check(registry))
     reader.expect("end", "',' and another check, or the end")
-    names = [one.name for one in asked]
+    names = [one.name for one in requested]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidInput(f"the check {twice} was asked for twice in {text!r}; give it once, with all its knobs.")
-    return tuple(asked)
+        raise InvalidInput(f"the check {twice} was requested for twice in {text!r}; give it once, with all its knobs.")
+    return tuple(requested)
 
 
 class _Reader(KnobReader):
     language = LANGUAGE
 
-    def read_check(self, registry: Mapping[str, type[Check]]) -> Asked:
+    def read_check(self, registry: Mapping[str, type[Check]]) -> RequestedCheck:
         name = self.expect("name", "the name of a check")
         if name.text not in registry:
             raise UnknownName("check", name.text, registry)
-        return Asked(name.text, self.read_knobs(name, knobs_of(registry[name.text])))
+        return RequestedCheck(name.text, self.read_knobs(name, knobs_of(registry[name.text])))

@@ -32,7 +32,7 @@ def head_scores(
     strength: Float[Tensor, "heads directions"],
     scale: float,
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Gives the scores that these rows have under these strengths (Eq. 2)."""
+    """Returns the scores that these rows have under these strengths (Eq. 2)."""
     return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
 
 
@@ -90,7 +90,7 @@ def proposition_4(clean: Rows, perturbed: Rows, strength: Float[Tensor, "heads d
 
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
-    """Gives the largest singular value of every head's rows, from their Gram matrix."""
+    """Returns the largest singular value of every head's rows, from their Gram matrix."""
     gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
     return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()
 

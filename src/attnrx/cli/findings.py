@@ -5,7 +5,8 @@ from attnrx.cli.outcome import Table
 
 
 def findings_table(evidence: "rx.Evidence") -> Table:
-    """Gives the findings, those with a limit first; what is only reported of spoilt images has tables of its own."""
+    """Returns the findings, those with a limit first; what is only reported of corrupted images has tables of its
+    own."""
     shown = [finding for finding in evidence.findings if finding.check != "robustness" or finding.is_claim]
     ordered = sorted(shown, key=lambda finding: not finding.is_claim)
     rows = tuple(
@@ -22,7 +23,7 @@ def findings_table(evidence: "rx.Evidence") -> Table:
 
 
 def robustness_tables(evidence: "rx.Evidence") -> tuple[Table, ...]:
-    """Gives a table for every severity: each corruption with both accuracies, and their means."""
+    """Returns a table for every severity: each corruption with both accuracies, and their means."""
     found = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
     single = [finding for finding in found if "severity" in finding.details]
     severities = sorted({finding.details["severity"] for finding in single})
@@ -30,23 +31,23 @@ def robustness_tables(evidence: "rx.Evidence") -> tuple[Table, ...]:
     for severity in severities:
         own = [finding for finding in single if finding.details["severity"] == severity]
         means = [finding for finding in found if finding.details.get("severities") == [severity]]
-        lines = [_spoilt(finding.details["corruption"], finding) for finding in own]
-        lines += [_spoilt(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
-        tables.append(Table(SPOILT, tuple(lines), f"accuracy on images spoilt at severity {severity}, in %"))
+        lines = [_corrupted(finding.details["corruption"], finding) for finding in own]
+        lines += [_corrupted(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
+        tables.append(Table(CORRUPTED, tuple(lines), f"accuracy on images corrupted at severity {severity}, in %"))
     if len(severities) > 1:
         means = [finding for finding in found if finding.details.get("severities") == severities]
-        lines = [_spoilt(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
-        tables.append(Table(SPOILT, tuple(lines), "over all severities"))
+        lines = [_corrupted(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
+        tables.append(Table(CORRUPTED, tuple(lines), "over all severities"))
     return tuple(tables)
 
 
-SPOILT = ("corruption", "reference", "candidate", "change", "95 % interval")
+CORRUPTED = ("corruption", "reference", "candidate", "change", "95 % interval")
 
 
-def _spoilt(name: str, finding: "rx.Finding") -> tuple[str, ...]:
-    told = [f"{finding.details[role]:.1f}" for role in ("reference_accuracy", "candidate_accuracy")]
+def _corrupted(name: str, finding: "rx.Finding") -> tuple[str, ...]:
+    lines = [f"{finding.details[role]:.1f}" for role in ("reference_accuracy", "candidate_accuracy")]
     low, high = finding.low or 0.0, finding.high or 0.0
-    return (name, *told, f"{finding.value:+.1f}", f"[{low:+.1f}, {high:+.1f}]")
+    return (name, *lines, f"{finding.value:+.1f}", f"[{low:+.1f}, {high:+.1f}]")
 
 
 def measured(value: float, unit: str = "") -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
-    """Loads the dataset that was asked for, at the size that a model reads."""
+    """Loads the requested dataset, at the size that a model reads."""
     given = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in given.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
@@ -23,7 +23,7 @@ def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data
 def splits_for(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
     """Loads the dataset at the size and on the scale that the model was trained with."""
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    return rx.matching(load_splits(arguments, size), model, _label_map(arguments.label_map))
+    return rx.adapt_preprocessing(load_splits(arguments, size), model, _label_map(arguments.label_map))
 
 
 def _label_map(path: str | None) -> dict[str, int] | None:
@@ -36,13 +36,13 @@ def _label_map(path: str | None) -> dict[str, int] | None:
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":
-    """Gives the split that was asked for, or its first images."""
+    """Returns the requested split, or its first images."""
     images: rx.data.ImageSet = getattr(splits, arguments.split)
     return images if arguments.images is None else images.take(arguments.images)
 
 
 def outline(source: str, trust: bool = False) -> "nn.Module":
-    """Gives a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
+    """Returns a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
     import torch
 
     if not _is_fresh(source):
@@ -57,12 +57,12 @@ def _is_fresh(source: str) -> bool:
 
 
 def load_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Loads a model onto the device that was asked for, or where it runs fastest."""
+    """Loads a model onto the requested device, or where it runs fastest."""
     return placed(rx.load(source, weights=weights, trust=trust), device)
 
 
 def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Gives a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
+    """Returns a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
     named = _is_fresh(source) and weights is None
     if named:
         return placed(rx.models.build_model(source, seed=0), device)
@@ -70,7 +70,7 @@ def timed_model(source: str, device: str | None, weights: str | None = None, tru
 
 
 def placed(model: "nn.Module", device: str | None) -> "nn.Module":
-    """Puts a model onto the device that was asked for, or where it runs fastest."""
+    """Puts a model onto the requested device, or where it runs fastest."""
     import torch
 
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")

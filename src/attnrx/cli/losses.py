@@ -10,13 +10,13 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.reading import share
+from attnrx.text_parsing import share
 
 
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Gives the losses; the task, as it is by default, comes first where it is wanted and not among the texts.
+    """Returns the losses; the task, as it is by default, comes first where it is wanted and not among the texts.
 
     `shared` are knobs for every loss that has them and was not given them: the teacher and its weights.
     """
@@ -36,7 +36,7 @@ def parse_losses(
 
 
 def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
-    """Builds one loss: its name, then its knobs in their order or by name, all set apart by colons."""
+    """Builds one loss: its name, then its knobs in their order or by name, all separated by colons."""
     name, *knobs = text.split(":")
     kinds = {snake_case(kind.__name__): kind for kind in rx.losses.LOSSES}
     if name not in kinds:

@@ -30,10 +30,10 @@ Results go to stdout and to files, progress and errors to stderr. With --json ev
 exit codes:
   0    done, and no claim that was checked fails (each holds, or is undecided and reported as such)
   1    done, and a claim fails (verify, demo), or a number contradicts the paper's (reproduce)
-  2    wrong usage or input: what was asked, what was found and what to do is on stderr
+  2    wrong usage or input: what was requested, what was found and what to do is on stderr
   3    a dataset that cannot be found, read or trusted
   70   a defect of attnrx, with its traceback
-  130  interrupted: every file is whole, and a training goes on where it stopped when asked again
+  130  interrupted: every file is whole, and a training continues from its checkpoint when it is run again
   143  terminated (SIGTERM): every file is whole; a training saves a checkpoint first and exits with 130
 """
 
@@ -43,7 +43,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives its exit code; nothing escapes."""
+    """Runs one command and returns its exit code; nothing escapes."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _terminable():
@@ -98,10 +98,10 @@ def _guarded(words: list[str]) -> int:
         return _complain(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
         if _is_out_of_memory(error):
-            said = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
-            return _complain(words, error, said, BAD_INPUT)
-        said = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
-        return _complain(words, error, said, DEFECT)
+            message = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
+            return _complain(words, error, message, BAD_INPUT)
+        message = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
+        return _complain(words, error, message, DEFECT)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -124,7 +124,7 @@ def _run(words: list[str]) -> int:
 
 
 def outcome_of(words: Sequence[str], log: Log) -> Outcome:
-    """Runs the command that the words name, whatever it raises, and gives its answer."""
+    """Runs the command that the words name, whatever it raises, and returns its answer."""
     require_environment()
     command, parser, arguments = parsed(words)
     require_out(arguments, parser.writes, parser.kind)
@@ -160,14 +160,14 @@ def _present(outcome: Outcome, as_json: bool) -> None:
         show(part)
 
 
-def _complain(words: list[str], error: BaseException, said: str, code: int) -> int:
-    """Says what is wrong, for people and, where JSON was asked for, for machines too."""
+def _complain(words: list[str], error: BaseException, message: str, code: int) -> int:
+    """Says what is wrong, for people and, where JSON was requested for, for machines too."""
     if code == DEFECT or "--debug" in words:
         traceback.print_exception(error)
     # From every process of a launcher: the one that failed may not be the one that people hear.
-    print(said if code in (INTERRUPTED, TERMINATED) else f"attnrx: {said}", file=sys.stderr, flush=True)
+    print(message if code in (INTERRUPTED, TERMINATED) else f"attnrx: {message}", file=sys.stderr, flush=True)
     if "--json" in words and _speaks():
-        print(json.dumps({"error": {"kind": type(error).__name__, "message": said, "exit_code": code}}, indent=2))
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": message, "exit_code": code}}, indent=2))
     return code
 
 
@@ -177,7 +177,7 @@ def _speaks() -> bool:
 
 
 def overview() -> str:
-    """Gives the help of attnrx itself."""
+    """Returns the help of attnrx itself."""
     width = max(map(len, command_modules()))
     lines = [f"  {name.ljust(width)}  {command_module(name).SUMMARY}" for name in command_modules()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"

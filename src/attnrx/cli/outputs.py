@@ -29,8 +29,8 @@ def require_out(arguments: Namespace, writes: str, kind: str | None = None) -> N
     for option, given in _inputs(arguments):
         if out.exists() and (out.samefile(given) or (_belongs(out, given) and not _is(out, kind))):
             raise InvalidInput(
-                f"--out {out} would overwrite an input: {_told(option, given)}. Nothing was changed; choose another "
-                "file."
+                f"--out {out} would overwrite an input: {_described(option, given)}. Nothing was changed; choose "
+                "another file."
             )
 
 
@@ -43,7 +43,7 @@ def _require_folder(out: Path, arguments: Namespace) -> None:
         part = given.is_file() and given.name in _REPLACED and out.samefile(given.parent)
         if part or out.samefile(given):
             raise InvalidInput(
-                f"--out {out} would overwrite an input: {_told(option, given)}. Inputs are never changed; choose "
+                f"--out {out} would overwrite an input: {_described(option, given)}. Inputs are never changed; choose "
                 "another folder."
             )
 
@@ -77,5 +77,5 @@ def _is(out: Path, kind: str | None) -> bool:
     return kind is not None and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))
 
 
-def _told(option: str, given: Path) -> str:
+def _described(option: str, given: Path) -> str:
     return f"{given} (--{option.replace('_', '-')})"

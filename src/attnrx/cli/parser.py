@@ -126,22 +126,22 @@ def add_out(
     parser.writes, parser.kind = writes, kind
 
 
-def add_contenders(parser: Parser, shares: str) -> None:
-    """Adds the contenders, and the shares or the MACs at which they meet."""
+def add_methods(parser: Parser, shares: str) -> None:
+    """Adds the methods, and the shares or the MACs at which they meet."""
     parser.add_argument(
-        "--contenders",
+        "--methods",
         nargs="+",
         required=True,
         metavar="NAME=RULES",
         help="each 'NAME=RULES [refine=STEPS]', with the rules of `attnrx prescribe`, e.g. 'both=qk=total_rank:{share} "
         "tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule without a map is that of qk), or "
-        "'NAME=peer:PEER [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or on some of "
-        "query, key, value, output, fc1 and fc2, or torch_pruning",
+        "'NAME=baseline:BASELINE [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or "
+        "on some of query, key, value, output, fc1 and fc2, or torch_pruning",
     )
     points = parser.add_mutually_exclusive_group()
     points.add_argument("--shares", metavar="S,S", help=f"shares kept ({shares})")
     points.add_argument(
         "--macs",
         metavar="S,S",
-        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every contender at the largest {share} that costs no more",
+        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more",
     )

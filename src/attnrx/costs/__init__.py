@@ -1,9 +1,9 @@
 """What a model costs: parameters and MACs in closed form, counted, and in seconds and bytes on real hardware."""
 
-from attnrx.costs.compressing import Compression
+from attnrx.costs.compressed_shapes import Compression
 from attnrx.costs.conditions import Conditions, device_name
 from attnrx.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
-from attnrx.costs.counting import count_params, count_product_macs
+from attnrx.costs.flop_counting import count_params, count_product_macs
 from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.costs.layers import (
     direction_costs,
@@ -14,9 +14,9 @@ from attnrx.costs.layers import (
     with_fusion,
 )
 from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
-from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
+from attnrx.costs.model_costs import LayerCosts, ModelCosts, PartCosts, Saving
 from attnrx.costs.profiling import Profile, profiled
-from attnrx.costs.steps import Steps, measured_steps
+from attnrx.costs.rank_steps import Steps, measured_steps
 from attnrx.costs.timing import Ratio, Timing, interleave
 from attnrx.costs.tokens import TokenCosts, token_costs
 

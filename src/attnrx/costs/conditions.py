@@ -42,7 +42,7 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Gives a copy of the model under these conditions, in evaluation mode; the model itself is not touched."""
+        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is not touched."""
         with torch.inference_mode(mode=False):  # a copy made in it has inference tensors, of which nothing can be kept
             placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here, not be timed as if it were compiled.
@@ -53,7 +53,7 @@ class Conditions:
     def place_images(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """Gives the images under these conditions."""
+        """Returns the images under these conditions."""
         return images.to(self.device, PRECISIONS[self.precision])
 
     @contextmanager

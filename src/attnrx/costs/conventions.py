@@ -6,7 +6,7 @@ Parameters are the same in all of them, every trainable tensor; only what counts
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attnrx.costs.parts import LayerCosts, ModelCosts, PartCosts, Saving
+from attnrx.costs.model_costs import LayerCosts, ModelCosts, PartCosts, Saving
 
 ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out")
 

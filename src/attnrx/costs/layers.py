@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from attnrx.costs.parts import LayerCosts, PartCosts
+from attnrx.costs.model_costs import LayerCosts, PartCosts
 from attnrx.spec import AttentionSpec
 
 

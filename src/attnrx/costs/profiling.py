@@ -32,7 +32,7 @@ class Profile:
 
 def profiled(run: Callable[[], object]) -> Profile:
     """Runs once under the profiler."""
-    # The profiler's library writes to stderr that it starts, and an error on a CPU-only machine, unless told not to.
+    # The profiler's library writes to stderr that it starts, and an error on a CPU-only machine, by default not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()

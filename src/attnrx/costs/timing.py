@@ -48,7 +48,7 @@ class Ratio:
 def interleave(
     runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, clock: str = "wall"
 ) -> dict[str, Float[Tensor, "runs"]]:
-    """Times every run once a round and gives the seconds by name.
+    """Times every run once a round and returns the seconds by name.
 
     `clock` is one of CLOCKS. Every second round goes backwards, so that none always runs in the wake of another.
     Garbage is collected before the rounds, not during them.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from attnrx.costs.parts import PartCosts
+from attnrx.costs.model_costs import PartCosts
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import Shape, TokenPolicy
 
@@ -35,7 +35,7 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
     policy = policy.on(layout, depth)
     masked = by == "mask"
-    seen = (patches,) * len(policy.layers) if masked else policy.seen(layout)
+    seen = (patches,) * len(policy.layers) if masked else policy.state(layout)
     stages = zip(policy.layers, seen, policy.counts(patches), strict=True)
     at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
     shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}

@@ -23,7 +23,7 @@ class Draws:
     window: Float[Tensor, "batch attempts 4"]
 
     def part(self, images: slice | list[int]) -> "Draws":
-        """Gives the numbers of some of the images."""
+        """Returns the numbers of some of the images."""
         return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 
@@ -69,7 +69,7 @@ class Augmentation:
         return padded[image, channel, down[:, None, :, None], across[:, None, None, :]]
 
     def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
-        """Gives the window of one picture: the first attempt that fits inside, else the largest central one."""
+        """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
         low, high = self.area or (1.0, 1.0)
         for share, ratio, down, across in window.tolist():
             area = height * width * (low + share * (high - low))

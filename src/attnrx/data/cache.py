@@ -35,12 +35,12 @@ class Decoded:
 
 
 def cache_folder() -> Path:
-    """Gives the user's cache folder: XDG_CACHE_HOME/attnrx, by default ~/.cache/attnrx."""
+    """Returns the user's cache folder: XDG_CACHE_HOME/attnrx, by default ~/.cache/attnrx."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
 
 
 def cache_path(*parts: object) -> Path:
-    """Gives the place of the decoded copy that belongs to a source and its options."""
+    """Returns the place of the decoded copy that belongs to a source and its options."""
     key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
     return cache_folder() / "decoded" / f"{key}.safetensors"
 

@@ -100,7 +100,7 @@ DATASETS: Mapping[str, DatasetCard] = {
 
 
 def known_as(name: str) -> str | None:
-    """Gives the catalogue's name of a dataset that may be spelt as its files are."""
+    """Returns the catalogue's name of a dataset that may be spelt as its files are."""
     for known, card in DATASETS.items():
         if name == known or name in card.other_names:
             return known

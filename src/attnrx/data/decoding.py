@@ -19,7 +19,7 @@ CHUNK = 256  # images per task, so that handing out tasks costs nothing beside d
 
 
 def threads() -> int:
-    """Gives how many images are decoded at once: decoding leaves Python's lock, so one thread per usable core."""
+    """Returns how many images are decoded at once: decoding leaves Python's lock, so one thread per usable core."""
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 

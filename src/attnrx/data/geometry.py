@@ -73,7 +73,7 @@ def resize(
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> Geometry:
-    """Chooses the geometry of a dataset nobody described, from a few of its pictures."""
+    """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
     channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
     sides = [min(picture.shape[-2:]) for picture in pictures]
     if max(sides) > SMALL:

@@ -45,7 +45,7 @@ class ImageSet(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Gives the number of images."""
+        """Returns the number of images."""
 
     @property
     @abstractmethod
@@ -54,11 +54,11 @@ class ImageSet(ABC):
 
     @abstractmethod
     def take(self, count: int) -> "ImageSet":
-        """Gives the first `count` images, balanced over the classes where the labels are known beforehand."""
+        """Returns the first `count` images, balanced over the classes where the labels are known beforehand."""
 
     @abstractmethod
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Gives the images that one of several processes looks at: all parts, one after the other, are the set.
+        """Returns the images that one of several processes looks at: all parts, one after the other, are the set.
 
         Where it can be, a part is whole batches of an ordered pass over the set, so that what a model answers does not
         depend on the number of processes. A part may be empty, and then has no batches.
@@ -66,7 +66,7 @@ class ImageSet(ABC):
 
     @abstractmethod
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Gives the same images on another scale, for a model that was trained with other statistics."""
+        """Returns the same images on another scale, for a model that was trained with other statistics."""
 
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -82,7 +82,7 @@ class ImageSet(ABC):
         shard: tuple[int, int] = (0, 1),
         start: int = 0,
     ) -> Iterator[Batch]:
-        """Gives one pass in batches, normalised, on `device`.
+        """Returns one pass in batches, normalised, on `device`.
 
         Without a seed the pass is ordered and shows every image once; with one (a different one for every epoch) it is
         shuffled and leaves the ragged last batch out. `batch_size` counts the images of all processes together:
@@ -104,7 +104,7 @@ def finish(
 
 
 def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> slice:
-    """Gives the rows of one process's part of an ordered pass: whole batches, about as many for each process."""
+    """Returns the rows of one process's part of an ordered pass: whole batches, about as many for each process."""
     batches = -(-count // batch_size)
     first, last = (batches * number // processes * batch_size for number in (process, process + 1))
     return slice(min(first, count), min(last, count))
@@ -120,14 +120,17 @@ def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -
 
 
 def spread(count: int, most: int = 64) -> list[int]:
-    """Gives up to `most` positions spread evenly over `count`."""
+    """Returns up to `most` positions spread evenly over `count`."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 
 def balanced_prefix(labels: Int[Tensor, "images"], count: int) -> Int[Tensor, "taken"]:
-    """Gives `count` positions that go round the classes: the first image of each class, then the second, and so on."""
+    """Returns `count` positions that go round the classes: the first image of each class, then the second, and so
+    on."""
     if not 1 <= count <= len(labels):
-        raise DataError(f"{count} images were asked of a split that holds {len(labels)}; ask for 1 to {len(labels)}.")
+        raise DataError(
+            f"{count} images were requested of a split that holds {len(labels)}; ask for 1 to {len(labels)}."
+        )
     by_class = labels.argsort(stable=True)
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes

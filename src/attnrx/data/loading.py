@@ -29,7 +29,7 @@ IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for beside the dataset itself."""
+    """Options of the user for reading a dataset."""
 
     image_size: int | None
     on_corrupt: Policy
@@ -55,7 +55,7 @@ def load_data(
     seed: int = 0,
     columns: Columns | None = None,
 ) -> Splits:
-    """Gives train, validation and test images from a known name, a local path or a hub id.
+    """Returns train, validation and test images from a known name, a local path or a hub id.
 
     A name of `DATASETS` is looked up in the folder that ATTNRX_DATA names, then on the Hugging Face hub, and
     `hf:owner/name` is any hub dataset. A path is a parquet file or a folder of them, a folder of images, or WebDataset
@@ -71,7 +71,7 @@ def load_data(
     copy = None if photos else cache_path(place.reader.identity(), known, image_size, on_corrupt)
     decoded = fetch(copy) if copy else None
     if decoded is None:
-        opened = by_canonical_name(place.reader.open(), place.asked)
+        opened = by_canonical_name(place.reader.open(), place.requested)
         geometry = _geometry(place, options, _first_pictures(opened))
         if copy is None or geometry.fit == "photo" or _decoded_bytes(opened, geometry) > IN_MEMORY:
             return _streamed(opened, geometry, place, options)
@@ -81,7 +81,7 @@ def load_data(
 
 
 def _geometry(place: Place, options: Options, pictures: Iterable[Picture]) -> Geometry:
-    """Gives the geometry of the catalogue, or guesses one from some pictures; an asked-for size overrides its size."""
+    """Returns the geometry of the catalogue, or guesses one from some pictures; a requested size overrides its size."""
     if place.card is not None:
         known = place.card.geometry
         if options.image_size in (None, known.size):
@@ -96,7 +96,7 @@ def _geometry(place: Place, options: Options, pictures: Iterable[Picture]) -> Ge
             corrupt.report(error)
     if not seen:
         raise DataError(
-            f"none of the {len(corrupt.met)} first images of {place.asked} can be decoded: {corrupt.met[0]}"
+            f"none of the {len(corrupt.met)} first images of {place.requested} can be decoded: {corrupt.met[0]}"
         )
     return guess_geometry(seen, options.image_size)
 
@@ -118,7 +118,7 @@ def _decode(opened: Opened, geometry: Geometry, place: Place, corrupt: CorruptIm
     notes = opened.notes
     if corrupt.met:
         notes = (*notes, f"{len(corrupt.met)} corrupt images were skipped; the first: {corrupt.met[0]}")
-    check_labels({name: split.labels for name, split in splits.items()}, opened.class_names, place.asked)
+    check_labels({name: split.labels for name, split in splits.items()}, opened.class_names, place.requested)
     return Decoded(splits, opened.class_names, geometry, notes)
 
 
@@ -128,7 +128,7 @@ def _still(records: Records, geometry: Geometry, row: int) -> UInt8[Tensor, "cha
 
 def _in_memory(decoded: Decoded, place: Place, options: Options) -> Splits:
     labels = {name: split.labels for name, split in decoded.splits.items()}
-    assignment = assign(labels, place.asked, options.validation_share, options.seed)
+    assignment = assign(labels, place.requested, options.validation_share, options.seed)
     stores = {name: PixelStore(split.pixels, split.labels, split.sources) for name, split in decoded.splits.items()}
     scale = _normalization(place, decoded.geometry)
     sets = {
@@ -140,7 +140,7 @@ def _in_memory(decoded: Decoded, place: Place, options: Options) -> Splits:
 
 def _streamed(opened: Opened, geometry: Geometry, place: Place, options: Options) -> Splits:
     labels = {name: records.labels for name, records in opened.splits.items()}
-    assignment = assign(labels, place.asked, options.validation_share, options.seed)
+    assignment = assign(labels, place.requested, options.validation_share, options.seed)
     sets = {
         split: StreamedImages(
             f"{place.name}/{split}", opened.splits[part.stored], part.rows, _stream(place, geometry, options)
@@ -153,7 +153,7 @@ def _streamed(opened: Opened, geometry: Geometry, place: Place, options: Options
 
 def _from_shards(place: Place, reader: ShardReader, options: Options) -> Splits:
     opened = reader.open()
-    shards, notes = assign_shards(opened, place.asked)
+    shards, notes = assign_shards(opened, place.requested)
     some = shards["train"] if "train" in shards else next(iter(shards.values()))
     first = (partial(sample.picture, None) for sample in islice(read(some[0]), 16))
     geometry = _geometry(place, options, first)
@@ -179,7 +179,7 @@ def _normalization(place: Place, geometry: Geometry) -> Normalization:
 
 
 def _augmentation(place: Place, geometry: Geometry) -> Augmentation:
-    """Gives the catalogue's augmentation, its padding always an eighth of the side."""
+    """Returns the catalogue's augmentation, its padding always an eighth of the side."""
     known = place.card.augmentation if place.card else Augmentation()
     return PHOTOS if geometry.fit == "photo" else replace(known, padding=geometry.size // 8)
 
@@ -187,7 +187,7 @@ def _augmentation(place: Place, geometry: Geometry) -> Augmentation:
 def _splits(
     place: Place, sets: Mapping[str, ImageSet], geometry: Geometry, class_names: tuple[str, ...], notes: tuple[str, ...]
 ) -> Splits:
-    missing = {split: MissingImages(place.asked, split, sets) for split in ("train", "validation", "test")}
+    missing = {split: MissingImages(place.requested, split, sets) for split in ("train", "validation", "test")}
     return Splits(
         name=place.name,
         **{**missing, **sets},

@@ -23,10 +23,10 @@ MOST_SHARDS = 1_000_000
 
 @dataclass(frozen=True)
 class Place:
-    """Where a dataset is and what is known about it; `asked` is what the user typed, for messages."""
+    """Where a dataset is and what is known about it; `requested` is what the user typed, for messages."""
 
     name: str
-    asked: str
+    requested: str
     reader: Reader | ShardReader
     card_name: str | None = None
     notes: tuple[str, ...] = ()
@@ -41,18 +41,20 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
     """Finds the dataset, without opening it."""
     if not isinstance(name_or_path, str | Path) or name_or_path == "":
         raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
-    asked = str(name_or_path)
-    if asked.startswith(HUB):
-        return Place(asked.removeprefix(HUB), asked, HubReader(asked.removeprefix(HUB), columns or Columns()))
-    known = known_as(asked) if isinstance(name_or_path, str) else None
+    requested = str(name_or_path)
+    if requested.startswith(HUB):
+        return Place(
+            requested.removeprefix(HUB), requested, HubReader(requested.removeprefix(HUB), columns or Columns())
+        )
+    known = known_as(requested) if isinstance(name_or_path, str) else None
     if known is not None:
         return _locate_known(known, columns)
-    if "://" in asked or asked.startswith("pipe:"):
+    if "://" in requested or requested.startswith("pipe:"):
         raise DataError(
-            f"{asked} is remote, so its images cannot be counted by looking; write a local index, a JSON file "
+            f"{requested} is remote, so its images cannot be counted by looking; write a local index, a JSON file "
             '{"shardlist": [{"url": ..., "nsamples": ...}], "class_names": [...]}, and give the path of that.'
         )
-    files = _matching(asked)
+    files = _matching(requested)
     if not files:
         raise _nothing_found(name_or_path)
     root = Path(os.path.commonpath(files))
@@ -61,11 +63,11 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
     notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
     folder = len(files) == 1 and root.is_dir()
     reader = _reader_of_folder(root, columns, known) if folder else _reader_of_files(tuple(files), root, columns, known)
-    return Place(name, asked, reader, known, notes)
+    return Place(name, requested, reader, known, notes)
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Gives the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
+    """Returns the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
     found = re.search(r"\{([^{}]*)\}", pattern)
     if found is None:
         return [pattern]
@@ -97,15 +99,15 @@ def _locate_known(name: str, columns: Columns | None) -> Place:
     return Place(name, name, HubReader(hub_id, columns or card.columns, card.folder, card.revision, card.ignored), name)
 
 
-def _matching(asked: str) -> list[Path]:
-    """Gives the existing files of a path or pattern; every name of a brace pattern must exist."""
+def _matching(requested: str) -> list[Path]:
+    """Returns the existing files of a path or pattern; every name of a brace pattern must exist."""
     try:
-        paths = [Path(name).expanduser() for name in expand_braces(asked)]
+        paths = [Path(name).expanduser() for name in expand_braces(requested)]
     except RuntimeError as error:  # ~name of an unknown user
-        raise DataError(f"{asked}: {error}") from error
+        raise DataError(f"{requested}: {error}") from error
     missing = [path for path in paths if not path.exists()]
     if len(paths) > 1 and missing and len(missing) < len(paths):
-        raise DataError(f"{asked} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
+        raise DataError(f"{requested} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
     if not missing:
         return paths
     wild = next((i for i, part in enumerate(paths[0].parts) if re.search(r"[*?\[]", part)), None)
@@ -114,15 +116,20 @@ def _matching(asked: str) -> list[Path]:
     return sorted(Path(*paths[0].parts[:wild]).glob(str(Path(*paths[0].parts[wild:]))))
 
 
-def _nothing_found(asked: str | Path) -> DataError:
-    if isinstance(asked, Path) or Path(asked).name != asked or Path(asked).suffix or re.search(r"[*?\[{]", asked):
+def _nothing_found(requested: str | Path) -> DataError:
+    if (
+        isinstance(requested, Path)
+        or Path(requested).name != requested
+        or Path(requested).suffix
+        or re.search(r"[*?\[{]", requested)
+    ):
         return DataError(
-            f"there is nothing at {asked} (looked from {Path.cwd()}); give an existing parquet file, image folder or "
-            f"shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
+            f"there is nothing at {requested} (looked from {Path.cwd()}); give an existing parquet file, image folder "
+            f"or shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
         )
     return DataError(
-        f"unknown dataset {asked!r}: {nearest(asked, DATASETS)} Or give the path of a parquet file, an image folder or "
-        f"tar shards, or {HUB}owner/name for a hub dataset."
+        f"unknown dataset {requested!r}: {nearest(requested, DATASETS)} Or give the path of a parquet file, an image "
+        f"folder or tar shards, or {HUB}owner/name for a hub dataset."
     )
 
 

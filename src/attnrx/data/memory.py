@@ -29,7 +29,7 @@ class PixelStore:
         return len(self.labels)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives the pixels, labels and source rows on a device, copying them the first time."""
+        """Returns the pixels, labels and source rows on a device, copying them the first time."""
         if device not in self._copies:
             pixels, labels, sources = self._copies[torch.device("cpu")]
             self._copies[device] = (pixels.to(device), labels.to(device), sources.to(device))
@@ -55,15 +55,15 @@ class MemoryImages(ImageSet):
         return digest(self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in spread(len(self))))
 
     def take(self, count: int) -> "ImageSet":
-        """Gives the first `count` images going round the classes."""
+        """Returns the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.store.labels[self.rows], count)])
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Gives whole batches of an ordered pass."""
+        """Returns whole batches of an ordered pass."""
         return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Gives the same images on another scale."""
+        """Returns the same images on another scale."""
         return replace(self, normalization=normalization)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:

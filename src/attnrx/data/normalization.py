@@ -26,7 +26,7 @@ class Normalization:
 
     @classmethod
     def half(cls, channels: int) -> "Normalization":
-        """Gives mean = std = 0.5, the choice for data whose statistics nobody published."""
+        """Returns mean = std = 0.5, the choice for data without published statistics."""
         return cls((0.5,) * channels, (0.5,) * channels)
 
     def apply(

@@ -20,7 +20,7 @@ ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never sha
 
 
 def generator(*parts: int) -> torch.Generator:
-    """Gives a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
+    """Returns a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
     state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]))
 
@@ -66,7 +66,7 @@ class Pass:
         return self.batch_size // self.shard[1]
 
     def length(self, count: int) -> int:
-        """Gives the number of steps over `count` images; a shuffled pass leaves the ragged last batch out."""
+        """Returns the number of steps over `count` images; a shuffled pass leaves the ragged last batch out."""
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
         if steps == 0:
             raise DataError(
@@ -93,7 +93,7 @@ class Pass:
                 yield Step(number, batch[share], share, len(batch))
 
     def draws(self, number: int, size: int, share: slice) -> Draws | None:
-        """Gives this process's random numbers of step `number`: drawn for the whole batch, then cut."""
+        """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""
         if self.augmentation is None or self.seed is None:
             return None
         return self.augmentation.draw(size, generator(self.seed, AUGMENTATION, number)).part(share)

@@ -48,20 +48,22 @@ class ShardImages(ImageSet):
         return digest(self.name, torch.tensor([shard.count for shard in self.shards]), names)
 
     def take(self, count: int) -> "ImageSet":
-        """Gives the first `count` images as they are stored; their classes are not known beforehand."""
+        """Returns the first `count` images as they are stored; their classes are not known beforehand."""
         if not 1 <= count <= len(self):
-            raise DataError(f"{count} images were asked of a split that holds {len(self)}; ask for 1 to {len(self)}.")
+            raise DataError(
+                f"{count} images were requested of a split that holds {len(self)}; ask for 1 to {len(self)}."
+            )
         taken = [
             replace(shard, count=min(shard.count, count - shard.first)) for shard in self.shards if shard.first < count
         ]
         return replace(self, shards=tuple(taken))
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Gives whole batches of an ordered pass."""
+        """Returns whole batches of an ordered pass."""
         return replace(self, shards=tuple(cut(self.shards, rows_of_part(len(self), process, processes, batch_size))))
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Gives the same images on another scale."""
+        """Returns the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -111,7 +113,7 @@ def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
 
 
 def assign_shards(opened: OpenedShards, place: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
-    """Gives every shard to train, validation or test: what is missing is a tenth of train's shards, the last ones."""
+    """Returns every shard to train, validation or test: what is missing is a tenth of train's shards, the last ones."""
     splits, notes = dict(opened.splits), []
     trained = "train" in splits
     if "test" not in splits and "validation" in splits:

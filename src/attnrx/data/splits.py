@@ -36,7 +36,7 @@ class Splits:
     notes: tuple[str, ...] = ()
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Gives the same images on another scale, for a model that was trained with other statistics."""
+        """Returns the same images on another scale, for a model that was trained with other statistics."""
         return replace(
             self,
             train=self.train.renormalized(normalization),
@@ -116,7 +116,7 @@ def by_canonical_name(opened: Opened, place: str) -> Opened:
 
 
 def assign(labels: Mapping[str, Int[Tensor, "_"]], place: str, share: float, seed: int) -> Assignment:
-    """Gives every image to train, validation or test.
+    """Returns every image to train, validation or test.
 
     Without a test split the validation images are the test; what is then still missing is held out of train, the same
     share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never moves.

@@ -119,15 +119,15 @@ class StreamedImages(ImageSet):
         )
 
     def take(self, count: int) -> "ImageSet":
-        """Gives the first `count` images going round the classes."""
+        """Returns the first `count` images going round the classes."""
         return replace(self, rows=self.rows[balanced_prefix(self.records.labels[self.rows], count)])
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Gives whole batches of an ordered pass."""
+        """Returns whole batches of an ordered pass."""
         return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Gives the same images on another scale."""
+        """Returns the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:

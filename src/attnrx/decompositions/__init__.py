@@ -24,7 +24,8 @@ from attnrx.decompositions.low_rank import (
     pays,
     plain_svd,
 )
-from attnrx.decompositions.low_rank_peers import asvd, fwsvd, svd_llm
+from attnrx.decompositions.low_rank_baselines import asvd, fwsvd, svd_llm
+from attnrx.decompositions.output_projection import Circuit, Readout, read_out, readout_directions
 from attnrx.decompositions.rank_constrained import (
     ConstrainedFit,
     constrained_blocks,
@@ -32,7 +33,6 @@ from attnrx.decompositions.rank_constrained import (
     owned_blocks,
     ownership_penalty,
 )
-from attnrx.decompositions.readout import Circuit, Readout, read_out, readout_directions
 from attnrx.decompositions.strength_fit import StrengthFit
 
 __all__ = [

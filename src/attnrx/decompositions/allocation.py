@@ -19,7 +19,7 @@ def water_fill(
     minimum: int = 0,
     cost: Sequence[int | float] | None = None,
 ) -> tuple[Ranks, ...]:
-    """Gives every unit of every layer a rank so that the squared strengths left out are as few as possible.
+    """Returns every unit of every layer a rank so that the squared strengths left out are as few as possible.
 
     `strengths` holds one tensor [units, directions] per layer (units are heads; widths may differ between layers); a
     rank of r stands for the r strongest directions of a unit. One layer makes the scope a layer, all of them the model.
@@ -55,7 +55,7 @@ def water_fill(
 
 
 def uniform(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
-    """Gives `units` units ranks that sum to `total` and differ by one step at most, the larger ones first.
+    """Returns `units` units ranks that sum to `total` and differ by one step at most, the larger ones first.
 
     Raises:
         InvalidInput: for a total above units * most, negative, or not a multiple of `multiple`.
@@ -63,7 +63,7 @@ def uniform(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
     require_multiple(multiple, most, "the directions of a unit")
     require_multiple(multiple, total, "the total rank")
     if not 0 <= total <= units * most:
-        raise InvalidInput(f"a total rank of {total} was asked of {units} units of {most} directions each.")
+        raise InvalidInput(f"a total rank of {total} was requested of {units} units of {most} directions each.")
     steps, extra = divmod(total // multiple, units) if units else (0, 0)
     return tuple((steps + (unit < extra)) * multiple for unit in range(units))
 
@@ -81,14 +81,14 @@ def require_multiple(multiple: int, count: int, what: str) -> None:
 
 
 def _steps(layer: int, strength: Tensor, multiple: int, minimum: int) -> Float[Tensor, "units steps"]:
-    """Gives the energy that each step of `multiple` directions adds, descending along a unit."""
+    """Returns the energy that each step of `multiple` directions adds, descending along a unit."""
     if strength.ndim != 2 or not bool(torch.isfinite(strength).all()):
         raise InvalidInput(f"the strengths of layer {layer} must be finite, [units, directions].")
     directions = strength.shape[1]
     require_multiple(multiple, directions, f"the directions of layer {layer}")
     if not 0 <= minimum <= directions:
         raise InvalidInput(
-            f"a minimum rank of {minimum} was asked of layer {layer}, which has {directions} directions."
+            f"a minimum rank of {minimum} was requested of layer {layer}, which has {directions} directions."
         )
     energy = strength.detach().cpu().double().square().sort(dim=1, descending=True).values
     return energy.unflatten(1, (-1, multiple)).sum(-1) if directions else energy

@@ -55,7 +55,7 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
 def svd_directions(
     left_rows: Float[Tensor, "heads d left_width"], right_rows: Float[Tensor, "heads d right_width"]
 ) -> Balanced:
-    """Gives the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
+    """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
     The product is never formed: two thin QR factorizations and one SVD of d x d a head, so that small singular values
     keep the digits that a Gram would square away. Rewritten rows are orthonormal on each side.

@@ -87,7 +87,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 
 
 def initial_blocks(terms: Canonical) -> BlockTerms:
-    """Gives the blocks that a canonical decomposition starts: Algorithm 1 after its first line.
+    """Returns the blocks that a canonical decomposition starts: Algorithm 1 after its first line.
 
     The largest value of each column of the mix goes to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
@@ -100,12 +100,12 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 
 
 def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
-    """Gives the best blocks of `rank` terms in all among those with the identity as mix."""
+    """Returns the best blocks of `rank` terms in all among those with the identity as mix."""
     return initial_blocks(water_filled(tensor, rank))
 
 
 def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms:
-    """Gives the best blocks of the given ranks with the identity as mix: the truncated SVD of every slice.
+    """Returns the best blocks of the given ranks with the identity as mix: the truncated SVD of every slice.
 
     Raises InvalidInput unless there is one rank for each slice, within what the slice has, and not all are zero.
     """

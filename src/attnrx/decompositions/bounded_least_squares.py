@@ -19,7 +19,7 @@ def bounded_update(
     square: float,
     bound: float,
 ) -> Float[Tensor, "size rank"]:
-    """Gives the X of least || X diag(weights)^(1/2) ||^2 with square - 2 <X, products> + <X normal, X> <= bound.
+    """Returns the X of least || X diag(weights)^(1/2) ||^2 with square - 2 <X, products> + <X normal, X> <= bound.
 
     A bounded least-squares problem with one scalar unknown eta >= 0: X = products (normal + eta diag(weights))^-1.
     `square` and `bound` are squared norms, `weights` squared too. Where the bound cannot be kept, the nearest: the
@@ -61,7 +61,7 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
 
 
 def _phi_and_slope(energy: np.ndarray, values: np.ndarray, eta: float) -> tuple[float, float]:
-    """Gives phi(eta) = sum g eta^2 / (e (e + eta)^2), the error above the least-squares one, and eta phi'(eta)."""
+    """Returns phi(eta) = sum g eta^2 / (e (e + eta)^2), the error above the least-squares one, and eta phi'(eta)."""
     both = values + eta
     parts = energy / values * (eta / both) ** 2
     return float(parts.sum()), float((2 * parts * values / both).sum())

@@ -63,7 +63,8 @@ class Canonical:
         return self.left.norm(dim=0) * self.right.norm(dim=0) * self.mix.norm(dim=0)
 
     def balanced(self) -> "Canonical":
-        """Gives the same tensor in the scaling of least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
+        """Returns the same tensor in the scaling of least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each
+        term."""
         sizes = [factor.shape[0] for factor in self.factors]
         scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
         left, right, mix = (
@@ -77,7 +78,7 @@ class Canonical:
 
 
 def sensitivity(terms: Canonical) -> float:
-    """Gives sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+    """Returns sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
 
     The expected squared change of the tensor, per variance of an independent error in every entry of the factors, as
     that variance goes to zero. It depends on the scaling of the terms; `balanced` makes it least.
@@ -88,13 +89,13 @@ def sensitivity(terms: Canonical) -> float:
 
 
 def least_sensitivity(terms: Canonical) -> float:
-    """Gives the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3)."""
+    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3)."""
     size = math.prod(factor.shape[0] for factor in terms.factors)
     return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Gives the `rank` strongest singular triples of all slices together, each owned by its slice.
+    """Returns the `rank` strongest singular triples of all slices together, each owned by its slice.
 
     The best approximation with one owner a term: its squared error is the energy of the triples left out. Terms come
     by falling strength, at equal strength the earlier slice first.
@@ -118,7 +119,7 @@ def als(
     tolerance: float = 1e-8,
     seed: int = 0,
 ) -> Canonical:
-    """Gives a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never goes up.
+    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never goes up.
 
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
     returns the result with the smaller error. `seed` draws the random terms. Stops after `sweeps`, or when a sweep
@@ -151,12 +152,12 @@ def als(
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
-    """Gives the start that was asked for, after checking that it fits the tensor."""
+    """Returns the requested start, after checking that it fits the tensor."""
     check_rank(tensor, rank)
     if isinstance(start, Canonical):
         check_fit(tensor, start)
         if start.rank != rank:
-            raise InvalidInput(f"the start has {start.rank} terms, {rank} were asked for; give a start of that rank.")
+            raise InvalidInput(f"the start has {start.rank} terms, {rank} were requested; give a start of that rank.")
         return start
     if start == "water_filling":
         return water_filled(tensor, rank)

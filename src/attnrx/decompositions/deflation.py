@@ -24,7 +24,7 @@ def block_terms(
     schedule: Schedule | None = None,
     seed: int = 0,
 ) -> BlockTerms:
-    """Gives a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
 
     "tied" improves all blocks together (`tied_als`, with the least-squares knobs of the schedule), "warm" and
     "literal" one after the other (`deflate`, "literal" as Algorithms 2 and 3 are printed). With the start "random" or

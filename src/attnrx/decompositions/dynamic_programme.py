@@ -9,7 +9,7 @@ from attnrx.shapes import Float, Tensor
 
 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
-    """Gives every unit a rank so that the ranks sum to `total` and the sum of `loss[unit, rank]` is the least.
+    """Returns every unit a rank so that the ranks sum to `total` and the sum of `loss[unit, rank]` is the least.
 
     A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far: the losses may rise
     and fall as they were measured. `loss` has one column per rank, 0 to the number of directions. Among allocations of
@@ -66,4 +66,4 @@ def _require_sensible(loss: Tensor, total: int, multiple: int, minimum: int) -> 
     require_multiple(multiple, most, "the directions of a unit")
     require_multiple(multiple, total, "the total rank")
     if not 0 <= minimum <= most:
-        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was asked of them.")
+        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested of them.")

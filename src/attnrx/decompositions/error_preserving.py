@@ -74,7 +74,7 @@ class Schedule:
 
 
 def named_objective(name: str) -> _Objective:
-    """Gives the objective of that name; raises UnknownName."""
+    """Returns the objective of that name; raises UnknownName."""
     if name not in OBJECTIVES:
         raise UnknownName("objective", name, OBJECTIVES)
     return OBJECTIVES[name]
@@ -123,7 +123,7 @@ def cpd_epc(
     schedule: Schedule | None = None,
     seed: int = 0,
 ) -> Canonical:
-    """Gives a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
+    """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
 
     `start` and `seed` are those of `als`. The trace is that of the last run. The error is at most that of the first one
     (or SMALLEST_BOUND).
@@ -154,7 +154,7 @@ def _sweep(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float], goal: _Objective
 ) -> tuple[Tensor, float]:
-    """Gives the factor after its bounded update, unless that raises the objective, and the squared error with it."""
+    """Returns the factor after its bounded update, unless that raises the objective, and the squared error with it."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), goal.column_weights(other, another)
     new = bounded_update(normal, products, weights, square, bound)

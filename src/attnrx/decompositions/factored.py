@@ -62,31 +62,31 @@ class FactoredTensor:
     def left_products(
         self, right_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "rows rank"]:
-        """Gives G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
+        """Returns G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
         return self._stacked_left.T.mm((right_projection * mix[:, None]).flatten(0, 1))
 
     def right_products(
         self, left_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "columns rank"]:
-        """Gives G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
+        """Returns G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
         return self._stacked_right.T.mm((left_projection * mix[:, None]).flatten(0, 1))
 
     def mix_products(
         self, left_projection: Float[Tensor, "slices inner rank"], right_projection: Float[Tensor, "slices inner rank"]
     ) -> Float[Tensor, "slices rank"]:
-        """Gives G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
+        """Returns G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
         return (left_projection * right_projection).sum(1)
 
     def inner_product(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Gives `<Y, [[A, B, C]]>`."""
+        """Returns `<Y, [[A, B, C]]>`."""
         return float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
 
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Gives || Y - [[A, B, C]] || / || Y ||, accurate however small it is; 0 if both are zero.
+        """Returns || Y - [[A, B, C]] || / || Y ||, accurate however small it is; 0 if both are zero.
 
         A zero tensor has no relative error: for terms that are not zero the answer is then infinite.
         """
@@ -103,7 +103,7 @@ class FactoredTensor:
     ) -> tuple[
         Float[Tensor, "slices rows inner"], Float[Tensor, "slices inner"], Float[Tensor, "slices columns inner"]
     ]:
-        """Gives the singular value decomposition of every slice, from two thin QRs and one small SVD.
+        """Returns the singular value decomposition of every slice, from two thin QRs and one small SVD.
 
         As many triples as the smallest of inner, rows and columns, largest first.
         """
@@ -134,7 +134,7 @@ class FactoredTensor:
 
 
 def as_matrix(values: Tensor, name: str) -> Tensor:
-    """Gives the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
+    """Returns the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
     values = values.detach().to(torch.float64).contiguous()
     if values.numel() == 0:
         raise InvalidInput(f"{name} is empty (shape {tuple(values.shape)}); give at least one row, column and term.")
@@ -146,7 +146,7 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
 def solve_normal(
     normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]
 ) -> Float[Tensor, "size rank"]:
-    """Gives products normal^-1 for a positive semidefinite matrix: a least-squares step.
+    """Returns products normal^-1 for a positive semidefinite matrix: a least-squares step.
 
     Cholesky where it is safe, otherwise the smallest solution by eigenvalues. Nothing is added to the diagonal, so
     that the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
@@ -161,7 +161,7 @@ def solve_normal(
 
 
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
-    """Gives the columns at length one and their lengths; a column of zeros stays, with length zero."""
+    """Returns the columns at length one and their lengths; a column of zeros stays, with length zero."""
     length = matrix.norm(dim=0)
     return matrix / torch.where(length > 0, length, torch.ones_like(length)), length
 

@@ -10,7 +10,7 @@ TOLERANCE = 1e-5
 
 
 def checked_gram(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "heads d d"]:
-    """Gives the symmetric part in float64; raises InvalidInput where it is not finite, square or symmetric."""
+    """Returns the symmetric part in float64; raises InvalidInput where it is not finite, square or symmetric."""
     require_finite(gram, what)
     if gram.shape[-1] != gram.shape[-2]:
         raise InvalidInput(f"the {what} must be square, found {list(gram.shape)}.")
@@ -23,7 +23,7 @@ def checked_gram(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "
 def gram_spectrum(
     gram: Float[Tensor, "heads d d"], what: str
 ) -> tuple[Float[Tensor, "heads d"], Float[Tensor, "heads d d"]]:
-    """Gives the eigenvalues of a Gram, descending and none negative, and its eigenvectors as columns."""
+    """Returns the eigenvalues of a Gram, descending and none negative, and its eigenvectors as columns."""
     gram = checked_gram(gram, what)
     values, vectors = torch.linalg.eigh(gram)
     _require_semidefinite(values, gram, what)
@@ -31,7 +31,7 @@ def gram_spectrum(
 
 
 def gram_factor(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "heads d d"]:
-    """Gives R with R^T R = gram, by the eigenvectors of its correlations: badly scaled features keep their digits."""
+    """Returns R with R^T R = gram, by the eigenvectors of its correlations: badly scaled features keep their digits."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram, what)
     if gram.numel() == 0:
@@ -57,5 +57,5 @@ def _require_semidefinite(values: Float[Tensor, "heads d"], gram: Float[Tensor, 
 
 
 def _size(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads 1"]:
-    """Gives the largest entry of each Gram, 0 where it has none."""
+    """Returns the largest entry of each Gram, 0 where it has none."""
     return gram.abs().flatten(1).amax(1, keepdim=True) if gram.numel() else gram.new_zeros(gram.shape[0], 1)

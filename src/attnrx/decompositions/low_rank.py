@@ -47,13 +47,13 @@ class LowRank:
     def truncated(self, rank: int) -> "LowRank":
         """Keeps the first `rank` directions; raises InvalidInput for more than there are, or for fewer than none."""
         if not 0 <= rank <= self.rank:
-            raise InvalidInput(f"rank {rank} was asked of a map that holds {self.rank} directions.")
+            raise InvalidInput(f"rank {rank} was requested of a map that holds {self.rank} directions.")
         shift = None if self.shift is None else self.shift[:rank]
         return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.center, shift)
 
 
 def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
-    """Gives the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias stays."""
+    """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias stays."""
     weight, bias = checked_map(weight, bias)
     left, strength, right = torch.linalg.svd(weight, full_matrices=False)
     return LowRank(strength[:, None] * right, left, strength, bias)
@@ -65,7 +65,7 @@ def activation_aware(
     moment: Float[Tensor, "inputs inputs"],
     mean: Float[Tensor, "inputs"] | None = None,
 ) -> LowRank:
-    """Gives the map of every rank with the least E |y - y'|^2 over inputs of this second moment.
+    """Returns the map of every rank with the least E |y - y'|^2 over inputs of this second moment.
 
     The outputs are projected on the leading eigenvectors V of W M W^T: y' = V V^T W x + b. With the mean of the
     inputs, their covariance takes the place of M and the mean of the outputs is matched by the bias:
@@ -90,7 +90,7 @@ def output_pca(
     covariance: Float[Tensor, "outputs outputs"],
     mean: Float[Tensor, "outputs"],
 ) -> LowRank:
-    """Gives the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
+    """Returns the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
 
     y' = V V^T (W x + b - mu) + mu, with V the leading eigenvectors of the covariance. What the statistics hold outside
     the range of W, where no output can go, is left out.
@@ -114,7 +114,7 @@ def pays(rank: int, outputs: int, inputs: int) -> bool:
 
 
 def break_even_rank(outputs: int, inputs: int) -> float:
-    """Gives the rank at which two factors cost what the matrix costs, outputs * inputs / (outputs + inputs)."""
+    """Returns the rank at which two factors cost what the matrix costs, outputs * inputs / (outputs + inputs)."""
     if outputs < 1 or inputs < 1:
         raise InvalidInput(f"a matrix needs a positive number of outputs and inputs, found {outputs} and {inputs}.")
     return outputs * inputs / (outputs + inputs)
@@ -123,7 +123,7 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 def checked_map(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs"] | None]:
-    """Gives both in float64; raises InvalidInput unless they are finite, not empty, and match."""
+    """Returns both in float64; raises InvalidInput unless they are finite, not empty, and match."""
     if weight.ndim != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
         found = "no bias" if bias is None else f"a bias {list(bias.shape)}"
         raise InvalidInput(f"a map needs a weight [outputs, inputs], found {list(weight.shape)} with {found}.")
@@ -137,7 +137,7 @@ def checked_map(
 def reachable(
     weight: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
-    """Gives an orthonormal basis of all outputs that a matrix can make, and the matrix in that basis.
+    """Returns an orthonormal basis of all outputs that a matrix can make, and the matrix in that basis.
 
     A square rotation in that basis rewrites the matrix exactly, for any data; one of a larger space would not.
     """
@@ -169,7 +169,8 @@ def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor
 
 
 def _directions(moment: Tensor, bound: Tensor, inner: Tensor) -> tuple[Float[Tensor, "most"], Float[Tensor, "most _"]]:
-    """Gives strengths and directions of outputs of this moment, whose rounding is that of numbers as large as `bound`.
+    """Returns strengths and directions of outputs of this moment, whose rounding is that of numbers as large as
+    `bound`.
 
     A strength that is no larger than this rounding is zero.
     """

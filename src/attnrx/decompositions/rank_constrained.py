@@ -25,7 +25,7 @@ class ConstrainedFit:
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Gives the nearest mix whose columns have no negative value and length one; for after each training step.
+    """Returns the nearest mix whose columns have no negative value and length one; for after each training step.
 
     With length one and nothing negative, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A
     column with nothing positive becomes its largest value alone.
@@ -37,7 +37,7 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 
 
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
-    """Gives sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
+    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
 
     Zero if and only if each column has at most one value that is not zero; at most rank * (slices - 1). The length of
     the columns does not matter.

@@ -49,13 +49,13 @@ class StrengthFit:
     def solve(
         self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
     ) -> Float[Tensor, "heads terms"]:
-        """Gives the best strengths of the kept terms, zero elsewhere; what no sample determines stays as in `start`.
+        """Returns the best strengths of the kept terms, zero elsewhere; what no sample determines stays as in `start`.
 
         The error is never above that of `start`, head by head.
         """
         if self.samples == 0:
             raise InvalidInput(
-                "the least-squares strengths were asked for before any sample was seen; give calibration data."
+                "the least-squares strengths were requested before any sample was seen; give calibration data."
             )
         start = torch.where(keep, start, 0).to(self.normal)
         strength = start.clone()
@@ -68,8 +68,8 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Gives the square root of the sum, relative to that of strengths of zero, on the samples seen; zero where the
-        target is constant.
+        """Returns the square root of the sum, relative to that of strengths of zero, on the samples seen; zero where
+        the target is constant.
         """
         square = (
             self.target_energy

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def standard() -> tuple[Diagnostic, ...]:
-    """Gives the diagnostics of the SVDA paper with their default knobs."""
+    """Returns the diagnostics of the SVDA paper with their default knobs."""
     return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
 
 

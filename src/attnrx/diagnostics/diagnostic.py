@@ -1,4 +1,4 @@
-"""The contract of a diagnostic: knobs that start an accumulator, which watches layers and gives readings."""
+"""The contract of a diagnostic: knobs that start an accumulator, which watches layers and returns readings."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def readings(self) -> list[dict[str, Tensor]]:
-        """Gives the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
+        """Returns the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
 
 
 class Diagnostic(ABC):
@@ -31,7 +31,7 @@ class Diagnostic(ABC):
 
     @abstractmethod
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Gives an accumulator for the layers with these spectra."""
+        """Returns an accumulator for the layers with these spectra."""
 
 
 class Averages(Accumulator):
@@ -52,7 +52,7 @@ class Averages(Accumulator):
             sums[name] = sums[name] + total if name in sums else total
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Gives the means over all images."""
+        """Returns the means over all images."""
         return [
             {name: (total / images).cpu() for name, total in sums.items()}
             for sums, images in zip(self.sums, self.images, strict=True)

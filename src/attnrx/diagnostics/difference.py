@@ -23,7 +23,7 @@ class Change:
 
 
 def compare(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]:
-    """Gives every per-head reading of both diagnoses side by side, by layer, original head and name, the rank first.
+    """Returns every per-head reading of both diagnoses side by side, by layer, original head and name, the rank first.
 
     Heads are matched by their number in the original model, so a model can be compared with its compressed form, whose
     heads may be stored in another order, or be gone.

@@ -30,7 +30,7 @@ class Geometry(Diagnostic):
         return Averages(len(spectra), self.measure)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Gives the readings of one batch."""
+        """Returns the readings of one batch."""
         queries, keys = query_grams(observation.query), key_covariances(observation.key)
         query, key = queries.mean(0), keys.mean(0)
         return {
@@ -47,7 +47,7 @@ class Geometry(Diagnostic):
 def alignment(
     query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
 ) -> Float[Tensor, "heads"]:
-    """Gives the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
+    """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
     The strength plays no part. The rows are divided by their norms here, so dense and compressed heads are read alike;
     a zero row has cosine zero with everything.
@@ -58,7 +58,7 @@ def alignment(
 
 
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
-    """Gives one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
+    """Returns one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
 
     With a single key there is nothing to select, and the selectivity is 0.
     """
@@ -73,7 +73,7 @@ def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[T
 def query_grams(
     query: Float[Tensor, "batch queries heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
-    """Gives the second moment of every image's query rows, mean over tokens of q q^T."""
+    """Returns the second moment of every image's query rows, mean over tokens of q q^T."""
     rows = _wide(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
     return (rows.mT @ rows).div_(rows.shape[-2])
 
@@ -81,7 +81,7 @@ def query_grams(
 def key_covariances(
     key: Float[Tensor, "batch keys heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
-    """Gives the covariance of every image's key rows over its tokens."""
+    """Returns the covariance of every image's key rows over its tokens."""
     key = _wide(key)
     return query_grams(key - key.mean(1, keepdim=True))
 
@@ -89,7 +89,7 @@ def key_covariances(
 def score_gram(
     query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
 ) -> Float[Tensor, "heads directions directions"]:
-    """Gives the matrix M for which scale^2 s^T M s is the mean square of the row-centred scores with the strengths s.
+    """Returns the matrix M for which scale^2 s^T M s is the mean square of the row-centred scores with the strengths s.
 
     With s = strength - new_strength it is the exact mean square error that a mask or a new strength makes on these
     images: M is the mean over images of the elementwise product of the query's second moment and the key's covariance.

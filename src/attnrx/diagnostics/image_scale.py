@@ -9,9 +9,9 @@ from attnrx.shapes import Float, Tensor
 # Taken back to pixels, images on their model's scale fill [0, 1]: four or more of ImageNette, Tiny-ImageNet, CIFAR-10,
 # FashionMNIST or the digits always reached over 0.95 of it. Confused constants leave it (unnormalised bytes, or
 # ImageNet's where 0.5 is meant: by 0.5 and more) or fill at most 0.62 of it (0.5 where ImageNet's or CLIP's are meant;
-# unnormalised: 0.5 and less). Means and standard deviations tell them apart less well: with the right constants eight
+# unnormalised: 0.5 and less). Means and standard deviations distinguish them less well: with the right constants eight
 # such images have standard deviations of 0.18 to 0.40, and half of that overlaps. Constants as near as ImageNet's and
-# CIFAR-10's (0.01 to 0.96) change little and are not told apart.
+# CIFAR-10's (0.01 to 0.96) change little and are not distinguished.
 OUTSIDE, FILLED = 0.1, 0.8
 FEW = 4  # images; fewer may be dark or pale without being on another scale
 

@@ -23,7 +23,7 @@ class MapWatch:
         self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
 
     def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDirections:
-        """Gives the directions of the outputs by falling strength: the leading ones are the best map of every rank.
+        """Returns the directions of the outputs by falling strength: the leading ones are the best map of every rank.
 
         The strength of a direction is the root of its mean square about the mean over all tokens.
         """
@@ -43,7 +43,7 @@ class MapWatch:
 def singular_directions(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> MapDirections:
-    """Gives the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
+    """Returns the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
 
     The center is the bias, so that the bias stays as it is.
     """

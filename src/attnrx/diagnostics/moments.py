@@ -54,7 +54,7 @@ class _Moments(Accumulator):
 
 
 def measure_keys(observation: Observation) -> dict[str, Tensor]:
-    """Gives both moments of the keys of one batch, each the mean over its images."""
+    """Returns both moments of the keys of one batch, each the mean over its images."""
     return {
         "key_gram": query_grams(observation.key).mean(0),
         "key_softmax": softmax_covariance(observation.key, observation.attention),
@@ -66,7 +66,7 @@ def measure_keys(observation: Observation) -> dict[str, Tensor]:
 def joint_grams(
     rows: Float[Tensor, "batch tokens heads directions"],
 ) -> Float[Tensor, "batch heads directions features"]:
-    """Gives the second moment of every image's rows, all heads side by side, mean over tokens."""
+    """Returns the second moment of every image's rows, all heads side by side, mean over tokens."""
     heads = rows.shape[2:]
     return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
@@ -74,7 +74,7 @@ def joint_grams(
 def softmax_covariance(
     key: Float[Tensor, "batch keys heads directions"], attention: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "heads directions directions"]:
-    """Gives the covariance of the keys under each query's own attention, mean over queries and images.
+    """Returns the covariance of the keys under each query's own attention, mean over queries and images.
 
     A change d of the scores of one query moves its attention by a divergence of about d^T (diag p - p p^T) d / 2.
     """

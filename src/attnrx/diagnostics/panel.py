@@ -34,7 +34,7 @@ class Panel:
                 self.observe_pairs(layer, _nothing(spectrum))
 
     def to_perturb(self, images: int) -> int:
-        """Gives how many of the images must be shown beside their perturbed copies."""
+        """Returns how many of the images must be shown beside their perturbed copies."""
         return 0 if self.perturbation is None else self.perturbation.count(images)
 
     def observe(self, layer: int, observation: Observation) -> None:
@@ -50,7 +50,7 @@ class Panel:
             accumulator.observe(layer, observation)
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Gives the readings of all diagnostics, one dictionary per layer."""
+        """Returns the readings of all diagnostics, one dictionary per layer."""
         every = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
         found = [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
         for layer, readings in enumerate(found):

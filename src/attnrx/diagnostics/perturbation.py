@@ -14,7 +14,7 @@ from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
 KINDS = ("gaussian", "fgsm")
-SHARE, MOST = 8, 256  # unless told, one image in eight is perturbed: the pass stays within 1.6 plain forward passes
+SHARE, MOST = 8, 256  # by default one image in eight is perturbed: the pass stays within 1.6 plain forward passes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PerturbationResponse(Diagnostic):
 
     `kind` says what delta is: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along the sign
     of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
-    perturbed, since each costs a second forward pass; unless told, an eighth of all, at most 256. Its accumulator wants
+    perturbed, since each costs a second forward pass; by default, an eighth of all, at most 256. Its accumulator wants
     paired batches: images, then the same images perturbed.
     """
 
@@ -46,11 +46,11 @@ class PerturbationResponse(Diagnostic):
         return Averages(len(spectra), self.measure)
 
     def count(self, available: int) -> int:
-        """Gives how many of the available images are perturbed."""
+        """Returns how many of the available images are perturbed."""
         return min(available, MOST, -(-available // SHARE)) if self.images is None else min(available, self.images)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Gives the reading of one paired batch."""
+        """Returns the reading of one paired batch."""
         clean, perturbed = observation.attention.chunk(2)
         return {"perturbation_response": response(clean, perturbed).mean(0)}
 
@@ -61,7 +61,7 @@ class PerturbationResponse(Diagnostic):
         seed: int,
         slope: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, "batch channels height width"]:
-        """Gives the perturbed images, the first of which is image number `first` of the data.
+        """Returns the perturbed images, the first of which is image number `first` of the data.
 
         `slope` gives the gradient of the loss with respect to images; only FGSM asks for it.
         """
@@ -72,7 +72,7 @@ class PerturbationResponse(Diagnostic):
 def response(
     clean: Float[Tensor, "batch heads queries keys"], perturbed: Float[Tensor, "batch heads queries keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Gives the Frobenius norm of the change of every attention map (Eq. 33)."""
+    """Returns the Frobenius norm of the change of every attention map (Eq. 33)."""
     return torch.linalg.vector_norm(perturbed - clean, dim=(-2, -1))
 
 

@@ -75,7 +75,7 @@ class CentredMoment:
 def spectral_redundancy(
     strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"] | None = None
 ) -> Float[Tensor, "heads heads"]:
-    """Gives the cosine between the |strength| of every two heads (Eq. 43), in [0, 1]."""
+    """Returns the cosine between the |strength| of every two heads (Eq. 43), in [0, 1]."""
     magnitude = strength.abs() if used is None else strength.abs() * used
     return _cosines(magnitude @ magnitude.T)
 
@@ -83,7 +83,7 @@ def spectral_redundancy(
 def output_similarity(
     moment: Float[Tensor, "features features"], readout: Float[Tensor, "heads head_dim width"]
 ) -> Float[Tensor, "heads heads"]:
-    """Gives the cosine between what every two heads add to the residual stream, in [-1, 1].
+    """Returns the cosine between what every two heads add to the residual stream, in [-1, 1].
 
     Head h adds output_h @ readout_h to each token. What it adds everywhere, its mean over all tokens of all images, is
     left out: it is a bias. `moment` is the centred second moment of the concatenated outputs, so nothing of the width

@@ -38,7 +38,7 @@ class SpectralShape(Diagnostic):
         return _Shapes(self, spectra)
 
     def measure(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Gives the readings of one layer."""
+        """Returns the readings of one layer."""
         strength, used = spectrum.strength, spectrum.used
         return {
             "energy": energy(strength, used),
@@ -63,7 +63,8 @@ class _Shapes(Accumulator):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Gives each direction's strength squared as a share of its head (p_r, Eq. 22); a head without energy has zeros."""
+    """Returns each direction's strength squared as a share of its head (p_r, Eq. 22); a head without energy has
+    zeros."""
     magnitude = _present(strength, used).abs()
     largest = magnitude.amax(-1, keepdim=True) if magnitude.shape[-1] else magnitude.sum(-1, keepdim=True)
     # Divided by the largest one first, so that squares neither overflow nor vanish.
@@ -75,7 +76,7 @@ def energy(
 def entropy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Gives the spectral entropy H in nats (Eq. 23): 0 for one direction, log(directions) for equal strengths.
+    """Returns the spectral entropy H in nats (Eq. 23): 0 for one direction, log(directions) for equal strengths.
 
     Differentiable everywhere; a direction of strength zero receives no gradient.
     """
@@ -87,7 +88,7 @@ def entropy(
 def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Gives the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
+    """Returns the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
     active = (_present(strength, used) != 0).sum(-1)
     # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
@@ -100,7 +101,7 @@ def sparsity(
     absolute: float | None = None,
     used: Bool[Tensor, "*heads directions"] | None = None,
 ) -> Float[Tensor, "*heads"]:
-    """Gives the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
+    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
 
     Eq. 29 has an `absolute` threshold epsilon. The default is ours: `relative=0.1`, a tenth of the head's largest
     |strength|, which does not depend on the scale of the strengths.
@@ -122,7 +123,8 @@ def sparsity(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Gives max|strength| * scale: how much of a change of query and key reaches the scores at most (Proposition 4)."""
+    """Returns max|strength| * scale: how much of a change of query and key reaches the scores at most (Proposition
+    4)."""
     magnitude = _present(strength, used).abs()
     return scale * (magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1))
 

@@ -38,7 +38,7 @@ class RelevanceWatch:
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
-        """Gives the relevance by each source; not-a-number in a layer that computed nothing."""
+        """Returns the relevance by each source; not-a-number in a layer that computed nothing."""
         return {name: self._joined(layers) for name, layers in self._seen.items()}
 
     def _joined(self, layers: list[list[Tensor]]) -> Tensor:
@@ -47,13 +47,13 @@ class RelevanceWatch:
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
-    """Gives the mean over layers 1..l for every l (Section 8); layers that are unknown do not count."""
+    """Returns the mean over layers 1..l for every l (Section 8); layers that are unknown do not count."""
     known = ~relevance.isnan()
     return relevance.nan_to_num(0.0).cumsum(-2) / known.cumsum(-2)
 
 
 def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, "*more patches"]:
-    """Gives the patches that a reducer keeps by this relevance: the `count` highest, of equals the first."""
+    """Returns the patches that a reducer keeps by this relevance: the `count` highest, of equals the first."""
     if not 1 <= count <= relevance.shape[-1]:
         raise InvalidInput(f"{count} patches of {relevance.shape[-1]} to keep: give 1 to {relevance.shape[-1]}.")
     flat = relevance.reshape(-1, relevance.shape[-1])
@@ -62,7 +62,7 @@ def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, 
 
 
 def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more patches"]) -> Float[Tensor, "*more"]:
-    """Gives the share of the patches of the smaller set that are in both; by chance it is the larger set's share."""
+    """Returns the share of the patches of the smaller set that are in both; by chance it is the larger set's share."""
     smaller = torch.minimum(first.sum(-1), second.sum(-1)).clamp_min(1)
     return (first & second).sum(-1).double() / smaller
 
@@ -70,15 +70,15 @@ def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more pa
 def rank_correlation(
     first: Float[Tensor, "*more patches"], second: Float[Tensor, "*more patches"]
 ) -> Float[Tensor, "*more"]:
-    """Gives Spearman's correlation over the patches, in [-1, 1]; 0 where all patches are equal."""
+    """Returns Spearman's correlation over the patches, in [-1, 1]; 0 where all patches are equal."""
     return _correlation(_ranks(first), _ranks(second))
 
 
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
-    """Gives the variance of relevance over draws of noise, relative to its variance over the patches.
+    """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
     Both are unbiased: what noise adds to the variance of the mean over the draws is taken off. Infinite where that
-    leaves nothing to tell patches apart by.
+    leaves no difference between patches.
     """
     noise = noise_variance(draws)
     spread = draws.mean(0).var(-1) - noise / len(draws)
@@ -86,25 +86,25 @@ def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor
 
 
 def noise_variance(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
-    """Gives the variance of relevance over draws of noise, in the mean over the patches."""
+    """Returns the variance of relevance over draws of noise, in the mean over the patches."""
     if len(draws) < 2:
         raise InvalidInput(f"{len(draws)} draw of noise: a variance over draws needs two at least.")
     return draws.var(0).mean(-1)
 
 
 def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Float[Tensor, "images layers layers"]:
-    """Gives the correlation of the noise of every two layers, over draws and patches, about the mean of the draws.
+    """Returns the correlation of the noise of every two layers, over draws and patches, about the mean of the draws.
 
     Section 8 assumes that it is near zero off the diagonal.
     """
-    apart = (draws - draws.mean(0)).permute(1, 2, 0, 3).flatten(2)
-    products = apart @ apart.mT
+    deviations = (draws - draws.mean(0)).permute(1, 2, 0, 3).flatten(2)
+    products = deviations @ deviations.mT
     own = products.diagonal(dim1=-2, dim2=-1).sqrt()
     return products / (own[:, :, None] * own[:, None, :]).clamp_min(torch.finfo(draws.dtype).tiny)
 
 
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
-    """Gives what is left of the noise variance of layer l in the mean over layers 1..l, [images, layers], three ways.
+    """Returns what is left of the noise variance of layer l in the mean over layers 1..l, [images, layers], three ways.
 
     "measured"; "independent", if the noise of the layers had their own variances and no correlation; and "claimed",
     1 / l, which Section 8 derives from equal variances beside.
@@ -119,7 +119,7 @@ def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dic
 
 
 def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patches"]:
-    """Gives the places in ascending order; equal values share the mean of theirs."""
+    """Returns the places in ascending order; equal values share the mean of theirs."""
     ordered = values.contiguous().sort(-1).values
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
     high = torch.searchsorted(ordered, values.contiguous(), right=True)

@@ -16,13 +16,13 @@ from attnrx.exporting import exported as _exported
 from attnrx.exporting.aot import AOTInductor
 from attnrx.exporting.exported import Exported, Images, is_exported
 from attnrx.exporting.format import Format
-from attnrx.exporting.making import DYNAMIC, Subject, bare_subject, captured, write_exported
 from attnrx.exporting.onnx import Onnx
 from attnrx.exporting.openvino import OpenVINO
 from attnrx.exporting.parity import Parity
 from attnrx.exporting.program import Program
 from attnrx.exporting.quantized import Int8
 from attnrx.exporting.text import parse_format_text
+from attnrx.exporting.writing import DYNAMIC, Subject, bare_subject, captured, write_exported
 from attnrx.model_data import images_for
 
 FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
@@ -72,10 +72,10 @@ def export(
     precision: str | None = None,
     calibration: ImageData | None = None,
 ) -> Exported:
-    """Writes a model as a file that runs without attnrx, and gives that file as a model.
+    """Writes a model as a file that runs without attnrx, and returns that file as a model.
 
     `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8. The file takes batches of
-    any size, or of `batch` images; it is written at `precision`, the model's own unless told. It is run beside the
+    any size, or of `batch` images; it is written at `precision`, the model's own by default. It is run beside the
     model on the calibration images, which int8 needs, or on noise; where a logit differs by more than rounding (or
     than int8 was allowed) nothing is left on disk. Beside it lies PATH.json: the model's fingerprint, what images the
     file takes and how they are normalized, class names where they are known, versions, and the parity that was found.

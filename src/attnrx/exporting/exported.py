@@ -92,14 +92,14 @@ class Exported(nn.Module):
     def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
         super().__init__()
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
-        # By these a model is told apart from others, and its precision and device are known.
+        # These distinguish a model from others, and its precision and device are known.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Gives the logits, on the device of the images."""
+        """Returns the logits, on the device of the images."""
         if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):
             channels, height, width = self.images.shape
             raise InvalidInput(
@@ -108,7 +108,7 @@ class Exported(nn.Module):
             )
         run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
         with torch.no_grad():
-            logits = run(placed) if self.images.batch is None else _in_parts(run, placed, self.images.batch)
+            logits = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
         return logits.to(images.device)
 
     def _run(self, threads: int) -> Run:
@@ -129,7 +129,7 @@ class Exported(nn.Module):
         return copied.train(self.training)
 
 
-def _in_parts(run: Run, images: Tensor, size: int) -> Tensor:
+def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
     parts = []
     for part in images.split(size):
         missing = size - len(part)
@@ -149,7 +149,7 @@ def is_exported(path: Path | str) -> bool:
 
 
 def present_facts(path: Path) -> dict[str, Any] | None:
-    """Gives the facts of the export that lies at a path; None where there is none, or it was changed."""
+    """Returns the facts of the export that lies at a path; None where there is none, or it was changed."""
     if not is_exported(path):
         return None
     try:
@@ -160,7 +160,7 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Gives the earlier facts where the files are still those of the earlier export, which was being replaced."""
+    """Returns the earlier facts where the files are still those of the earlier export, which was being replaced."""
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
     if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
@@ -169,7 +169,7 @@ def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
-    """Gives the first file that is not the exported one."""
+    """Returns the first file that is not the exported one."""
     for name, sha256 in facts["files"].items():
         beside = path.with_name(name)
         if not beside.is_file() or file_sha256(beside) != sha256:
@@ -186,8 +186,8 @@ def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: 
     try:
         facts = validated(_of_present_files(path, facts), RECORD, facts_path(path))
         form = from_dict(facts["format"], formats.values())
-        told = facts["images"]
-        images = Images(tuple(told["shape"]), told["precision"], told["batch"], told["device"])
+        recorded = facts["images"]
+        images = Images(tuple(recorded["shape"]), recorded["precision"], recorded["batch"], recorded["device"])
         files = dict(facts["files"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{facts_path(path)} is not whole ({error}); export the model again.") from error

@@ -47,7 +47,7 @@ class Format(ABC):
 
     @abstractmethod
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Gives what runs the file on a device with so many CPU threads."""
+        """Returns what runs the file on a device with so many CPU threads."""
 
     def limit(self, dtype: torch.dtype) -> float:
         """The most that a logit may differ from eager's, as a share of the largest logit."""
@@ -74,7 +74,7 @@ def require_suffix(path: Path, suffix: str) -> None:
 
 
 def to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
-    """Gives images as what runs on the CPU outside of torch takes them."""
+    """Returns images as what runs on the CPU outside of torch takes them."""
     return images.detach().cpu().contiguous().numpy()
 
 

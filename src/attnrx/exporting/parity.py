@@ -29,11 +29,11 @@ class Parity:
 
     def findings(self, limit: float) -> tuple[Finding, ...]:
         """Says it as evidence, against a limit for `share`."""
-        told = {"quantity": "parity", "largest_difference": self.largest, "images_left_out": self.differing}
+        details = {"quantity": "parity", "largest_difference": self.largest, "images_left_out": self.differing}
         claim = "largest difference of a logit, exported against eager, as a share of the largest logit"
         return (
             Finding(
-                "parity", claim, self.share, **judged(self.share, limit, n=self.images, at_least=False), details=told
+                "parity", claim, self.share, **judged(self.share, limit, n=self.images, at_least=False), details=details
             ),
             Finding(
                 "parity",
@@ -51,18 +51,18 @@ def compare(
     exported: Callable[[Tensor], Tensor],
     batches: Sequence[Float[Tensor, "_ channels height width"]],
     limit: float,
-    tokens_leave: bool,
+    prunes_tokens: bool,
 ) -> Parity:
     """Runs both on the batches; where tokens leave, one image in ten may be answered otherwise."""
     with torch.no_grad():
         ours = torch.cat([model(batch).double().cpu() for batch in batches])
         theirs = torch.cat([exported(batch).double().cpu() for batch in batches])
-    apart = (ours - theirs).abs().amax(-1).nan_to_num(nan=float("inf"))
-    shares = apart / ours.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    difference = (ours - theirs).abs().amax(-1).nan_to_num(nan=float("inf"))
+    shares = difference / ours.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)
     shares, order = shares.sort()
-    apart = apart[order]
-    allowed = int(MAY_DIFFER * len(shares)) if tokens_leave else 0
+    difference = difference[order]
+    allowed = int(MAY_DIFFER * len(shares)) if prunes_tokens else 0
     differing = min(allowed, int((shares > limit).sum()))
     last = len(shares) - differing - 1
     agreement = float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
-    return Parity(len(shares), float(apart[: last + 1].max()), float(shares[last]), agreement, differing)
+    return Parity(len(shares), float(difference[: last + 1].max()), float(shares[last]), agreement, differing)

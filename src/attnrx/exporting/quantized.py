@@ -94,11 +94,11 @@ class Int8(Onnx):
 
     @property
     def wanted(self) -> int:
-        """As many as were asked for."""
+        """The requested number."""
         return self.images
 
     def limit(self, dtype: torch.dtype) -> float:
-        """What was asked for: this is no rounding."""
+        """What was requested for: this is no rounding."""
         return self.most_difference
 
 

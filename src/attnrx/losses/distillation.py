@@ -29,7 +29,7 @@ class Distillation(Loss):
             raise InvalidInput(f"{self}: temperature must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean divergence of the batch."""
+        """Returns the mean divergence of the batch."""
         answers = taught(context, self.teacher, self.weights).logits
         if answers.shape != context.logits.shape:
             raise InvalidInput(

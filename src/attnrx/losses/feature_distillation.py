@@ -34,7 +34,7 @@ class FeatureDistillation(Loss):
             raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean over the chosen blocks, the images, the tokens and the features."""
+        """Returns the mean over the chosen blocks, the images, the tokens and the features."""
         theirs, own = taught(context, self.teacher, self.weights).features, context.features
         shapes = [[tuple(tokens.shape[1:]) for tokens in features] for features in (own, theirs)]
         if shapes[0] != shapes[1]:

@@ -28,7 +28,7 @@ class FusionOwnership(Loss):
         require_weight(self)
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean penalty of a direction, times the progress of the run."""
+        """Returns the mean penalty of a direction, times the progress of the run."""
         fusions = [layer.scores.strength for layer in _shared(context)]
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)

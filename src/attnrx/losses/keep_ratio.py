@@ -1,4 +1,4 @@
-"""As many tokens as were asked for."""
+"""Keeps the requested share of tokens."""
 
 from dataclasses import dataclass
 
@@ -20,13 +20,13 @@ class KeepRatio(Loss):
         require_weight(self)
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean over the images and the stages."""
+        """Returns the mean over the images and the stages."""
         reduction = reduction_of(context.model)
-        if reduction is None or not reduction.run.drawn:
+        if reduction is None or not reduction.run.sampled:
             raise NotSupported(
                 "KeepRatio needs tokens that a learned reducer lets leave (spot, dynamicvit), and this model has none; "
                 "attach a policy, or leave the loss out."
             )
         wanted = reduction.policy.keep
-        found = torch.stack([keep.mean(1) for keep in reduction.run.drawn], dim=1)
+        found = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
         return (found - found.new_tensor(wanted[: found.shape[1]])).square().mean()

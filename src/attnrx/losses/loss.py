@@ -36,7 +36,7 @@ class LossContext:
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def noise(self) -> Float[Tensor, "batch channels height width"]:
-        """Gives standard normal noise for the images: drawn for all processes together, then cut.
+        """Returns standard normal noise for the images: drawn for all processes together, then cut.
 
         So N processes see what one process with the same global batch sees, and a repeated step sees the same again.
         """
@@ -59,7 +59,7 @@ class Loss(ABC):
 
     @abstractmethod
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the value of the term, before its weight."""
+        """Returns the value of the term, before its weight."""
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ class PerturbationRobustness(Loss):
             raise InvalidInput(f"{self}: scale is the deviation of the noise and must be positive and finite.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean of |A(x) - A(x + noise)|^2."""
+        """Returns the mean of |A(x) - A(x + noise)|^2."""
         changes: list[Tensor] = []
 
         def observe(_: int, seen: Observation) -> None:

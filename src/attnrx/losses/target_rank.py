@@ -28,7 +28,7 @@ class TargetRank(Loss):
             raise InvalidInput(f"{self}: an effective rank is at least 1.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean of (effective rank - rank)^2."""
+        """Returns the mean of (effective rank - rank)^2."""
         ranks = torch.stack([effective_rank(strength) for strength in _strengths(context)])
         return (ranks - self.rank).square().mean()
 

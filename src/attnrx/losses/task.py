@@ -24,7 +24,7 @@ class Task(Loss):
             raise InvalidInput(f"{self}: label_smoothing is a share of the label and must lie in [0, 1).")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean cross-entropy of the batch."""
+        """Returns the mean cross-entropy of the batch."""
         own = self._against(context.logits, context.labels)
         if context.partners is None:
             return own

@@ -15,7 +15,7 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Answer:
-    """What a teacher said: its logits, and what its blocks gave where the step reads features."""
+    """The logits of a teacher, and the outputs of its blocks where the step needs features."""
 
     logits: Float[Tensor, "batch classes"]
     features: Sequence[Float[Tensor, "batch tokens features"]]

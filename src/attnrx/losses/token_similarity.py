@@ -28,7 +28,7 @@ class TokenSimilarity(Loss):
         require_weight(self)
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Gives the mean over the patches that stay, over all images of the step."""
+        """Returns the mean over the patches that stay, over all images of the step."""
         reduction = reduction_of(context.model)
         if reduction is None or reduction.run.sizes is None or reduction.run.places is None:
             raise NotSupported("TokenSimilarity is about tokens that stay while others leave, and here none leave.")

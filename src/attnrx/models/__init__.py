@@ -11,16 +11,19 @@ from torch import nn
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.hub import download
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.blocks import block_names, parameter_places, recording_blocks
+from attnrx.models.backend_selection import use_backend
+from attnrx.models.blocks import block_names, parameter_blocks, recording_blocks
 from attnrx.models.checkpoint import load_weights, require_model_folder, save_weights
-from attnrx.models.executing import use_backend
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
+from attnrx.models.input_validation import InputValidation
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import LVViT, LVViTConfig
 from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
-from attnrx.models.observing import evaluating, head_features, observing, observing_mlp
-from attnrx.models.reducing import (
+from attnrx.models.observation_hooks import evaluating, head_features, observing, observing_mlp
+from attnrx.models.timm_family import TimmFamily
+from attnrx.models.token_costs import unfused
+from attnrx.models.token_reduction import (
     TokenReduction,
     attach_tokens_,
     described_tokens,
@@ -28,9 +31,6 @@ from attnrx.models.reducing import (
     require_all_tokens,
     shape_of,
 )
-from attnrx.models.showing import Showing
-from attnrx.models.timm_family import TimmFamily
-from attnrx.models.token_prices import written_out
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
@@ -60,10 +60,10 @@ __all__ = [
     "SCENARIOS",
     "SIZES",
     "Family",
+    "InputValidation",
     "LVViT",
     "LVViTConfig",
     "LowRankLinear",
-    "Showing",
     "TokenReduction",
     "Transformer",
     "TransformerConfig",
@@ -86,7 +86,7 @@ __all__ = [
     "named_config",
     "observing",
     "observing_mlp",
-    "parameter_places",
+    "parameter_blocks",
     "rank_of",
     "recording_blocks",
     "reduction_of",
@@ -95,8 +95,8 @@ __all__ = [
     "require_ordinary_weights",
     "save_model",
     "shape_of",
+    "unfused",
     "use_backend",
-    "written_out",
 ]
 
 
@@ -137,7 +137,8 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
 def load_model(
     source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
 ) -> nn.Module:
-    """Gives a model from a saved folder, from a name, or from an instance, which is adopted if it is another library's.
+    """Returns a model from a saved folder, from a name, or from an instance, which is adopted if it is another
+    library's.
 
     `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
     ones; `hf:ID` takes a folder or downloads, and the path of a folder saved by transformers needs no `hf:`;

@@ -10,9 +10,9 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.chunked_forward import chunked_forward
 from attnrx.models.last_layer import LastLayer
-from attnrx.models.observing import evaluating
-from attnrx.models.parts import in_parts
+from attnrx.models.observation_hooks import evaluating
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
@@ -60,14 +60,14 @@ class Adopted(nn.Module):
         self.last: LastLayer | None = None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Gives the logits, or the pooled features where the model has no classifier."""
+        """Returns the logits, or the pooled features where the model has no classifier."""
         if images.shape[1:] != self.origin.input_shape:
             channels, height, width = self.origin.input_shape
             raise InvalidInput(
                 f"images of shape {tuple(images.shape)}: {self.origin.architecture} wants [batch, {channels}, "
                 f"{height}, {width}]. Load the data with image_size={height}."
             )
-        return in_parts(self, self._answered, images, self._largest)
+        return chunked_forward(self, self._answered, images, self._largest)
 
     @cached_property
     def _largest(self) -> int:
@@ -79,7 +79,7 @@ class Adopted(nn.Module):
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
     def _answered(self, images: Tensor) -> Tensor:
-        """Gives the logits, and does not compute in the last layer what nobody reads."""
+        """Returns the logits; the last block computes the class token alone where the head reads nothing else."""
         if self.last is None or self.last.watched:
             return self.logits(images)
         self.last.at_work = True
@@ -105,7 +105,7 @@ class Adapter(nn.Module):
         self.among: Tensor | None = None
 
     def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Gives what our attention gives."""
+        """Returns what our attention gives."""
         among = self.among
         if among is None:
             return self.attention(tokens)
@@ -116,7 +116,7 @@ class Adapter(nn.Module):
 def assembled(
     weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None], heads: int, scale: float
 ) -> Attention:
-    """Gives our dense attention from four projections ("query", "key", "value", "output"), copying their tensors.
+    """Returns our dense attention from four projections ("query", "key", "value", "output"), copying their tensors.
 
     The rows of query, key and value, and the columns of output, are sorted by heads.
     """
@@ -151,9 +151,9 @@ def require_same(first: Adopted, second: Adopted, because: str) -> None:
         one, other = first(images), second(images)
     epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
     limit = epsilon**0.5 * max(1.0, float(one.abs().max()))
-    apart = float((one - other).abs().max())
-    if not apart <= limit:  # NaN too
+    difference = float((one - other).abs().max())
+    if not difference <= limit:  # NaN too
         raise NotSupported(
             f"{first.origin.architecture} cannot be adopted: {because}. On random images the logits differ by "
-            f"{apart:.3g}, and rounding explains {limit:.3g}."
+            f"{difference:.3g}, and rounding explains {limit:.3g}."
         )

@@ -18,8 +18,8 @@ from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
 from attnrx.models.last_layer import LastLayer
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.plain_attention import Refusal, model_name
-from attnrx.models.token_prices import priced_tokens
+from attnrx.models.token_costs import priced_tokens
+from attnrx.models.unsupported_features import Refusal, model_name
 from attnrx.spec import AttentionSpec
 from attnrx.storage import require_finite
 from attnrx.tokens import TokenLayout, TokenPolicy
@@ -69,7 +69,7 @@ class AdoptedFamily(Family):
 
     @abstractmethod
     def norm_before(self, layer: nn.Module) -> str | None:
-        """Where a block has the norm before its attention, if any; asked where the class token answers."""
+        """Where a block has the norm before its attention, if any; used where the logits read the class token alone."""
 
     @abstractmethod
     def patches(self, source: nn.Module) -> nn.Conv2d:
@@ -98,7 +98,7 @@ class AdoptedFamily(Family):
         std: tuple[float, ...] | None = None,
         input_shape: tuple[int, int, int] | None = None,
     ) -> Adopted:
-        """Gives a deep copy of the model with our attention in every layer; the model itself is left alone.
+        """Returns a deep copy of the model with our attention in every layer; the model itself is left alone.
 
         Two things are proven on random images before the copy is given out: that its logits are those of the model,
         and that a model rebuilt from its description gives them too. `mean` and `std` override what the model says
@@ -122,7 +122,7 @@ class AdoptedFamily(Family):
         self._require_rebuilt(adopted)
         return adopted
 
-    def shipped(self, model: nn.Module) -> nn.Module:
+    def library_model(self, model: nn.Module) -> nn.Module:
         """Makes the model anew with its own library, whose attention it keeps."""
         return self.create(self._adopted(model).origin)
 
@@ -203,7 +203,8 @@ class AdoptedFamily(Family):
         return adopted
 
     def _lighten_(self, adopted: Adopted) -> None:
-        """Leaves out what changes nothing: dropout of nothing, and what nobody reads in the last layer."""
+        """Removes dropout at rate 0, and computes only the class token in the last block where the head reads nothing
+        else."""
         source, layers = adopted.source, self.layers(adopted.source)
         for layer in layers:
             _without_idle_dropout_(layer)
@@ -310,8 +311,8 @@ class AdoptedFamily(Family):
             features = norm_features(module)
             if features and module not in inside:
                 left = tokens[-1] if module is last else tokens[0]
-                seen = positions if name.startswith("patch_embed.") else left
-                total += features * (1 if name in self.pooled_names else seen)
+                state = positions if name.startswith("patch_embed.") else left
+                total += features * (1 if name in self.pooled_names else state)
         return total
 
     def _factor_(self, adopted: Adopted, layer: int, which: int, rank: int | None) -> None:

@@ -11,13 +11,13 @@ from attnrx.shapes import Tensor
 
 
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Gives the path of the block around every attention layer: the part of the layer's path up to its number."""
+    """Returns the path of the block around every attention layer: the part of the layer's path up to its number."""
     paths = {id(module): name for name, module in model.named_modules()}
     return tuple(_up_to_number(paths[id(layer)]) for layer in family.attention(model))
 
 
-def parameter_places(model: nn.Module, family: Family) -> dict[str, int]:
-    """Gives the place of every parameter on the way from image to logits.
+def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
+    """Returns the place of every parameter on the way from image to logits.
 
     0 is what comes before the blocks (patches, positions, tokens), 1 to L are the blocks, L + 1 is what comes after.
     """

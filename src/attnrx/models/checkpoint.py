@@ -16,7 +16,7 @@ from attnrx.atomic_writes import replacing_folder, require_absent
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
 from attnrx.models.family import Family, require_ordinary_weights
-from attnrx.models.reducing import BY, attach_described_, described_tokens
+from attnrx.models.token_reduction import BY, attach_described_, described_tokens
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.shapes import Tensor
 from attnrx.storage import (

@@ -49,7 +49,7 @@ class Family(ABC):
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         """Builds the described model; called on the meta device when loading."""
 
-    def shipped(self, model: nn.Module) -> nn.Module:
+    def library_model(self, model: nn.Module) -> nn.Module:
         """The model as its own library makes and runs it, with fresh weights: what a speed is compared with."""
         return self.build(self.describe(model))
 

@@ -15,7 +15,7 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownNa
 from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.plain_attention import Refusal, changed_linears, features
+from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
 from attnrx.storage import read_json
 
@@ -68,7 +68,8 @@ class HuggingFaceModel(Adopted):
         labels: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Gives logits for images, and for `pixel_values` transformers' own output, with a loss where there are labels.
+        """Returns logits for images, and for `pixel_values` transformers' own output, with a loss where there are
+        labels.
 
         Raises:
             InvalidInput: Both or neither were given, or images of another shape.
@@ -119,7 +120,7 @@ class HuggingFaceAttention(Adapter):
         if options.get("output_attentions"):
             raise NotSupported(
                 "output_attentions=True: an adopted model keeps no attention weights. Observe its layers with "
-                "attnrx.models.observing instead."
+                "attnrx.models.observation_hooks instead."
             )
         return self.mixed(hidden_states), None
 
@@ -151,10 +152,10 @@ class HuggingFaceFamily(AdoptedFamily):
                     f"hf:{source} cannot be read as an image classifier: {reason} Give a folder written by "
                     "save_pretrained, or the id of an image classifier on the hub."
                 ) from error
-        drawn = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
-        if drawn:
+        sampled = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
+        if sampled:
             raise CheckpointError(
-                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(drawn[:4])} would be random. "
+                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(sampled[:4])} would be random. "
                 "Fine-tune it as a classifier first, and save that."
             )
         return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()

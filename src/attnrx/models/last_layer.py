@@ -1,4 +1,4 @@
-"""The last layer of a model that answers by its class token: what its patches would become, nobody reads."""
+"""The last-layer class-token shortcut: models whose head reads the class token compute only that in the last block."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class LastLayer:
 
 
 def last_layer_of(model: nn.Module) -> LastLayer | None:
-    """Gives what shortens the last layer of a model; None where nothing does."""
+    """Returns what shortens the last layer of a model; None where nothing does."""
     found = getattr(model, "last", None)
     return found if isinstance(found, LastLayer) else None
 

@@ -46,10 +46,10 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def linear_of_rank(inputs: int, outputs: int, rank: int | None) -> nn.Module:
-    """Gives one linear map, or two factors of it where a rank is given."""
+    """Returns one linear map, or two factors of it where a rank is given."""
     return nn.Linear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
 
 
 def rank_of(linear: nn.Module) -> int | None:
-    """Gives the rank of a map written as two, or None."""
+    """Returns the rank of a map written as two, or None."""
     return linear.rank if isinstance(linear, LowRankLinear) else None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.models.parts import in_parts
+from attnrx.models.chunked_forward import chunked_forward
 from attnrx.models.transformer import Layer, Transformer, TransformerConfig
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -89,7 +89,7 @@ class Stem(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch patches token_width"]:
-        """Gives the patches, row by row."""
+        """Returns the patches, row by row."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             images = nn.functional.relu(norm(convolution(images)))
         return self.projection(images).flatten(2).transpose(1, 2)
@@ -126,9 +126,9 @@ class LVViT(Transformer[LVViTConfig]):
         self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Gives the logits: the class token's and, class by class, half of the largest among the patches'."""
+        """Returns the logits: the class token's and, class by class, half of the largest among the patches'."""
         self.require_images(images)
-        return in_parts(self, self.logits, images, self.config.patches * self.config.hidden)
+        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Answers images of the right shape."""
@@ -138,7 +138,7 @@ class LVViT(Transformer[LVViTConfig]):
     def answers(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch patches classes"] | None]:
-        """Gives the logits of the class token and those of the patches that are left, for training with token labels.
+        """Returns the logits of the class token and those of the patches that are left, for training with token labels.
 
         Where tokens leave by mask, each that has left answers as one that is there.
         """

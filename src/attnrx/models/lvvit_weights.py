@@ -30,7 +30,7 @@ LAYER_PARTS = {
 
 
 def read_published(path: Path, model: LVViT, name: str) -> dict[str, Tensor]:
-    """Reads a file with the published names, and gives its tensors under ours; the model says which, and what shapes.
+    """Reads a file with the published names, and returns its tensors under ours; the model says which, and what shapes.
 
     Raises:
         CheckpointError: The file cannot be read, or a tensor is missing, unknown, of another shape or not finite.
@@ -41,7 +41,7 @@ def read_published(path: Path, model: LVViT, name: str) -> dict[str, Tensor]:
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Gives published tensors under our names: every one of them, and for every one of ours."""
+    """Returns published tensors under our names: every one of them, and for every one of ours."""
     ours, names = model.state_dict(), published_names(model)
     missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or unknown:

@@ -13,7 +13,7 @@ from attnrx.costs import ModelCosts, TokenCosts
 from attnrx.errors import InvalidInput
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
-from attnrx.models.token_prices import priced_tokens
+from attnrx.models.token_costs import priced_tokens
 from attnrx.models.transformer import Config, Transformer
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy

@@ -17,10 +17,10 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownNa
 from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.plain_attention import NOT_PLAIN, Refusal, changed_linears, features
+from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
 
-# What sets timm's other blocks apart; any that is not listed is refused by the name of its class.
+# What distinguishes timm's other blocks; any that is not listed is refused by the name of its class.
 BLOCKS: dict[str, str] = {
     "ParallelScalingBlock": "attention and MLP in parallel with common projections",
     "ParallelThingsBlock": "several attentions side by side in one layer",
@@ -43,9 +43,9 @@ class TimmModel(Adopted):
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
         """What timm says of the model, with the images that it takes: what `resolve_model_data_config` reads."""
-        told = dict(getattr(self.source, "pretrained_cfg", None) or {})
+        config = dict(getattr(self.source, "pretrained_cfg", None) or {})
         taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
-        return {**told, **taken, "num_classes": self.num_classes}
+        return {**config, **taken, "num_classes": self.num_classes}
 
     @property
     def default_cfg(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnrx.attention import Tap
+from attnrx.attention import CapturedAttention
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens import MapMoments
 
@@ -14,7 +14,7 @@ class TokenRun:
 
     `sizes` is None until the first token has left. `places` says which patch of the image every patch token is, -1 for
     those that a stage added, and `trail` what was left after each stage. `image_keys` are hashes of the images, for a
-    reducer that needs them. In training, `drawn` is what a learned reducer
+    reducer that needs them. In training, `sampled` is what a learned reducer
     drew at each stage: 1 for a patch that stays, 0 for one that leaves, with a gradient.
     """
 
@@ -25,9 +25,9 @@ class TokenRun:
         self.accumulated: Float[Tensor, "batch patches"] | None = None
         self.accumulated_layers = 0
         self.image_keys: Int[Tensor, " batch"] | None = None
-        self.taps: list[Tap] = []
+        self.captures: list[CapturedAttention] = []
         self.trail: list[Int[Tensor, "batch kept"]] = []
-        self.drawn: list[Float[Tensor, "batch patches"]] = []
+        self.sampled: list[Float[Tensor, "batch patches"]] = []
 
     def begin(self) -> None:
         """Forgets the batch before."""
@@ -35,7 +35,7 @@ class TokenRun:
 
     @classmethod
     def joined(cls, parts: Sequence["TokenRun"]) -> "TokenRun":
-        """Gives what is known of a batch whose images passed in parts; what layers showed has been used up."""
+        """Returns what is known of a batch whose images passed in parts; what layers showed has been used up."""
         found = cls()
         sizes = [part.sizes for part in parts if part.sizes is not None]
         places = [part.places for part in parts if part.places is not None]

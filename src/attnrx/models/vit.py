@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.models.parts import in_parts
+from attnrx.models.chunked_forward import chunked_forward
 from attnrx.models.transformer import Layer, Transformer, TransformerConfig
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -71,9 +71,9 @@ class VisionTransformer(Transformer[ViTConfig]):
         self.classifier = nn.Linear(config.width, config.classes)
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Gives the logits."""
+        """Returns the logits."""
         self.require_images(images)
-        return in_parts(self, self.logits, images, self.config.patches * self.config.hidden)
+        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Runs all layers on images of the right shape."""
@@ -85,7 +85,7 @@ class VisionTransformer(Transformer[ViTConfig]):
 
 
 def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
-    """Gives fixed two-dimensional sine-cosine positions: a quarter of the width each for the sine and cosine of row
+    """Returns fixed two-dimensional sine-cosine positions: a quarter of the width each for the sine and cosine of row
     and column.
     """
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]

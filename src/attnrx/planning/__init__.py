@@ -1,10 +1,10 @@
 """Plans: one budget over ranks and tokens."""
 
-from attnrx.planning.clock import Clock
+from attnrx.planning.measured_costs import TimingSettings
 from attnrx.planning.plan import Expected, Plan, Point
-from attnrx.planning.planning import Ways, plan
-from attnrx.planning.refining import Search
+from attnrx.planning.plan_search import Search
+from attnrx.planning.planner import PlanSettings, plan
 from attnrx.planning.space import AXES
 from attnrx.planning.target import Target
 
-__all__ = ["AXES", "Clock", "Expected", "Plan", "Point", "Search", "Target", "Ways", "plan"]
+__all__ = ["AXES", "Expected", "Plan", "PlanSettings", "Point", "Search", "Target", "TimingSettings", "plan"]

@@ -18,8 +18,8 @@ KIND, SCHEMA = "attnrx plan", 1
 class Point:
     """One plan of the front: its price as a share of the original's, and the divergence predicted and measured."""
 
-    price: float
-    damage: float
+    cost: float
+    sensitivity: float
     divergence: float
 
 
@@ -27,7 +27,7 @@ class Point:
 class Plan:
     """A prescription for a target, with its promises.
 
-    `price` is the share of the original's cost that the tables predict, `measured` what the clock said when the plan
+    `cost` is the share of the original's cost that the tables predict, `measured` the measured latency when the plan
     was made (for latency). `expected` holds the divergence in nats, the agreement and the change of the top-1
     accuracy, the last two as shares. `explained` has one line for every choice, `front` other plans, cheapest last.
     """
@@ -35,7 +35,7 @@ class Plan:
     prescription: Prescription
     target: str
     spend: str
-    price: float
+    cost: float
     expected: Mapping[str, Expected]
     explained: tuple[str, ...]
     front: tuple[Point, ...]
@@ -48,7 +48,7 @@ class Plan:
         return {
             "target": self.target,
             "spend": self.spend,
-            "price": self.price,
+            "price": self.cost,
             "expected": {name: asdict(own) for name, own in self.expected.items()},
             "measured": None if self.measured is None else dict(self.measured),
         }

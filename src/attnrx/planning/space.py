@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import nn
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged, NotSupported, UnknownName
+from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.models import family_of, shape_of
 from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
 from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe, rewritten
@@ -35,7 +35,7 @@ class Choices:
     qk: tuple[int, ...]
     vo: tuple[int, ...]
     mlp: tuple[int, ...]
-    leaving: tuple[int, ...]
+    num_pruned: tuple[int, ...]
 
     @classmethod
     def nothing(cls, depth: int) -> "Choices":
@@ -48,15 +48,15 @@ class Choices:
         own: tuple[int, ...] = getattr(self, axis)
         return replace(self, **{axis: (*own[:layer], level, *own[layer + 1 :])})
 
-    def with_leaving(self, layer: int, count: int) -> "Choices":
+    def with_num_pruned(self, layer: int, count: int) -> "Choices":
         """Changes how many patches leave before a layer."""
-        return replace(self, leaving=(*self.leaving[:layer], count, *self.leaving[layer + 1 :]))
+        return replace(self, num_pruned=(*self.num_pruned[:layer], count, *self.num_pruned[layer + 1 :]))
 
     @property
     def left(self) -> tuple[int, ...]:
         """How many patches fewer than the image has each layer sees."""
         total, found = 0, []
-        for count in self.leaving:
+        for count in self.num_pruned:
             total += count
             found.append(total)
         return tuple(found)
@@ -117,11 +117,11 @@ class Space:
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
         """The score directions that levels are about, layer by layer."""
-        told = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
-        return tuple(layer.spectrum for layer in told.layers)
+        diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
+        return tuple(layer.spectrum for layer in diagnosis.layers)
 
     def available(self, axis: str) -> tuple[int, ...]:
-        """Gives the levels of an axis that change anything, in every layer the same."""
+        """Returns the levels of an axis that change anything, in every layer the same."""
         if axis not in self.axes:
             return ()
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
@@ -132,7 +132,7 @@ class Space:
         if key not in self._pieces:
             try:
                 self._pieces[key] = self._prescribed({axis: self.rule(level)})
-            except NothingChanged:
+            except NoOpPrescription:
                 self._pieces[key] = None
         return self._pieces[key]
 
@@ -141,8 +141,8 @@ class Space:
         return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={self.multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
-        """Gives the policy that lets the chosen patches leave; None where none do."""
-        stages = [layer for layer, count in enumerate(choices.leaving) if count]
+        """Returns the policy that lets the chosen patches leave; None where none do."""
+        stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
         if not stages or self.reducer is None:
             return None
         left = choices.left
@@ -166,16 +166,16 @@ class Space:
         return prescribe(self.diagnosis, {**by_map, TOKENS: tokens})
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
-        """Gives every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""
+        """Returns every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""
         for axis in RANKS:
             levels, own = (0, *self.available(axis)), getattr(choices, axis)
             for layer, now in enumerate(own):
                 yield from (choices.with_level(axis, layer, level) for level in levels if level < now)
-        for layer, count in enumerate(choices.leaving):
-            yield from (choices.with_leaving(layer, less) for less in range(0, count, self.step))
+        for layer, count in enumerate(choices.num_pruned):
+            yield from (choices.with_num_pruned(layer, less) for less in range(0, count, self.step))
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
-        """Gives every plan that lets a little more go: one lower level somewhere, or more patches before a layer."""
+        """Returns every plan that lets a little more go: one lower level somewhere, or more patches before a layer."""
         for axis in RANKS:
             levels, own = self.available(axis), getattr(choices, axis)
             for layer, now in enumerate(own):
@@ -184,19 +184,19 @@ class Space:
             return
         for layer in range(1, self.depth):
             for more in (self.step * jump for jump in JUMPS):
-                count = choices.leaving[layer] + more
-                fitted = self._fitted(choices.with_leaving(layer, count))
-                if fitted.leaving[layer] == count:
+                count = choices.num_pruned[layer] + more
+                fitted = self._fitted(choices.with_num_pruned(layer, count))
+                if fitted.num_pruned[layer] == count:
                     yield fitted
 
     def _fitted(self, choices: Choices) -> Choices:
         """Lets half of what is there leave at every stage at most: where more leave early, fewer can later."""
-        present, leaving = self.patches, []
-        for count in choices.leaving:
-            leaving.append(min(count, self.at_once(present)))
-            present -= leaving[-1]
-        return replace(choices, leaving=tuple(leaving))
+        present, num_pruned = self.patches, []
+        for count in choices.num_pruned:
+            num_pruned.append(min(count, self.at_once(present)))
+            present -= num_pruned[-1]
+        return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: int) -> int:
-        """Gives how many patches may leave at one stage, in steps: half of those that are there."""
+        """Returns how many patches may leave at one stage, in steps: half of those that are there."""
         return present // 2 // self.step * self.step

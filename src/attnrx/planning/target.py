@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from attnrx.errors import InvalidInput
-from attnrx.reading import share
+from attnrx.text_parsing import share
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"

@@ -8,14 +8,14 @@ from torch import nn
 
 from attnrx.data import ImageSet
 from attnrx.decompositions import StrengthFit
-from attnrx.models import Showing, evaluating, family_of, observing
+from attnrx.models import InputValidation, evaluating, family_of, observing
 from attnrx.observation import Observation
 from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.shapes import Float, Tensor
 
 
 def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
-    """Gives the layers with the kept strengths solved on the calibration images; untouched heads keep theirs, bit for
+    """Returns the layers with the kept strengths solved on the calibration images; untouched heads keep theirs, bit for
     bit.
     """
     family = family_of(model)
@@ -28,11 +28,11 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
         left, right = _kept_rows(seen.query, keep, has_norms), _kept_rows(seen.key, keep, has_norms)
         fits[index].observe(left, right, seen.scores, seen.scale)
 
-    weight, showing = next(model.parameters()), Showing(model, family, "realize")
+    weight, input_validation = next(model.parameters()), InputValidation(model, family, "realize")
     with evaluating([model]), observing(model, family, observe):
         for batch in calibration.batches(64, device=weight.device):
-            model(showing.take(batch.images))
-    showing.notes()  # warns
+            model(input_validation.take(batch.images))
+    input_validation.notes()  # warns
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 

@@ -41,7 +41,7 @@ def mask_values_(attention: Attention, values: OutputDecision) -> None:
 def reduced(
     attention: Attention, values: OutputDecision
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
-    """Gives the reduced value rows, output columns and output bias, in float64.
+    """Returns the reduced value rows, output columns and output bias, in float64.
 
     The rows of the softmax sum to one, so what a constant in the values adds is a constant: decode @ encode @ (o -
     center) + center with o = attention @ x + value bias leaves the bias of the output to hold it all.
@@ -80,7 +80,7 @@ def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> N
 
 
 def compressed_linear(linear: nn.Linear, output: OutputDecision) -> LowRankLinear:
-    """Gives the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + what is constant."""
+    """Returns the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + what is constant."""
     first, second, bias = _factors(linear, output)
     result = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
     result = result.to(linear.weight.device, linear.weight.dtype)

@@ -30,7 +30,7 @@ def realize(
     norms: str = "renormalized",
     calibration: ImageData | None = None,
 ) -> nn.Module:
-    """Gives a copy of the model that carries the prescription out; the model itself stays as it is.
+    """Returns a copy of the model that carries the prescription out; the model itself stays as it is.
 
     `by="mask"` keeps every shape and writes zeros: removed directions get strength zero (the original norms remain),
     removed heads a zero read-out. `by="compress"` deletes what is zero; for SVDA, whose rows are divided by their

@@ -39,7 +39,7 @@ def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, 
 def _combined(
     side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
 ) -> Float[Tensor, "owners directions augmented"]:
-    """Gives the new rows with their bias, in float64 on the CPU."""
+    """Returns the new rows with their bias, in float64 on the CPU."""
     stored = side.augmented()
     most = table.shape[-1] // len(spec.rows) if shared else table.shape[-1]
     padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])

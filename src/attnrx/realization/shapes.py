@@ -16,7 +16,7 @@ def head_order(decision: ScoreDecision) -> list[int]:
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
-    """Gives the spec of the compressed layer.
+    """Returns the spec of the compressed layer.
 
     Rewritten directions need no key bias, which the softmax cannot see, and rewritten values none of their own, which
     the output's takes over.

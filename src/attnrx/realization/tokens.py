@@ -12,7 +12,7 @@ from attnrx.shapes import Tensor
 
 
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
-    """Gives the policy that a model carries as a prescription, with copies of its predictors where they are learned.
+    """Returns the policy that a model carries as a prescription, with copies of its predictors where they are learned.
 
     So what was trained in one model can be realized beside other ranks.
     """

@@ -30,7 +30,7 @@ logits = model(images)  # images normalized as config.json says
 def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
-    """Gives the card; `facts` are set as a table, and its "name" is the heading."""
+    """Returns the card; `facts` are set as a table, and its "name" is the heading."""
     blocks = [
         _head(facts, evidence),
         f"# {_escaped(facts.get('name', 'Vision Transformer'))}",
@@ -45,7 +45,7 @@ def model_card(
 
 
 def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
-    """Gives a card whose head names the license of the weights and the original on the hub; None leaves them.
+    """Returns a card whose head names the license of the weights and the original on the hub; None leaves them.
 
     Raises:
         InvalidInput: The card has no head, or a name is not one that the hub knows.
@@ -63,7 +63,7 @@ def completed_card(card: str, license: str | None = None, base_model: str | None
 
 
 def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
-    """Gives the YAML that the hub reads; texts are quoted as JSON, which YAML contains."""
+    """Returns the YAML that the hub reads; texts are quoted as JSON, which YAML contains."""
     lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
     found = (

@@ -1,4 +1,4 @@
-"""A comparison of contenders as a report reads it: what `attnrx compare` wrote, and no more than is in the file."""
+"""A comparison of methods as a report reads it: what `attnrx compare` wrote, and no more than is in the file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class ComparedTrial:
-    """One contender at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
+    """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
 
-    A contender that could not become as small as it should has not `reached` its target; `note` says why. What was
+    A method that could not become as small as it should has not `reached` its target; `note` says why. What was
     not measured is None.
     """
 
-    contender: str
+    method: str
     share: float | None
     params_share: float | None
     macs_share: float | None
@@ -64,9 +64,9 @@ class ComparisonRecord:
     differences: tuple[ComparedPair, ...] = ()
 
     @property
-    def contenders(self) -> tuple[str, ...]:
+    def methods(self) -> tuple[str, ...]:
         """The names, in the order of the file."""
-        return tuple(dict.fromkeys(trial.contender for trial in self.trials))
+        return tuple(dict.fromkeys(trial.method for trial in self.trials))
 
     @classmethod
     def load(cls, path: Path | str) -> "ComparisonRecord":
@@ -92,7 +92,7 @@ class ComparisonRecord:
 
 def _trial(record: Mapping[str, Any]) -> ComparedTrial:
     return ComparedTrial(
-        str(record["contender"]),
+        str(record["method"]),
         share=_number(record.get("share")),
         params_share=_number(record.get("params_share")),
         macs_share=_number(record.get("macs_share")),

@@ -17,7 +17,7 @@ _ATTACHED = {"x": TIMES, TIMES: TIMES}
 
 
 def known(value: Number | None) -> Number | None:
-    """Gives a number, or None for what could not be measured and can be drawn nowhere."""
+    """Returns a number, or None for what could not be measured and can be drawn nowhere."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -43,7 +43,7 @@ def write_report(
 
 
 def render(content: ReportContent) -> str:
-    """Gives the page; every word of the content is escaped."""
+    """Returns the page; every word of the content is escaped."""
     import jinja2
 
     environment = jinja2.Environment(

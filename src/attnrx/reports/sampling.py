@@ -17,7 +17,7 @@ def sample_attention(
     images: Float[Tensor, "images channels height width"],
     labels: tuple[str, ...] = (),
 ) -> AttentionSamples:
-    """Runs the models, the original first, on normalized images and gives what a report shows of their attention.
+    """Runs the models, the original first, on normalized images and returns what a report shows of their attention.
 
     Heads are put where they were in the original model, whatever order a compressed one stores them in.
     """
@@ -58,6 +58,6 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
 
 
 def in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
-    """Gives the pixels that normalized images were."""
+    """Returns the pixels that normalized images were."""
     mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
     return (images.cpu().float() * std + mean).clamp(0, 1)

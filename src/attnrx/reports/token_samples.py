@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.diagnostics.token_relevance import CLASS_ATTENTION, running_mean
 from attnrx.errors import InvalidInput
-from attnrx.examination import patches_left, token_relevance
+from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import TokenReduction, family_of, reduction_of
 from attnrx.reports.content import TokenSamples
 from attnrx.reports.sampling import in_unit_range
@@ -66,7 +66,7 @@ def _by_layer(prefix: int, patches: int, after: dict[int, int], model: nn.Module
 
 
 def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
-    """Gives the rows and columns of patches that are square on an image of this size."""
+    """Returns the rows and columns of patches that are square on an image of this size."""
     rows = round((patches * height / width) ** 0.5)
     if rows < 1 or patches % rows:
         raise InvalidInput(
@@ -85,16 +85,16 @@ def _joined(given: list[Tensor], left: Tensor) -> Tensor | None:
 
 @contextmanager
 def _watching(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
-    """Appends the relevance of the patches at every stage where the reducer is asked, if it goes by one."""
+    """Appends the relevance of the patches at every stage where the reducer decides, if it uses one."""
     policy, patches = reduction.policy, reduction.shape.layout.patches
     if not isinstance(policy.reducer, Selecting):
         yield
         return
     own, watched = policy.reducer, copy.copy(policy.reducer)
 
-    def shown(seen: TokenState, predictor: nn.Module) -> Tensor:
-        relevance = own.relevance(seen, predictor)
-        given.append(_placed(seen, relevance, patches))
+    def shown(state: TokenState, predictor: nn.Module) -> Tensor:
+        relevance = own.relevance(state, predictor)
+        given.append(_placed(state, relevance, patches))
         return relevance
 
     object.__setattr__(watched, "relevance", shown)  # in this copy only, for as long as the samples are taken
@@ -105,8 +105,8 @@ def _watching(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
         reduction.policy = policy
 
 
-def _placed(seen: TokenState, relevance: Tensor, patches: int) -> Tensor:
-    there = (seen.sizes[:, seen.prefix :] > 0) & (seen.places >= 0)
-    places = seen.places.where(there, patches)
+def _placed(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
+    there = (state.sizes[:, state.prefix :] > 0) & (state.places >= 0)
+    places = state.places.where(there, patches)
     found = torch.full((len(places), patches + 1), torch.nan, dtype=torch.float64, device=places.device)
     return found.scatter(1, places, relevance.detach().double())[:, :patches].cpu()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import spectral_shape
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
 from attnrx.rules.selection import largest

@@ -9,7 +9,7 @@ from attnrx.decompositions import Canonical, fusion_ranks
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NotSupported
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.preconditions import read_spectrum
 from attnrx.rules.rule import Rule
 

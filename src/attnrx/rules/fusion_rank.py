@@ -10,7 +10,7 @@ from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.joint import JointForm
 from attnrx.rules.knobs import rank_among, require_count, require_rank
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -22,7 +22,7 @@ METRIC = "augmented"
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Gives every head as many directions as the fusion matrix of a CP SlimAtt of `rank` terms leaves to it.
+    """Returns every head as many directions as the fusion matrix of a CP SlimAtt of `rank` terms leaves to it.
 
     The query-key tensor is decomposed by CPD-EPC, every term goes to the head that uses it most (Algorithm 1), and
     each head keeps the strongest directions of its own in that number: block terms with the identity for fusion, which

@@ -36,7 +36,7 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Gives the combinations of all heads' rows, head after head, that make these factors."""
+        """Returns the combinations of all heads' rows, head after head, that make these factors."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
@@ -49,7 +49,7 @@ def _sides(layer: LayerDiagnosis, metric: str) -> tuple[Tensor, Tensor]:
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Gives the symmetric root of a joint moment, rows by head: its products are the moment."""
+    """Returns the symmetric root of a joint moment, rows by head: its products are the moment."""
     heads, directions, features = gram.shape
     square = gram.double().reshape(features, features)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)

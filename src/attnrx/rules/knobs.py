@@ -11,21 +11,21 @@ MOST = 2**31 - 1
 def require_share(rule: Rule, knob: str, value: float) -> None:
     """Refuses what is not a share: a number in (0, 1]."""
     if not (_is_number(value) and 0 < value <= 1):
-        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} is a share and must lie in (0, 1], e.g. 0.9.")
+        raise InvalidRule(f"{_requested(rule, knob, value)}: {knob} is a share and must lie in (0, 1], e.g. 0.9.")
 
 
 def require_positive(rule: Rule, knob: str, value: float) -> None:
     """Refuses what is not a positive, finite number."""
     if not (_is_number(value) and 0 < value < math.inf):
         raise InvalidRule(
-            f"{_asked(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number."
+            f"{_requested(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number."
         )
 
 
 def require_count(rule: Rule, knob: str, value: int, least: int = 0) -> None:
     """Refuses what is not a whole number from `least` on."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        raise InvalidRule(f"{_asked(rule, knob, value)}: {knob} must be a whole number in {least}..{MOST}.")
+        raise InvalidRule(f"{_requested(rule, knob, value)}: {knob} must be a whole number in {least}..{MOST}.")
 
 
 def require_rank(rule: Rule, knob: str, value: int | float) -> None:
@@ -33,12 +33,12 @@ def require_rank(rule: Rule, knob: str, value: int | float) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
     if not whole and not (isinstance(value, float) and 0 < value <= 1):
         raise InvalidRule(
-            f"{_asked(rule, knob, value)}: give a whole number of directions, or a share of them in (0, 1], e.g. 0.5."
+            f"{_requested(rule, knob, value)}: give a whole number of directions, or a share in (0, 1], e.g. 0.5."
         )
 
 
 def rank_among(value: int | float, there: int) -> int:
-    """Gives the rank that such a knob means among so many directions: itself, or the share of them, at least one."""
+    """Returns the rank that such a knob means among so many directions: itself, or the share of them, at least one."""
     return value if isinstance(value, int) else max(1, round(value * there))
 
 
@@ -51,7 +51,7 @@ def require_rule(rule: Rule, value: object) -> None:
         )
 
 
-def _asked(rule: Rule, knob: str, value: object) -> str:
+def _requested(rule: Rule, knob: str, value: object) -> str:
     return f"{rule_name(type(rule))} was given {knob}={value!r}"
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_rule
 from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
 from attnrx.rules.rule import Rule

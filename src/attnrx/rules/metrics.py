@@ -46,7 +46,7 @@ METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
-    """Gives the score directions of every head of a layer that are the best of every rank in a metric.
+    """Returns the score directions of every head of a layer that are the best of every rank in a metric.
 
     Raises:
         UnknownName: for a metric that is none of METRICS.

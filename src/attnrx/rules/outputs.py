@@ -7,14 +7,14 @@ import torch
 
 from attnrx.decompositions import Balanced, balance, factor_directions
 from attnrx.decompositions.low_rank import pays
-from attnrx.decompositions.readout import Circuit, read_out
+from attnrx.decompositions.output_projection import Circuit, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import LINEAR_MAPS, OutputDecision, ScoreDecision
-from attnrx.rules.deciding import NO_STRENGTH
+from attnrx.rules.decisions import NO_STRENGTH
 from attnrx.rules.metrics import METRICS, OWN
-from attnrx.rules.rule import Rule, metric_of, parts_of
+from attnrx.rules.rule import Rule, chunks_of, metric_of
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
@@ -140,7 +140,8 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, me
 
 
 def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
-    """Gives the identity on what the heads read out, with its statistics; the weights alone have none but a center."""
+    """Returns the identity on what the heads read out, with its statistics; the weights alone have none but a
+    center."""
     center = layer.reading("output_mean" if metric == CENTERED else "value_bias").double()
     size = center.numel()
     covariance = layer.reading("output_covariance") if metric == CENTERED else center.new_zeros(size, size)
@@ -149,7 +150,7 @@ def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
 
 
 def _is_scores_only(rule: Rule) -> bool:
-    return rule.scores_only or any(_is_scores_only(part) for part in parts_of(rule))
+    return rule.scores_only or any(_is_scores_only(part) for part in chunks_of(rule))
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:

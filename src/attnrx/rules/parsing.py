@@ -15,8 +15,8 @@ from typing import Any
 
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import MAPS
-from attnrx.reading import Language, Reader, Token, share
 from attnrx.rules.rule import And, Or, Rule, knobs_of
+from attnrx.text_parsing import Language, Reader, Token, share
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")

@@ -10,10 +10,10 @@ from attnrx.storage import require_finite
 
 
 def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Gives one layer's spectrum, or refuses a layer that is not there and strengths that are not finite."""
+    """Returns one layer's spectrum, or refuses a layer that is not there and strengths that are not finite."""
     if not 0 <= layer < len(diagnosis.layers):
         raise InvalidInput(
-            f"{rule} was asked about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}."
+            f"{rule} was requested about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}."
         )
     spectrum = diagnosis.layers[layer].spectrum
     require_finite({"strength": spectrum.strength}, f"the spectrum of layer {layer}")
@@ -21,7 +21,7 @@ def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 
 
 def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Gives one layer's spectrum, or refuses dense attention, whose strengths are one by definition and rank nothing.
+    """Returns one layer's spectrum, or refuses dense attention, whose strengths are one by definition and rank nothing.
 
     Other equal strengths are a finding: learned ones, and those of a dead layer, which are all zero or (in a metric)
     all at the noise floor.
@@ -43,7 +43,7 @@ def require_own_directions(rule: Rule, spectrum: Spectrum, matched: ScoreDecisio
 
 
 def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -> Tensor:
-    """Gives one reading in float64, or refuses a missing one, a wrong shape and NaN; its second axis is `per`."""
+    """Returns one reading in float64, or refuses a missing one, a wrong shape and NaN; its second axis is `per`."""
     spectrum = read_spectrum(rule, diagnosis, layer)
     try:
         reading = diagnosis.layers[layer].reading(name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, InvalidRule, NothingChanged
+from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription
 from attnrx.prescription import (
     OUTPUT_MAPS,
     Decision,
@@ -17,7 +17,7 @@ from attnrx.prescription import (
     TokenPrescription,
 )
 from attnrx.rules.bounds import score_bound
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN
 from attnrx.rules.outputs import decide_outputs, metric_reasons, output_metric
 from attnrx.rules.registry import RulesLike, parse_rules
@@ -27,7 +27,7 @@ from attnrx.spectrum import Spectrum
 
 
 def prescribe(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
-    """Decides about every map that `rules` names, in every layer; rules that keep everything raise NothingChanged.
+    """Decides about every map that `rules` names, in every layer; rules that keep everything raise NoOpPrescription.
 
     The rule of "qk" decides about the directions that are the best ones in its metric (METRICS), by their strengths
     there, or about the model's own; without one the scores stay as they are. Those of "vo", "fc1" and "fc2" decide in
@@ -50,7 +50,7 @@ def prescribe(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
                 layer.update({} if output is None else {name: output})
     layers = tuple(map(LayerPrescription, decisions))
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NothingChanged(_nothing(spectra, scores, given, tokens))
+        raise NoOpPrescription(_nothing(spectra, scores, given, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, scores, strict=True)]
     known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     about = {**diagnosis.about, "score_bounds": known}

@@ -7,7 +7,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import Basis, ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_count, require_rule
 from attnrx.rules.preconditions import read_spectrum
 from attnrx.rules.rule import Rule

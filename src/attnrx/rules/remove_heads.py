@@ -7,7 +7,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_share
 from attnrx.rules.preconditions import read, read_spectrum
 from attnrx.rules.rule import Rule
@@ -60,7 +60,7 @@ def _note(spectrum: Spectrum, head: int, twin: dict[int, int], spectral: Tensor,
 
 
 def _twins(similarity: Float[Tensor, "heads heads"], spectrum: Spectrum) -> dict[int, int]:
-    """Gives every head that goes the one that stays for it."""
+    """Returns every head that goes the one that stays for it."""
     total = spectrum.strength.double().square().mul(spectrum.used).sum(-1)
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Rewriting a diagnosis: the same scores, told in the directions that a metric ranks."""
+"""Rewriting a diagnosis: the same scores in the directions that a metric ranks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +15,10 @@ from attnrx.spectrum import Spectrum
 
 
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
-    """Gives the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
+    """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
 
     The rewritten strengths are the singular values of the form in that metric: squared, what removing a direction
-    costs. All rules then apply as they do to learned strengths. Readings that belong to the old directions are told
+    costs. All rules then apply as they do to learned strengths. Readings that belong to the old directions are computed
     anew or left out.
     """
     pairs = [_layer(layer, metric) for layer in diagnosis.layers]
@@ -46,14 +46,14 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 
 
 def _readings(old: Mapping[str, Tensor], spectrum: Spectrum, basis: Basis) -> dict[str, Tensor]:
-    """Keeps what does not depend on the directions, and tells anew what does and can be told."""
+    """Keeps the readings that do not depend on the directions, and computes the others again where possible."""
     moments = {"query_moment", "key_moment", "query_gram", "key_covariance", "score_gram", "key_gram", "key_softmax"}
     kept = {name: value for name, value in old.items() if name not in moments}
-    told = SpectralShape().measure(spectrum)
-    told["spectral_redundancy"] = spectral_redundancy(spectrum.strength, spectrum.used)
+    readings = SpectralShape().measure(spectrum)
+    readings["spectral_redundancy"] = spectral_redundancy(spectrum.strength, spectrum.used)
     for name, table in (("query_gram", basis.left), ("key_covariance", basis.right)):
         if name in old:
             gram = table @ old[name].double() @ table.mT
-            told[name] = gram
-            told[name.split("_")[0] + "_moment"] = gram.diagonal(dim1=-2, dim2=-1)
-    return kept | told
+            readings[name] = gram
+            readings[name.split("_")[0] + "_moment"] = gram.diagonal(dim1=-2, dim2=-1)
+    return kept | readings

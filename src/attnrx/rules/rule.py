@@ -12,7 +12,7 @@ import torch
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import give_strengths
+from attnrx.rules.decisions import give_strengths
 from attnrx.shapes import Float, Int, Tensor
 
 
@@ -89,12 +89,12 @@ class Or(Rule):
 
 
 def rule_name(kind: type[Rule]) -> str:
-    """Gives the name of a rule in text: `EnergyRetention` is `energy_retention`."""
+    """Returns the name of a rule in text: `EnergyRetention` is `energy_retention`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def parts_of(rule: Rule) -> tuple[Rule, ...]:
-    """Gives the rules that a rule is made of, which are values of its fields."""
+def chunks_of(rule: Rule) -> tuple[Rule, ...]:
+    """Returns the rules that a rule is made of, which are values of its fields."""
     values = [getattr(rule, field.name) for field in knobs_of(type(rule))]
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
@@ -102,22 +102,22 @@ def parts_of(rule: Rule) -> tuple[Rule, ...]:
 
 def readings_needed(rule: Rule) -> tuple[str, ...]:
     """Names the readings that a rule and its parts need, each once, so that a diagnosis can be made to fit."""
-    names = [*rule.needs, *(name for part in parts_of(rule) for name in readings_needed(part))]
+    names = [*rule.needs, *(name for part in chunks_of(rule) for name in readings_needed(part))]
     return tuple(dict.fromkeys(names))
 
 
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
-    """Gives the metric that a rule and its parts state, None for none; with `defaults`, each part has its default.
+    """Returns the metric that a rule and its parts state, None for none; with `defaults`, each part has its default.
 
     Raises:
         InvalidRule: for parts that ask for different metrics, as their directions cannot be combined.
     """
     own = rule.default_metric if rule.metric is None and defaults else rule.metric
-    parts = (metric_of(part, defaults=defaults) for part in parts_of(rule))
-    asked = {metric for metric in (own, *parts) if metric is not None}
-    if len(asked) > 1:
-        raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(asked))}; give all parts the same.")
-    return next(iter(asked), None)
+    parts = (metric_of(part, defaults=defaults) for part in chunks_of(rule))
+    requested = {metric for metric in (own, *parts) if metric is not None}
+    if len(requested) > 1:
+        raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(requested))}; give all parts the same.")
+    return next(iter(requested), None)
 
 
 def in_metric(rule: Rule, metric: str) -> Rule:
@@ -140,7 +140,7 @@ def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
         raise InvalidRule(
             f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads()))."
         )
-    return tuple(part for rule in rules for part in (parts_of(rule) if isinstance(rule, kind) else (rule,)))
+    return tuple(part for rule in rules for part in (chunks_of(rule) if isinstance(rule, kind) else (rule,)))
 
 
 def _taken(
@@ -164,20 +164,20 @@ def _spell(rule: Rule) -> str:
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in rule.rules)
     if isinstance(rule, Or):
         return " | ".join(str(part) for part in rule.rules)
-    parts = "; ".join(str(part) for part in parts_of(rule))
+    parts = "; ".join(str(part) for part in chunks_of(rule))
     return rule_name(type(rule)) + (f"({parts})" if parts else "") + _spell_knobs(rule)
 
 
 def _spell_knobs(rule: Rule) -> str:
-    """Gives the knobs: those without a default by position, the others by name where they differ from it."""
-    said = []
+    """Returns the knobs: those without a default by position, the others by name where they differ from it."""
+    knobs = []
     for field in knobs_of(type(rule)):
         value = getattr(rule, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
-            said.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
+            knobs.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
         elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):
-            said.append(repr(value))
-    return ":" + ",".join(said) if said else ""
+            knobs.append(repr(value))
+    return ":" + ",".join(knobs) if knobs else ""
 
 
 def knobs_of(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:

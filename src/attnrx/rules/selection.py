@@ -9,7 +9,7 @@ TOLERANCE = 1e-12
 def places(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Gives every direction's place in its head: 0 for the largest amount, ties by index, padding last."""
+    """Returns every direction's place in its head: 0 for the largest amount, ties by index, padding last."""
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 

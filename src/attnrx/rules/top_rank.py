@@ -6,7 +6,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_count
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule

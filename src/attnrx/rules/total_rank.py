@@ -9,7 +9,7 @@ from attnrx.decompositions import allocate_by_loss, water_fill
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.deciding import keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_count, require_rank
 from attnrx.rules.metrics import OWN
 from attnrx.rules.preconditions import read_learned_spectrum
@@ -27,7 +27,7 @@ class TotalRank(Rule):
     This is water-filling: of all choices of so many directions it leaves the least energy out, so heads get irregular
     ranks (IrrAtt). With `by="divergence"` what is left out is the measured divergence of the attention instead (see
     `measure_divergence`), which a dynamic programme makes as small as can be. With `scope="model"` the layers share out
-    their sum. Every rank is a multiple of `multiple` and at least `minimum`, however small a share was asked for.
+    their sum. Every rank is a multiple of `multiple` and at least `minimum`, however small a share was requested for.
     Strengths are those of the `metric` (see METRICS), or with "own" the model's. Unless stated it is "mix" for scores
     without norms, "own" for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
     """

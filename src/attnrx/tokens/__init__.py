@@ -12,8 +12,8 @@ from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
+from attnrx.tokens.image_chunks import CACHED, Part, chunks_of, images_of
 from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.parts import CACHED, Part, images_of, parts_of
 from attnrx.tokens.pitome import PiToMe
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.random import Random, image_keys
@@ -96,11 +96,11 @@ __all__ = [
     "Ward",
     "ZeroTPrune",
     "attention_features",
+    "chunks_of",
     "image_keys",
     "images_of",
     "parse_policy",
     "parse_reducer",
-    "parts_of",
     "policy_from_dict",
     "sampled_keep",
 ]

@@ -37,7 +37,7 @@ class AttentionReceived(Selecting):
         return ("attention",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the sum over the tokens that are still there, averaged over the heads."""
+        """Returns the sum over the tokens that are still there, averaged over the heads."""
         assert state.attention is not None
         there = (state.sizes > 0).to(state.attention.dtype)
         received = (state.attention * there[:, None, :, None]).sum(2)

@@ -19,11 +19,11 @@ class ClassAttention(Selecting):
         return ("class_attention",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the mean over the heads."""
+        """Returns the mean over the heads."""
         return class_attention(state)
 
 
 def class_attention(state: TokenState) -> Float[Tensor, "batch patches"]:
-    """Gives what the class token pays to every patch in the layer before, averaged over the heads."""
+    """Returns what the class token pays to every patch in the layer before, averaged over the heads."""
     assert state.class_attention is not None
     return state.class_attention[:, :, state.prefix :].mean(1)

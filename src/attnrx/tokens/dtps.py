@@ -31,12 +31,12 @@ class DTPS(Soft):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the best and squeezes the rest into them."""
         kept = best(self.scores.relevance(state, predictor), state.there, count)
-        leaving = state.there.scatter(1, kept, 0.0)
+        num_pruned = state.there.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         alike = unit @ taken(unit, kept).transpose(1, 2)
-        return Reduction(kept, squeezed(state.patches, taken(state.patches, kept), alike, leaving))
+        return Reduction(kept, squeezed(state.patches, taken(state.patches, kept), alike, num_pruned))
 
-    def drawn(
+    def sampled(
         self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
     ) -> SampledTokens:
         """Squeezes every patch that leaves into the nearest of those that stay, each of them in its place."""
@@ -45,13 +45,13 @@ class DTPS(Soft):
         return SampledTokens(squeezed(state.patches, state.patches, alike, state.there * (1 - keep)))
 
 
-def squeezed(patches: Tensor, own: Tensor, alike: Tensor, leaving: Tensor) -> Tensor:
-    """Gives the hosts with those patches that are `leaving` (1, others 0) in them.
+def squeezed(patches: Tensor, own: Tensor, alike: Tensor, num_pruned: Tensor) -> Tensor:
+    """Returns the hosts with those patches that are `num_pruned` (1, others 0) in them.
 
     `own` [batch, hosts, width] are the hosts and `alike` [batch, patches, hosts] the cosines of every patch and each.
     """
     closeness, host = alike.max(-1)
-    weights = closeness.to(patches.dtype).exp() * leaving
+    weights = closeness.to(patches.dtype).exp() * num_pruned
     total = torch.full_like(own[..., 0], math.e).scatter_add(1, host, weights)
     brought = (own * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
     return brought / total[..., None]

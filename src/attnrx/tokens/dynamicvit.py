@@ -19,7 +19,7 @@ class DynamicViTPredictor(nn.Module):
         self.scores = KeepScores(width)
 
     def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop for every patch."""
+        """Returns the logarithms of keep and drop for every patch."""
         return self.scores(self.features(state.patches, state.there))
 
 

@@ -35,14 +35,14 @@ class HaltingScores(Selecting):
         return ("accumulated",)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        """Gives the halting score of every token."""
+        """Returns the halting score of every token."""
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the sum over the layers, negative."""
+        """Returns the sum over the layers, negative."""
         assert state.accumulated is not None
         return -state.accumulated
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
-        """Gives what is left until the sum is 1."""
+        """Returns what is left until the sum is 1."""
         return (1 + relevance).clamp(min=0)

@@ -56,7 +56,7 @@ class Merging(Reducer):
 
     @abstractmethod
     def tables(self, state: TokenState) -> Tables:
-        """Gives what is merged: the "patches", and whatever else patches are compared by."""
+        """Returns what is merged: the "patches", and whatever else patches are compared by."""
 
     @abstractmethod
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
@@ -71,7 +71,7 @@ class Merging(Reducer):
         return Turns()
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
-        """Gives the patches as they go on.
+        """Returns the patches as they go on.
 
         Only those at `merged` (some perhaps twice), counted through all images, are not as they were; None: any.
         """
@@ -108,8 +108,8 @@ class Merging(Reducer):
         split = self.split(state, features, most)
         sides = {name: split.of(table) for name, table in features.items()}
         near, nearest = self.closeness(*({name: side[part] for name, side in sides.items()} for part in (0, 1))).max(-1)
-        leaving = near.argsort(dim=1, descending=True, stable=True)[:, :most]
-        return Round(sizes, *split.indices(leaving, nearest.gather(1, leaving)))
+        num_pruned = near.argsort(dim=1, descending=True, stable=True)[:, :most]
+        return Round(sizes, *split.indices(num_pruned, nearest.gather(1, num_pruned)))
 
 
 class Round:
@@ -139,7 +139,7 @@ class Round:
         self.into = (image * left - 1 + there.cumsum(1).gather(1, goals)).flatten()
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
-        """Gives what is left of a table."""
+        """Returns what is left of a table."""
         rows = table.flatten(0, 1)
         left = rows.index_select(0, self._stay)
         moved = (rows.index_select(0, self._sources) - rows.index_select(0, self._goals)) * self._shares
@@ -147,14 +147,14 @@ class Round:
 
 
 def places_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
-    """Gives the places of the patches that are there, in order; of every image there are so many."""
+    """Returns the places of the patches that are there, in order; of every image there are so many."""
     return there.to(torch.int32).argsort(dim=1, descending=True, stable=True)[:, :present]
 
 
 def rows_of(
     table: Float[Tensor, "batch rows features"], chosen: Int[Tensor, "batch chosen"]
 ) -> Float[Tensor, "batch chosen features"]:
-    """Gives some rows of every image."""
+    """Returns some rows of every image."""
     # Whole rows are copied at once, which gather, element by element, does not do.
     image = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
     rows = table.flatten(0, 1).index_select(0, (image * table.shape[1] + chosen).flatten())

@@ -15,7 +15,7 @@ class TokenPolicy:
     `keep` is the share of the image's patches that is left after each stage: with the keep ratio rho of the papers
     (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
 
-    With `leaving`, that many patches leave before every layer but the first (ToMe's schedule, r; as published they
+    With `num_pruned`, that many patches leave before every layer but the first (ToMe's schedule, r; as published they
     leave inside every layer, the last one too). Its layers and shares are those of a model, which `on` gives it; as it
     is written it has none.
     """
@@ -23,12 +23,12 @@ class TokenPolicy:
     reducer: Reducer
     layers: tuple[int, ...] = ()
     keep: tuple[float, ...] = ()
-    leaving: int | None = None
+    num_pruned: int | None = None
 
     def __post_init__(self):
-        if self.leaving is not None and self.leaving < 1:
-            raise InvalidInput(f"{self.leaving} patches to leave before every layer: give 1 or more.")
-        if self.leaving is not None and not self.layers and not self.keep:
+        if self.num_pruned is not None and self.num_pruned < 1:
+            raise InvalidInput(f"{self.num_pruned} patches to leave before every layer: give 1 or more.")
+        if self.num_pruned is not None and not self.layers and not self.keep:
             return
         if not self.layers or len(self.layers) != len(self.keep):
             raise InvalidInput(
@@ -54,8 +54,8 @@ class TokenPolicy:
         return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
 
     def __str__(self) -> str:
-        if self.leaving is not None:
-            return f"{self.reducer}:{self.leaving}@every"
+        if self.num_pruned is not None:
+            return f"{self.reducer}:{self.num_pruned}@every"
         ratio = self.keep[0]
         staged = self.keep == tuple(ratio**stage for stage in range(1, len(self.keep) + 1))
         ratios = repr(ratio) if staged else "/".join(map(repr, self.keep))
@@ -64,39 +64,39 @@ class TokenPolicy:
     @property
     def drops(self) -> bool:
         """Whether any token leaves at all."""
-        return self.leaving is not None or self.keep[-1] < 1
+        return self.num_pruned is not None or self.keep[-1] < 1
 
     @classmethod
-    def every_layer(cls, reducer: Reducer, leaving: int) -> "TokenPolicy":
+    def every_layer(cls, reducer: Reducer, num_pruned: int) -> "TokenPolicy":
         """Lets so many patches leave before every layer but the first, however many layers and patches there are."""
-        return cls(reducer, leaving=leaving)
+        return cls(reducer, num_pruned=num_pruned)
 
     @property
     def written(self) -> "TokenPolicy":
         """The policy as its text gives it: one for every layer is that of any model."""
-        return self if self.leaving is None else TokenPolicy(self.reducer, leaving=self.leaving)
+        return self if self.num_pruned is None else TokenPolicy(self.reducer, num_pruned=self.num_pruned)
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
-        """Gives the policy with the layers and shares that it has in a model, or refuses a model it does not fit."""
-        found = self if self.leaving is None else self._everywhere(self.leaving, layout.patches, depth)
+        """Returns the policy with the layers and shares that it has in a model, or refuses a model it does not fit."""
+        found = self if self.num_pruned is None else self._everywhere(self.num_pruned, layout.patches, depth)
         found.require(layout, depth)
         return found
 
-    def _everywhere(self, leaving: int, patches: int, depth: int) -> "TokenPolicy":
+    def _everywhere(self, num_pruned: int, patches: int, depth: int) -> "TokenPolicy":
         most = (patches - 1) // max(depth - 1, 1)
-        if depth < 2 or leaving > most:
+        if depth < 2 or num_pruned > most:
             raise InvalidInput(
-                f"{leaving} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
+                f"{num_pruned} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
                 f"layers, and 1 to {most} patches a layer, so that one is left."
             )
-        keep = tuple((patches - leaving * stage) / patches for stage in range(1, depth))
+        keep = tuple((patches - num_pruned * stage) / patches for stage in range(1, depth))
         return replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
 
-    def told(self) -> tuple[str, ...]:
+    def describe(self) -> tuple[str, ...]:
         """Says what happens at every stage, or once for all where the model says which they are."""
-        if self.leaving is not None:
+        if self.num_pruned is not None:
             return (
-                f"before every layer but the first {self.reducer} lets {self.leaving} of the image's patches leave",
+                f"before every layer but the first {self.reducer} lets {self.num_pruned} of the image's patches leave",
             )
         stages = zip(self.layers, self.keep, strict=True)
         return tuple(
@@ -126,7 +126,7 @@ class TokenPolicy:
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
             )
 
-    def seen(self, layout: TokenLayout) -> tuple[int, ...]:
+    def state(self, layout: TokenLayout) -> tuple[int, ...]:
         """The patches that the reducer sees at each stage, those that a stage before added among them."""
         before = (layout.patches, *self.counts(layout.patches)[:-1])
         return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in before)

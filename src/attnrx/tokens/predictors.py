@@ -18,11 +18,11 @@ class TokenFeatures(nn.Module):
     def forward(
         self, patches: Float[Tensor, "batch patches width"], there: Float[Tensor, "batch patches"]
     ) -> Float[Tensor, "batch patches projected"]:
-        """Gives local and global features."""
+        """Returns local and global features."""
         found = nn.functional.gelu(self.project(self.norm(patches)))
-        local, seen = found.split([self.projected - self.projected // 2, self.projected // 2], dim=-1)
-        mean = (seen * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
-        return torch.cat([local, mean.expand_as(seen)], dim=-1)
+        local, state = found.split([self.projected - self.projected // 2, self.projected // 2], dim=-1)
+        mean = (state * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
+        return torch.cat([local, mean.expand_as(state)], dim=-1)
 
 
 class KeepScores(nn.Sequential):

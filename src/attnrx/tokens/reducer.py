@@ -48,7 +48,7 @@ class Shape:
     """What a reducer may have to know of the model before any token.
 
     `heads` are those of the original model: it sees them all, in their order, though some were removed. `directions`
-    is the size of the keys that it is shown, where costs are asked for, `depth` the number of layers.
+    is the size of the keys that it is shown, where costs are computed, `depth` the number of layers.
     """
 
     width: int
@@ -116,26 +116,27 @@ class Reducer(ABC):
         return scores if before is None else before + scores
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
+        """Returns the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
         raise NotSupported(f"{self} has no scores to be trained by.")
 
-    def drawn(
+    def sampled(
         self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
     ) -> SampledTokens:
-        """Gives what goes on in training, where `keep` was drawn by the scores: 1 for a patch that stays, 0 for others.
+        """Returns what goes on in training, where `keep` was drawn by the scores: 1 for a patch that stays, 0 for
+        others.
 
         A draw as inference would select gives what `reduce` leaves, and `keep` passes a gradient on.
         """
         return SampledTokens(state.patches)
 
     def __str__(self) -> str:
-        told = [
+        describe = [
             f"{field.name}={_spelled(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) != _default(field)
         ]
         name = self.name or type(self).__name__
-        return f"{name}({','.join(told)})" if told else name
+        return f"{name}({','.join(describe)})" if describe else name
 
     @abstractmethod
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -176,20 +177,20 @@ class Predicting(Selecting):
         return True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Gives the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
+        """Returns the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop."""
+        """Returns the logarithms of keep and drop."""
         return predictor(state)
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
-        """Gives the probability of keep."""
+        """Returns the probability of keep."""
         return relevance.sigmoid()
 
 
 def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patches"]:
-    """Gives the logarithm of the odds of keep from the logarithms of keep and drop."""
+    """Returns the logarithm of the odds of keep from the logarithms of keep and drop."""
     keep, drop = scores.unbind(-1)
     return keep - drop
 
@@ -197,11 +198,11 @@ def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patch
 def best(
     relevance: Float[Tensor, "batch patches"], there: Float[Tensor, "batch patches"], count: int
 ) -> Int[Tensor, "batch kept"]:
-    """Gives the places of the `count` best patches that are still there, ascending; of equals the first."""
+    """Returns the places of the `count` best patches that are still there, ascending; of equals the first."""
     order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
 
 
 def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Gives the patches at these places."""
+    """Returns the patches at these places."""
     return patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))

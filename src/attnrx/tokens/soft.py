@@ -49,7 +49,7 @@ class Soft(Reducer):
         return self.scores.predictor_macs(shape, patches, count)
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop that the scores give, which training draws by."""
+        """Returns the logarithms of keep and drop that the scores give, which training draws by."""
         return self.scores.keep_scores(state, predictor)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
@@ -82,18 +82,18 @@ class Packaging(Soft):
         weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
         return Reduction(kept, taken(state.patches, kept), fused(state.patches, weights))
 
-    def drawn(
+    def sampled(
         self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
     ) -> SampledTokens:
         """Writes the token for the rest into the place of the first patch that leaves."""
-        leaving = state.there * (1 - keep)
-        package = fused(state.patches, self.scores.weights(odds(scores)) * leaving)
-        place = leaving.detach().argmax(1, keepdim=True)
+        num_pruned = state.there * (1 - keep)
+        package = fused(state.patches, self.scores.weights(odds(scores)) * num_pruned)
+        place = num_pruned.detach().argmax(1, keepdim=True)
         return SampledTokens(state.patches.scatter(1, place[..., None].expand_as(package), package), place)
 
 
 def fused(patches: Tensor, weights: Tensor) -> Tensor:
-    """Gives the weighted mean of the patches as one token an image; zeros where no patch has any weight."""
+    """Returns the weighted mean of the patches as one token an image; zeros where no patch has any weight."""
     total = weights.sum(1, keepdim=True)
     shares = weights / total.clamp_min(1e-12 if total.dtype.itemsize > 2 else 1e-6)
     return (shares[:, None] @ patches.to(shares.dtype)).to(patches.dtype)

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.parts import images_of, parts_of
+from attnrx.tokens.image_chunks import chunks_of, images_of
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
 from attnrx.tokens.reducer import Predicting, Shape
 from attnrx.tokens.state import TokenState
@@ -73,15 +73,17 @@ class SpotPredictor(nn.Module):
         self.scores = KeepScores(projected + attention)
 
     def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Gives the logarithms of keep and drop for every patch."""
+        """Returns the logarithms of keep and drop for every patch."""
         parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
         assert state.attention is not None
-        few = [self._features(state, images_of(part)) for part in parts_of(state.attention, *state.attention.shape[1:])]
+        few = [
+            self._features(state, images_of(part)) for part in chunks_of(state.attention, *state.attention.shape[1:])
+        ]
         parts.append(few[0] if len(few) == 1 else torch.cat(few))
         return self.scores(torch.cat(parts, dim=-1))
 
     def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
-        """Gives what the maps say of the patches of some images."""
+        """Returns what the maps say of the patches of some images."""
         assert state.attention is not None
         maps = [state.attention[images]]
         moments = None if state.moments is None else state.moments.of_images(images)
@@ -100,7 +102,7 @@ def attention_features(
     prefix: int,
     there: Float[Tensor, "batch patches"] | None = None,
 ) -> Float[Tensor, "batch patches features"]:
-    """Gives the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, among the patches still there.
+    """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, among the patches still there.
 
     What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
     what it receives from them. Heads follow one another.

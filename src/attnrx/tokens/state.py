@@ -1,4 +1,4 @@
-"""What a reducer sees where it decides: the tokens, and what the attention before them said."""
+"""The input of a token reducer: the tokens, and statistics of the attention in the layers before."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.parts import Part
+from attnrx.tokens.image_chunks import Part
 
 
 @dataclass
@@ -29,7 +29,7 @@ class MapMoments:
         return cls(attention, attention * attention if variance else None)
 
     def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Gives the moments with one more layer; where no gradient is wanted the sums are written over."""
+        """Returns the moments with one more layer; where no gradient is wanted the sums are written over."""
         squares = self.squares
         if torch.is_grad_enabled() or self.count == 1:  # the first sum is the map of the first layer itself
             total = self.total + attention
@@ -59,19 +59,19 @@ class MapMoments:
         self.count += part.is_last
 
     def of_images(self, images: slice) -> "MapMoments":
-        """Gives the moments of some images."""
+        """Returns the moments of some images."""
         return self._changed(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
-        """Gives the moments between the tokens that are left."""
+        """Returns the moments between the tokens that are left."""
         return self._changed(lambda sums: between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
-        """Gives the moments with so many tokens more, which no layer has state yet."""
+        """Returns the moments with so many tokens more, which no layer has state yet."""
         return self._changed(lambda sums: F.pad(sums, (0, count, 0, count)))
 
     def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
-        """Gives the moments as if no layer had state these tokens: others stand in their places now."""
+        """Returns the moments as if no layer had state these tokens: others stand in their places now."""
         known = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, forgotten, 0.0)
         both = (known[:, :, None] * known[:, None, :])[:, None]
         return self._changed(lambda sums: sums * both)
@@ -94,7 +94,7 @@ class MapMoments:
 
 
 def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Gives the rows and the columns of some tokens."""
+    """Returns the rows and the columns of some tokens."""
     batch, heads, queries, keys = maps.shape
     # Whole rows are copied at once, which gather, element by element, does not do.
     first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries

@@ -29,7 +29,7 @@ class ToMe(Merging):
         return self.compared(shape.directions, patches, count)
 
     def tables(self, state: TokenState) -> Tables:
-        """Gives the patches and their keys."""
+        """Returns the patches and their keys."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 

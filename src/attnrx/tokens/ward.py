@@ -32,7 +32,7 @@ class Ward(Merging):
         return self.compared(shape.width, patches, count)
 
     def tables(self, state: TokenState) -> Tables:
-        """Gives the patches and their lengths."""
+        """Returns the patches and their lengths."""
         lengths = {"lengths": state.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {"patches": state.patches, **lengths}
 
@@ -49,7 +49,7 @@ class Ward(Merging):
         return near.clamp_max_(0).div_(light)
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
-        """Gives the patches, as long as they should be."""
+        """Returns the patches, as long as they should be."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches

@@ -83,7 +83,7 @@ class ZeroTPrune(Reducer):
 def page_rank(
     attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
-    """Gives what every token that is there gets when all give their score on as they attend, so many times.
+    """Returns what every token that is there gets when all give their score on as they attend, so many times.
 
     Attention to tokens that are not there is left out and the rest of the row made a sum of 1; scores sum to 1.
     """
@@ -102,7 +102,7 @@ def redundant(
     present: int,
     count: int,
 ) -> Int[Tensor, "batch gone"]:
-    """Gives the `count` patches of the less important half of those `present` that are most like one of the rest."""
+    """Returns the `count` patches of the less important half of those `present` that are most like one of the rest."""
     order = importance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     high, low = order[:, : present - present // 2], order[:, present - present // 2 : present]
     unit = nn.functional.normalize(keys, dim=-1)

@@ -23,11 +23,11 @@ class Checkpoints:
         self.folder = folder / "checkpoints"
 
     def all(self) -> list[Path]:
-        """Gives the checkpoints, oldest first."""
+        """Returns the checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*"))
 
     def path(self, step: int) -> Path:
-        """Gives the folder of a step."""
+        """Returns the folder of a step."""
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -50,7 +50,7 @@ class Checkpoints:
         return path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Gives the newest checkpoint, or None where there is none; a damaged one is refused, never passed over."""
+        """Returns the newest checkpoint, or None where there is none; a damaged one is refused, never passed over."""
         found = self.all()
         if not found:
             return None

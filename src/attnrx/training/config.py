@@ -118,7 +118,7 @@ class TrainingConfig:
 
     @property
     def warmup(self) -> float:
-        """The epochs of warm-up: as asked, else five, but at most a tenth of the run."""
+        """The epochs of warm-up: as requested, else five, but at most a tenth of the run."""
         return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     @property
@@ -128,7 +128,7 @@ class TrainingConfig:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
-        """Gives the config that `to_dict` described."""
+        """Returns the config that `to_dict` described."""
         return from_dict(record, (cls, Augmentation, Mixing, *LOSSES))
 
     def _require(self, name: str, holds: object, what: str) -> None:

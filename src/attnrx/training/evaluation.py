@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from attnrx.data import ImageSet
 from attnrx.training.sharding import gathered
-from attnrx.training.stepping import Learner
+from attnrx.training.step import Learner
 
 
 @dataclass(frozen=True)

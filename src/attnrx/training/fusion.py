@@ -22,7 +22,7 @@ def constrain_(model: nn.Module) -> None:
 
 @torch.no_grad()
 def turn_(model: nn.Module) -> None:
-    """Gives sign and length of every column of the fusion to the query, so that the constraint loses least."""
+    """Returns sign and length of every column of the fusion to the query, so that the constraint loses least."""
     for form in _shared_forms(model):
         fusion = form.strength
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
@@ -38,7 +38,7 @@ def _shared_forms(model: nn.Module) -> list[SharedForm]:
     found = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
     if not found:
         raise NotSupported(
-            "nonnegative_fusion was asked for, but no heads of this model share directions; leave it out, or realize a "
-            "prescription of the rule shared_rank first."
+            "nonnegative_fusion was requested for, but no heads of this model share directions; leave it out, or "
+            "realize a prescription of the rule shared_rank first."
         )
     return found

@@ -25,9 +25,9 @@ def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[s
     }
 
 
-def require_same(saved: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+def require_same(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
     """Refuses to continue a run as a different one, listing what differs."""
-    before, now = dict(_flat(saved)), dict(_flat(asked))
+    before, now = dict(_flat(saved)), dict(_flat(requested))
     differing = [
         f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())

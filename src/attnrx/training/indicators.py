@@ -31,7 +31,7 @@ class Probe:
 
     @torch.no_grad()
     def read(self, model: nn.Module) -> list[Readings]:
-        """Gives the indicators of every layer, each a list with one number a head."""
+        """Returns the indicators of every layer, each a list with one number a head."""
         with gathered(model):
             return self._read(model)
 
@@ -51,7 +51,7 @@ class Probe:
 
 
 def spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]) -> Readings:
-    """Gives what the strengths alone say; `retained_rank` counts the directions that hold 90 % of the energy."""
+    """Returns what the strengths alone say; `retained_rank` counts the directions that hold 90 % of the energy."""
     shares = energy(strength, used).sort(dim=-1, descending=True).values
     readings: Mapping[str, Tensor] = {
         "entropy": entropy(strength, used),
@@ -64,7 +64,7 @@ def spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "he
 
 
 def geometric(seen: Observation) -> Readings:
-    """Gives what the layer's attention says about the clean images, and how far it moved with the noise."""
+    """Returns what the layer's attention says about the clean images, and how far it moved with the noise."""
     clean, noisy = seen.attention.chunk(2)
     readings = {
         "alignment": alignment(seen.query.chunk(2)[0], seen.key.chunk(2)[0]),

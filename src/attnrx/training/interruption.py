@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class Interruption:
-    """Whether somebody asked to stop."""
+    """Whether a signal to stop has arrived."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -22,7 +22,7 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Catches SIGINT and SIGTERM for a while; a wish that nobody answered is raised at the end.
+    """Catches SIGINT and SIGTERM for a while; a signal that was not handled is raised at the end.
 
     Outside of the main thread, where signals cannot be caught, it changes nothing.
     """

@@ -62,6 +62,7 @@ class Mixing:
 
 
 def _window(side: int, share: float, at: float) -> slice:
-    """Gives the extent of a rectangle of the area 1 - share along one side, around a random centre, cut at the edge."""
+    """Returns the extent of a rectangle of the area 1 - share along one side, around a random centre, cut at the
+    edge."""
     half, centre = round(side * math.sqrt(1 - share)) // 2, int(at * side)
     return slice(max(0, centre - half), min(side, centre + half))

@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.attention.forms import SvdaForm
 from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.models import family_of, parameter_places
+from attnrx.models import family_of, parameter_blocks
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import part_like
@@ -33,20 +33,21 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
-    """Gives the share of the full learning rate at a step: a linear rise over `warmup` steps, then a cosine to zero."""
+    """Returns the share of the full learning rate at a step: a linear rise over `warmup` steps, then a cosine to
+    zero."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Gives AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs.
+    """Returns AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs.
 
     Where blocks learn at their own rates or join one after another, every block has its own groups.
     """
     strengths = {id(strength) for strength in strengths_of(model)}
     by_block = config.layer_decay != 1 or config.joining > 0
-    places = parameter_places(model, family_of(model)) if by_block else {}
+    places = parameter_blocks(model, family_of(model)) if by_block else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -77,13 +78,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: f
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Gives the learned strengths of every layer that has some."""
+    """Returns the learned strengths of every layer that has some."""
     layers = family_of(model).attention(model)
     return [layer.scores.strength for layer in layers if isinstance(layer.scores, SvdaForm)]
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Gives the optimizer's state as `PARAMETER/FIELD` tensors."""
+    """Returns the optimizer's state as `PARAMETER/FIELD` tensors."""
     return {
         f"{name}/{field}": value
         for name, parameter in model.named_parameters()

@@ -11,13 +11,13 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import family_of, require_ordinary_weights
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
-from attnrx.training.averaging import WeightMean
 from attnrx.training.config import TrainingConfig
+from attnrx.training.epoch_sums import Meter
 from attnrx.training.fusion import constrain_, turn_
-from attnrx.training.meter import Meter
 from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
 from attnrx.training.sharding import shard_
-from attnrx.training.stepping import Learner, Schedule
+from attnrx.training.step import Learner, Schedule
+from attnrx.training.weight_average import WeightMean
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,7 +27,7 @@ ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # kinds of Accelerate 
 
 
 def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
-    """Gives the data on the scale the model reads, or says why the two do not belong together.
+    """Returns the data on the scale the model reads, or says why the two do not belong together.
 
     Without `labels` nothing learns from them, and the data may show fewer classes than the model knows.
     """
@@ -63,7 +63,7 @@ def require_steps(splits: Splits, config: TrainingConfig) -> None:
 
 def join(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     """Joins the processes that a launcher started, if there are several, and settles how they share the model."""
-    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP must be told.
+    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP needs to know of.
     unused = any(not parameter.numel() for parameter in model.parameters())
     # Precision is ours to decide, so that a run does not depend on how it was launched.
     accelerate = required_module("accelerate", "train", "training")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def provenance(accelerator: "Accelerator") -> dict[str, Any]:
-    """Gives the versions, the device and the processes of a run."""
+    """Returns the versions, the device and the processes of a run."""
     device = accelerator.device
     return {
         "versions": {

@@ -11,7 +11,7 @@ EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # what a seed is for, so that no two pu
 
 
 def derived_seed(*parts: int) -> int:
-    """Gives a seed that depends on every part; neighbouring parts give unrelated seeds."""
+    """Returns a seed that depends on every part; neighbouring parts give unrelated seeds."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 

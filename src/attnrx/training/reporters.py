@@ -23,7 +23,7 @@ class Outline:
 
 
 class Reporter(ABC):
-    """Hears of every event of a run, in the first process only."""
+    """Callbacks for the events of a run, called in the first process only."""
 
     @abstractmethod
     def started(self, outline: Outline) -> None:
@@ -59,7 +59,8 @@ class Silent(Reporter):
 
 
 class PlainLines(Reporter):
-    """One line an epoch, and one in between when nothing was said for `every` seconds; to the standard error stream."""
+    """One line an epoch, and one in between when nothing was printed for `every` seconds; to the standard error
+    stream."""
 
     def __init__(self, every: float = 30.0):
         self._every = every
@@ -144,7 +145,7 @@ class ProgressBars(Reporter):
 
 
 def default_reporter() -> Reporter:
-    """Gives progress bars on a terminal, and plain lines elsewhere."""
+    """Returns progress bars on a terminal, and plain lines elsewhere."""
     return ProgressBars() if sys.stderr.isatty() else PlainLines()
 
 

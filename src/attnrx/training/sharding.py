@@ -72,18 +72,19 @@ def _apart(model: FSDPModule) -> Iterator[None]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Gives the part that this process holds; a whole tensor is its own part. Changes of the part are changes of it."""
+    """Returns the part that this process holds; a whole tensor is its own part. Changes of the part are changes of
+    it."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gives a tensor put together from all processes, which all have to ask for it."""
+    """Returns a tensor put together from all processes, which all have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gives tensors put together one by one, on the CPU where they were in parts; to a process that does not `keep`
+    """Returns tensors put together one by one, on the CPU where they were in parts; to a process that does not `keep`
     them, nothing.
     """
     found = {}
@@ -95,7 +96,7 @@ def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Gives a whole tensor, which every process has, in the parts and on the device of another of its shape."""
+    """Returns a whole tensor, which every process has, in the parts and on the device of another of its shape."""
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor

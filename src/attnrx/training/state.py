@@ -8,11 +8,11 @@ from attnrx.errors import CheckpointError
 from attnrx.shapes import Tensor
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
 from attnrx.training.sharding import all_whole, put_
-from attnrx.training.stepping import Learner
+from attnrx.training.step import Learner
 
 
 def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
-    """Gives weights, running mean, optimizer state and the sums of the epoch so far, all whole, in the first process.
+    """Returns weights, running mean, optimizer state and the sums of the epoch so far, all whole, in the first process.
 
     All processes have to ask for it, as each may hold a part; to the others it gives nothing. Random numbers need no
     place here: every step seeds its own from the config's seed and its number.

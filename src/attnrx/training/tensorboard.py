@@ -37,7 +37,7 @@ class TensorBoard(Reporter):
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Gives every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
+    """Returns every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
     numbers: dict[str, float] = {
         f"training/{name}": float(value) for name, value in record.items() if isinstance(value, int | float)
     }

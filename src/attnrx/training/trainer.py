@@ -30,7 +30,7 @@ from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
 from attnrx.training.state import load_state_, load_whole_, state_tensors
-from attnrx.training.stepping import Learner
+from attnrx.training.step import Learner
 
 KIND, SCHEMA = "attnrx training run", 1
 CHECK_EVERY = 16  # steps between looks at a GPU or at other processes: each look makes the step wait
@@ -57,29 +57,29 @@ def train(
 ) -> TrainingRun:
     """Trains the model in place and fills `folder` with the saved model, training.json, history.jsonl and checkpoints.
 
-    A run that was interrupted or killed goes on from its last checkpoint when it is asked for again, and ends where it
+    A run that was interrupted or killed goes on from its last checkpoint when it is requested again, and ends where it
     would have ended: on a CPU bit for bit. A finished run is read back. With several processes (`accelerate launch`)
     every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
     """
     folder, splits = Path(folder), splits_for(model, data)
     require_steps(splits, config)
     splits = require_fit(model, splits, config.reads_labels)
-    asked = identity(model, splits, config)
+    requested = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
-    finished = _finished(folder, model, asked)
+    finished = _finished(folder, model, requested)
     if finished is not None:
         return finished
     require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
     accelerator = join(model, config)
     # Weights that were put into parts cannot become whole again: a copy carries them, and fills the model at the end.
-    in_parts = config.parallel == "fsdp" and accelerator.num_processes > 1
-    own = copy.deepcopy(model) if in_parts else model
+    chunked_forward = config.parallel == "fsdp" and accelerator.num_processes > 1
+    own = copy.deepcopy(model) if chunked_forward else model
     with reproducible(), _features(own, config) as features, interruptible() as interruption:
         learner = prepare(model, own, splits, config, accelerator, features)
         if not learner.accelerator.is_main_process:
             reporter = Silent()
-        run = _Run(learner, splits, folder, asked)
+        run = _Run(learner, splits, folder, requested)
         run.restore_()
         return run.make(reporter or default_reporter(), interruption)
 
@@ -90,24 +90,24 @@ def _features(model: nn.Module, config: TrainingConfig) -> AbstractContextManage
     return recording_blocks(model, family_of(model)) if wanted else nullcontext()
 
 
-def _finished(folder: Path, model: nn.Module, asked: Mapping[str, Any]) -> TrainingRun | None:
+def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> TrainingRun | None:
     path = folder / "training.json"
     if not path.exists():
         return None
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
-    require_same(record["identity"], asked, folder)
+    require_same(record["identity"], requested, folder)
     model.load_state_dict(load_model(folder).state_dict())
     history = History(folder)
-    history.restore(asked["config"]["epochs"], write=False)
+    history.restore(requested["config"]["epochs"], write=False)
     return TrainingRun(model.eval(), tuple(history.records), folder, record)
 
 
 class _Run:
     """The loop. `step` counts the finished steps of the whole run; the epoch and the place in it follow from that."""
 
-    def __init__(self, learner: Learner, splits: Splits, folder: Path, asked: Mapping[str, Any]):
-        self.learner, self.splits, self.folder, self.asked = learner, splits, folder, asked
+    def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any]):
+        self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
         self.probe = Probe(splits.validation, self.accelerator.device)
@@ -121,7 +121,7 @@ class _Run:
         if found is None:
             return
         record, tensors = found
-        require_same(record["identity"], self.asked, self.folder)
+        require_same(record["identity"], self.requested, self.folder)
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
         epochs = self.step // self.learner.schedule.steps_per_epoch
@@ -184,7 +184,7 @@ class _Run:
             reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
     def _agree(self, interruption: Interruption) -> tuple[int, bool]:
-        """Gives the first step that was not finite and whether to stop, the same answer in every process."""
+        """Returns the first step that was not finite and whether to stop, the same answer in every process."""
         signs = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
         if self.learner.shard[1] > 1:
             signs = _tensor(self.accelerator.gather(signs[None])).amax(0)
@@ -241,7 +241,7 @@ class _Run:
         tensors = state_tensors(self.learner, sums)
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
-            self.checkpoints.write(self.step, tensors, {"identity": self.asked, "seconds": seconds})
+            self.checkpoints.write(self.step, tensors, {"identity": self.requested, "seconds": seconds})
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
 
@@ -262,7 +262,7 @@ class _Run:
         record = {
             "kind": KIND,
             "schema": SCHEMA,
-            "identity": self.asked,
+            "identity": self.requested,
             "accuracy": accuracy,
             "steps": self.step,
             "seconds": seconds,

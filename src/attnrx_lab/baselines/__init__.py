@@ -1,4 +1,4 @@
-"""Peers: published ways of compressing a model, each applied as its paper does, to be compared with."""
+"""Baselines: published ways of compressing a model, each applied as its paper does, to be compared with."""
 
 from collections.abc import Sequence
 
@@ -6,36 +6,37 @@ from torch import nn
 
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx_lab.baselines.factoring import FACTORS, FactoringPeer
-from attnrx_lab.baselines.maker import Maker
+from attnrx_lab.baselines.baseline import ModelCompressor
+from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline
 from attnrx_lab.baselines.maps import MAPS, factored_model_costs, places, with_factors
 from attnrx_lab.baselines.statistics import InputMoments, MapStatistics
-from attnrx_lab.baselines.torch_pruning import TorchPruningPeer
+from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
 TORCH_PRUNING = "torch_pruning"
-PEERS = (*FACTORS, TORCH_PRUNING)
+BASELINES = (*FACTORS, TORCH_PRUNING)
 
 __all__ = [
+    "BASELINES",
     "FACTORS",
     "MAPS",
-    "PEERS",
-    "FactoringPeer",
+    "FactoringBaseline",
     "InputMoments",
-    "Maker",
     "MapStatistics",
-    "TorchPruningPeer",
+    "ModelCompressor",
+    "TorchPruningBaseline",
     "factored_model_costs",
-    "make_peer",
+    "make_baseline",
     "places",
-    "require_peer",
+    "require_baseline",
     "with_factors",
 ]
 
 
-def require_peer(name: str, maps: Sequence[str]) -> None:
-    """Refuses a peer that is none of PEERS, maps that are none of MAPS, and maps for a peer that takes none."""
-    if name not in PEERS:
-        raise UnknownName("peer", name, PEERS)
+def require_baseline(name: str, maps: Sequence[str]) -> None:
+    """Refuses a baseline that is none of BASELINES, maps that are none of MAPS, and maps for a baseline that takes
+    none."""
+    if name not in BASELINES:
+        raise UnknownName("baseline", name, BASELINES)
     for own in maps:
         if own not in MAPS:
             raise UnknownName("linear map", own, MAPS)
@@ -43,11 +44,11 @@ def require_peer(name: str, maps: Sequence[str]) -> None:
         raise InvalidInput("torch_pruning prunes heads and MLPs together; leave maps= out.")
 
 
-def make_peer(
+def make_baseline(
     model: nn.Module, name: str, maps: Sequence[str], calibration: ImageSet, statistics: MapStatistics
-) -> Maker:
-    """Gives the peer of that name for a model, calibrated on these images or on the statistics of them."""
-    require_peer(name, maps)
+) -> ModelCompressor:
+    """Returns the baseline of that name for a model, calibrated on these images or on the statistics of them."""
+    require_baseline(name, maps)
     if name == TORCH_PRUNING:
-        return TorchPruningPeer(model, calibration)
-    return FactoringPeer(model, name, maps, statistics)
+        return TorchPruningBaseline(model, calibration)
+    return FactoringBaseline(model, name, maps, statistics)

@@ -1,4 +1,4 @@
-"""Peers that write every linear map as two: SVD, ASVD, FWSVD and SVD-LLM, each as its paper does."""
+"""Baselines that write every linear map as two: SVD, ASVD, FWSVD and SVD-LLM, each as its paper does."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import floor
@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.costs import ModelCosts
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
 from attnrx.shapes import Tensor
-from attnrx_lab.baselines.maker import Maker
+from attnrx_lab.baselines.baseline import ModelCompressor
 from attnrx_lab.baselines.maps import (
     MAPS,
     Place,
@@ -55,7 +55,7 @@ FACTORS: Mapping[str, Factor] = {
 }
 
 
-class FactoringPeer(Maker):
+class FactoringBaseline(ModelCompressor):
     """Writes all linear maps, or those named, as two, every one at the same share of its own multiply-adds.
 
     A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
@@ -72,12 +72,12 @@ class FactoringPeer(Maker):
         return factored_model_costs(self.model, self.ranks(share))
 
     def make(self, share: float) -> nn.Module:
-        """Gives the model at a share."""
+        """Returns the model at a share."""
         ranks = self.ranks(share)
         return with_factors(self.model, {place: self._at(place).truncated(rank) for place, rank in ranks.items()})
 
     def ranks(self, share: float) -> dict[Place, int]:
-        """Gives the rank of every map."""
+        """Returns the rank of every map."""
         found = {}
         for place in self.places:
             weight = linear_at(self.model, place).weight

@@ -1,4 +1,4 @@
-"""The linear maps of a model as peers see them: each by itself, to be written as two thinner ones."""
+"""The linear maps of a model as baselines see them: each by itself, to be written as two thinner ones."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.attention.head_linear import HeadLinear, HeadReadout
+from attnrx.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.costs import ModelCosts, PartCosts, linear_costs
 from attnrx.decompositions import LowRank
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
@@ -45,10 +45,10 @@ class FactoredHeads(HeadLinear):
         return self(tokens) if rows == self.rows else super().padded(self.first(tokens), rows)
 
 
-class FactoredReadout(HeadReadout):
+class FactoredOutputProjection(OutputProjection):
     """An output projection written as two maps: what the heads read out to `rank` features, then to the width."""
 
-    def __init__(self, source: HeadReadout, rank: int):
+    def __init__(self, source: OutputProjection, rank: int):
         super().__init__(source.reads, rank, bias=False)
         self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
 
@@ -66,13 +66,13 @@ class FactoredReadout(HeadReadout):
 # Where each kind keeps the matrix that comes first, the second, and the bias.
 PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
     FactoredHeads: ("first.weight", "weight", "bias"),
-    FactoredReadout: ("weight", "second.weight", "second.bias"),
+    FactoredOutputProjection: ("weight", "second.weight", "second.bias"),
     LowRankLinear: ("first.weight", "second.weight", "second.bias"),
 }
 
 
 def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
-    """Names the maps of every layer that are asked for, those of the MLP only where it has two linear maps.
+    """Names the maps of every layer that are requested, those of the MLP only where it has two linear maps.
 
     Raises:
         UnknownName: for a name that is none of MAPS.
@@ -89,13 +89,13 @@ def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
         raise InvalidInput(f"this model has none of the maps {', '.join(names)}: its MLPs are not two linear maps.")
     found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in there)
     for place in found:
-        if not isinstance(linear_at(model, place), HeadLinear | HeadReadout | nn.Linear):
+        if not isinstance(linear_at(model, place), HeadLinear | OutputProjection | nn.Linear):
             raise NotSupported(f"{place[1]} of layer {place[0]} is written as two maps already; give the original.")
     return found
 
 
 def linear_at(model: nn.Module, place: Place) -> nn.Module:
-    """Gives the module of one map, which has a weight [outputs, inputs] and a bias or None."""
+    """Returns the module of one map, which has a weight [outputs, inputs] and a bias or None."""
     layer, name = place
     if name in MLP_MAPS:
         return family_of(model).mlp(model)[layer][MLP_MAPS.index(name)]
@@ -104,7 +104,7 @@ def linear_at(model: nn.Module, place: Place) -> nn.Module:
 
 
 def weights_at(model: nn.Module, place: Place) -> tuple[Float[Tensor, "outputs inputs"], Tensor | None]:
-    """Gives the weight and the bias of one map, in float64 on the CPU."""
+    """Returns the weight and the bias of one map, in float64 on the CPU."""
     linear = linear_at(model, place)
     bias = linear.bias
     assert isinstance(linear.weight, Tensor)
@@ -113,7 +113,7 @@ def weights_at(model: nn.Module, place: Place) -> tuple[Float[Tensor, "outputs i
 
 
 def with_factors(model: nn.Module, factors: Mapping[Place, LowRank]) -> nn.Module:
-    """Gives a copy of the model in which these maps are written as two."""
+    """Returns a copy of the model in which these maps are written as two."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for place, low_rank in factors.items():
@@ -167,10 +167,10 @@ def _replace_(model: nn.Module, place: Place, low_rank: LowRank) -> None:
         setattr(*_owner(family_of(model).attention(model)[layer], name), new)
 
 
-def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredReadout | LowRankLinear:
+def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredOutputProjection | LowRankLinear:
     if isinstance(linear, HeadLinear):
         return FactoredHeads(linear, rank)
-    if isinstance(linear, HeadReadout):
-        return FactoredReadout(linear, rank)
+    if isinstance(linear, OutputProjection):
+        return FactoredOutputProjection(linear, rank)
     assert isinstance(linear, nn.Linear)
     return LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)

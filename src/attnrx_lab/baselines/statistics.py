@@ -1,4 +1,4 @@
-"""What peers are calibrated on: moments of the inputs of every linear map, and the empirical Fisher information."""
+"""What baselines are calibrated on: moments of the inputs of every linear map, and the empirical Fisher information."""
 
 import copy
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ class InputMoments:
 
 
 class MapStatistics:
-    """The statistics of some maps of a model on calibration images, each kind measured when it is first asked for."""
+    """The statistics of some maps of a model on calibration images, each kind measured on first use."""
 
     def __init__(self, model: nn.Module, places: Sequence[Place], images: ImageSet, batch_size: int = 32):
         self.model, self.places, self.images, self.batch_size = model, tuple(places), images, batch_size
 
     def moments(self, place: Place) -> InputMoments:
-        """Gives the moments of the inputs of one map."""
+        """Returns the moments of the inputs of one map."""
         return self._moments[_watched(place)]
 
     def fisher(self, place: Place) -> Float[Tensor, "outputs inputs"]:
-        """Gives the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
+        """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
 
         The gradient is that of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of
         the dataset is used.

@@ -1,4 +1,4 @@
-"""Torch-Pruning as a peer: narrower heads and a narrower MLP, chosen and cut by that package."""
+"""Torch-Pruning as a baseline: narrower heads and a narrower MLP, chosen and cut by that package."""
 
 import copy
 import warnings
@@ -16,10 +16,10 @@ from attnrx.models import LIBRARIES, family_of
 from attnrx.models.adopted import Adopted
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
-from attnrx_lab.baselines.maker import Maker
+from attnrx_lab.baselines.baseline import ModelCompressor
 
 
-class TorchPruningPeer(Maker):
+class TorchPruningBaseline(ModelCompressor):
     """Removes features inside heads and MLPs by the package torch-pruning; what layers pass on keeps its width.
 
     Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
@@ -51,7 +51,7 @@ class TorchPruningPeer(Maker):
         )
 
     def make(self, share: float) -> nn.Module:
-        """Gives the model at a share of the features inside heads and MLPs."""
+        """Returns the model at a share of the features inside heads and MLPs."""
         theirs = _as_timm(self.model)
         if share < 1:
             self._prune_(theirs, 1 - self._least(share))
@@ -118,7 +118,7 @@ def _is_whole(model: nn.Module) -> bool:
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
-    """Gives the model of timm that was adopted, with the weights that it has now."""
+    """Returns the model of timm that was adopted, with the weights that it has now."""
     assert isinstance(model, Adopted)
     family = LIBRARIES["timm"]
     theirs = family.create(model.origin)

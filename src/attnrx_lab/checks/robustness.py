@@ -1,4 +1,4 @@
-"""Robustness: whether the candidate bears spoilt images as its reference does."""
+"""Robustness: paired change of accuracy on corrupted images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # in words, and the corrupt
 
 @dataclass(frozen=True)
 class Robustness(Check):
-    """The paired change of accuracy on spoilt images: for every corruption and severity, and their means.
+    """The paired change of accuracy on corrupted images: for every corruption and severity, and their means.
 
     `corruptions` are names of CORRUPTIONS, or of several at once: "common" (the fifteen of ImageNet-C), "extra" (its
     other four), "all". Each finding also tells both accuracies; one for a corruption at a severity, how often the
     models agree, too. There is a mean over everything, and where that says more, over the common ones and for every
-    severity. All models see the very same spoilt images, whatever the batch size; only the first `images` (None: all)
-    are used. `most_drop` limits, in points, what the candidate loses over all corruptions, in the same sense as the
-    accuracy check; None only reports.
+    severity. All models see the very same corrupted images, whatever the batch size; only the first `images` (None:
+    all) are used. `most_drop` limits, in points, what the candidate loses over all corruptions, in the same sense as
+    the accuracy check; None only reports.
     """
 
     name: ClassVar[str] = "robustness"
@@ -67,7 +67,8 @@ class Robustness(Check):
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Gives the findings of several candidates: images are spoilt, and answered by the reference, only once."""
+        """Returns the findings of several candidates: images are corrupted, and answered by the reference, only
+        once."""
         comparison = comparison.taking(self.images)
         models = {"": comparison.reference, **candidates}
         findings: dict[str, list[Finding]] = {name: [] for name in candidates}
@@ -81,7 +82,7 @@ class Robustness(Check):
         return {name: (*own, *self._means(right[""], right[name], comparison.seed)) for name, own in findings.items()}
 
     def _means(self, before: Right, after: Right, seed: int) -> list[Finding]:
-        """Gives the means; the last is over everything, and may be a claim."""
+        """Returns the means; the last is over everything, and may be a claim."""
         parts = self._parts()
         limits = [None] * (len(parts) - 1) + [self.most_drop]
         return [_mean(part, before, after, limit, seed) for part, limit in zip(parts, limits, strict=True)]
@@ -102,7 +103,7 @@ class Robustness(Check):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The classes that several models, named by their role, chose for the same spoilt images."""
+    """The classes that several models, named by their role, chose for the same corrupted images."""
 
     classes: Mapping[str, Int[Tensor, "images"]]
     labels: Int[Tensor, "images"]
@@ -115,7 +116,7 @@ class _Chosen:
 def _chosen(
     models: Mapping[str, nn.Module], ways: Sequence[tuple[str, int]], comparison: Comparison
 ) -> Iterator[_Chosen]:
-    """Gives what the models choose for each way to spoil the images; of several processes each takes some of them."""
+    """Returns what the models choose for each way to spoil the images; of several processes each takes some of them."""
     process, count = comparison.place
     own = [_choose(models, CORRUPTIONS[name], severity, comparison) for name, severity in ways[process::count]]
     parts = processes.gathered(own) if comparison.together else [own]
@@ -127,7 +128,7 @@ def _choose(models: Mapping[str, nn.Module], corruption: Corruption, severity: i
     classes: dict[str, list[Tensor]] = {role: [] for role in models}
     labels = []
     with evaluating(models.values()):
-        for batch, images in _spoilt(corruption, severity, comparison):
+        for batch, images in _corrupted(corruption, severity, comparison):
             labels.append(batch.labels.cpu())
             for role, model in models.items():
                 classes[role].append(answer(model, images).argmax(-1).cpu())
@@ -168,8 +169,8 @@ def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed
     return replace(finding, seed=seed, details=details)
 
 
-def _spoilt(corruption: Corruption, severity: int, comparison: Comparison) -> Iterator[tuple[Batch, Tensor]]:
-    """Gives the batches with their images spoilt on the device, back on the model's scale."""
+def _corrupted(corruption: Corruption, severity: int, comparison: Comparison) -> Iterator[tuple[Batch, Tensor]]:
+    """Returns the batches with their images corrupted on the device, back on the model's scale."""
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
     # One stream of random numbers on the CPU for the whole pass: the same noise in batches of any size, on any device.
     generator = torch.Generator().manual_seed(comparison.seed)

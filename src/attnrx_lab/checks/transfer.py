@@ -52,7 +52,7 @@ class Transfer(Check):
     def __post_init__(self):
         if self.classes < 2:
             raise InvalidInput(
-                f"Transfer(classes={self.classes}): a head tells at least two classes apart; take a dataset with more."
+                f"Transfer(classes={self.classes}): a head separates at least two classes; use a dataset with more."
             )
         counts = {"epochs": self.epochs, "batch_size": self.batch_size, "per_class": self.per_class}
         low = [name for name, count in counts.items() if count is not None and count < 1]
@@ -68,7 +68,7 @@ class Transfer(Check):
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Gives the findings of several candidates; the reference is read and probed only once."""
+        """Returns the findings of several candidates; the reference is read and probed only once."""
         training = own_labels(self._taken())
         reference = self._probed("reference", comparison.reference, training, comparison)
         found = {}
@@ -83,7 +83,7 @@ class Transfer(Check):
         count = self.per_class * self.classes
         if count > len(self.training):
             raise InvalidInput(
-                f"Transfer(per_class={self.per_class}): {count:,} images of {self.classes} classes were asked for, the "
+                f"Transfer(per_class={self.per_class}): {count:,} images of {self.classes} classes were requested, the "
                 f"training split holds {len(self.training):,}; ask for fewer."
             )
         return self.training.take(count)
@@ -91,7 +91,7 @@ class Transfer(Check):
     def _probed(
         self, role: str, model: nn.Module, training: ImageSet, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
-        """Gives 1 for every seed and test image that is classified as labelled, else 0."""
+        """Returns 1 for every seed and test image that is classified as labelled, else 0."""
         seen, test = (_features(role, model, images, comparison) for images in (training, own_labels(comparison.data)))
         strange = sorted(set(test.labels.tolist()) - set(seen.labels.tolist()))
         if strange or int(test.labels.max()) >= self.classes:

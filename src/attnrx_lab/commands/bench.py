@@ -1,4 +1,4 @@
-"""attnrx bench: a model and several ways of compressing it in, what the clock says of each out."""
+"""attnrx bench: a model and several ways of compressing it in, what measured of each out."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -7,12 +7,12 @@ import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
 from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, device
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_backend, add_contenders, add_model, add_out
+from attnrx.cli.parser import Parser, add_backend, add_methods, add_model, add_out
 from attnrx.progress import Log
 
 SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"
 EXAMPLE = (
-    "attnrx bench timm:deit_small_patch16_224 --contenders 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
+    "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
     "--batches 1,8,64 --threads 1,2 --out speeds.json"
 )
 
@@ -23,7 +23,7 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
-    add_contenders(parser, SHARES)
+    add_methods(parser, SHARES)
     parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="images at once (1,8,64)")
     parser.add_argument("--threads", metavar="N,N", help="CPU threads (as many as torch takes)")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
@@ -42,12 +42,12 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Diagnoses on noise, makes every contender, and times all in turns beside the model that the library ships."""
+    """Diagnoses on noise, makes every method, and times all in turns beside the model that the library ships."""
     from attnrx_lab import comparison
 
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
-    contenders = [comparison.Contender.parse(text) for text in arguments.contenders]
+    methods = [comparison.Method.parse(text) for text in arguments.methods]
     model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     placed = str(next(model.parameters()).device)
     conditions = rx.costs.Conditions(placed, arguments.precision, None, arguments.runtime == "compiled")
@@ -62,13 +62,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime, arguments.backend
     )
     bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
-    speeds = comparison.compare_speeds(bench, contenders, rates, log, arguments.out)
+    speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)
     latency = speeds.speeds[0].latency
-    told = (
+    summary = (
         f"{latency.hardware}, torch {latency.torch_version}, {latency.conditions.precision}, "
         f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "
         "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
     )
     path = arguments.out
     rows = tuple(each.cells for each in speeds.speeds)
-    return Outcome(rx.storage.read_json(path), (Table(comparison.SPEED_COLUMNS, rows), told, f"speeds: {path}"))
+    return Outcome(rx.storage.read_json(path), (Table(comparison.SPEED_COLUMNS, rows), summary, f"speeds: {path}"))

@@ -6,12 +6,12 @@ import attnrx as rx
 from attnrx.cli.inputs import chosen_images, load_model, numbers, splits_for
 from attnrx.cli.options import COUNT, SHARE
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_contenders, add_data, add_model, add_out, add_running, add_split
+from attnrx.cli.parser import Parser, add_data, add_methods, add_model, add_out, add_running, add_split
 from attnrx.progress import Log
 
 SUMMARY = "compress one model in several ways, and see what each costs and loses"
 EXAMPLE = (
-    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --contenders 'truncatt=uniform_rank:{share}' "
+    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
     "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
 )
 SHARES = "0.75,0.5,0.25"
@@ -24,31 +24,31 @@ def add(parser: Parser) -> None:
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
     add_split(parser, "test")
     add_running(parser, 64)
-    add_contenders(parser, SHARES)
+    add_methods(parser, SHARES)
     parser.add_argument(
         "--calibration-images", type=COUNT, default=96, metavar="N", help="training images to diagnose on (96)"
     )
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Diagnoses once, then prescribes, realizes and measures every contender at every share, or at equal MACs."""
+    """Diagnoses once, then prescribes, realizes and measures every method at every share, or at equal MACs."""
     from attnrx_lab import comparison
 
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
-    contenders = [comparison.Contender.parse(text) for text in arguments.contenders]
+    methods = [comparison.Method.parse(text) for text in arguments.methods]
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)
     calibration = splits.train.take(arguments.calibration_images)
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
-    if any("by=divergence" in contender.rules for contender in contenders):
+    if any("by=divergence" in method.rules for method in methods):
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
         diagnosis = rx.measure_divergence(model, diagnosis, priced)
     test = chosen_images(splits, arguments)
     bench = comparison.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
-    trials = comparison.compare_contenders(bench, contenders, shares, log, arguments.out, macs)
+    trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
     tables = [Table(comparison.COMPARISON_COLUMNS, trials.rows)]
     if trials.differences:

@@ -44,7 +44,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
     add_out(parser, "the folder of all runs and tables", "runs", writes=FOLDER)
-    knobs = parser.add_argument_group("instead of the paper's protocol, told in the table; not every recipe has each")
+    knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     knobs.add_argument("--epochs", type=COUNT, metavar="N", help="epochs of training or fine-tuning")
     knobs.add_argument("--draws", type=DRAWS, metavar="N", help="random controls for each prescription")
     knobs.add_argument("--test-images", type=COUNT, metavar="N", help="measure on fewer test images")

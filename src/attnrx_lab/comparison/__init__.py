@@ -6,9 +6,9 @@ from attnrx_lab.comparison.comparing import (
     Trial,
     Trials,
     Unreached,
-    compare_contenders,
+    compare_methods,
 )
-from attnrx_lab.comparison.methods import Bench, Contender
+from attnrx_lab.comparison.methods import Bench, Method
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
 __all__ = [
@@ -16,14 +16,14 @@ __all__ = [
     "DIFFERENCE_COLUMNS",
     "SPEED_COLUMNS",
     "Bench",
-    "Contender",
+    "Method",
     "Rates",
     "Speed",
     "Speeds",
     "Trial",
     "Trials",
     "Unreached",
-    "compare_contenders",
+    "compare_methods",
     "compare_speeds",
     "noise_bench",
 ]

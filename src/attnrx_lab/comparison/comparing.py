@@ -19,22 +19,22 @@ from attnrx.models import evaluating, family_of
 from attnrx.progress import Log, no_log
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import write_json
-from attnrx_lab.baselines import Maker
+from attnrx_lab.baselines import ModelCompressor
 from attnrx_lab.comparison.differences import Difference, ImageResults, paired_differences
-from attnrx_lab.comparison.methods import Bench, Contender, Makers
+from attnrx_lab.comparison.methods import Bench, Compressors, Method
 
-COMPARISON_COLUMNS = ("contender", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
+COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one contender costs and loses at one share: shares of the original, points, and nats an image.
+    """What one method costs and loses at one share: shares of the original, points, and nats an image.
 
     `target` is the share of the MACs that the share was chosen for, if it was.
     """
 
-    contender: str
+    method: str
     share: float
     params: int
     macs: int
@@ -52,7 +52,7 @@ class Trial:
     def cells(self) -> tuple[str, ...]:
         """What a table shows."""
         return (
-            self.contender,
+            self.method,
             f"{100 * self.share:.4g} %",
             f"{self.accuracy.value:.1f} %",
             self.change.text(1),
@@ -65,17 +65,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Unreached:
-    """A contender that cannot cost as little as was asked: the share of the MACs that it costs at least."""
+    """A method that cannot cost as little as was requested: the share of the MACs that it costs at least."""
 
-    contender: str
+    method: str
     target: float
     least: float
 
     @property
     def cells(self) -> tuple[str, ...]:
         """What a table shows."""
-        said = f"cannot cost {100 * self.target:g} % of the MACs"
-        return (self.contender, "-", said, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+        reason = f"cannot cost {100 * self.target:g} % of the MACs"
+        return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Trials:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """What a table shows: one line per trial and per target that could not be reached, contender by contender."""
-        order = [contender["name"] for contender in self.about["contenders"]]
+        """What a table shows: one line per trial and per target that could not be reached, method by method."""
+        order = [method["name"] for method in self.about["methods"]]
         lines: list[Trial | Unreached] = [*self.trials, *self.unreached]
-        return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.contender)))
+        return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.method)))
 
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file."""
@@ -113,7 +113,7 @@ class Trials:
         return write_json(path, record)
 
     def to_markdown(self) -> str:
-        """Gives a table: one line per trial, and one for every target that a contender cannot reach.
+        """Returns a table: one line per trial, and one for every target that a method cannot reach.
 
         A second table has the differences between methods, where there are any.
         """
@@ -128,51 +128,51 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
 
 
-def compare_contenders(
+def compare_methods(
     bench: Bench,
-    contenders: Sequence[Contender],
+    methods: Sequence[Method],
     shares: Iterable[float] = (),
     log: Log = no_log,
     out: Path | str | None = None,
     macs: Iterable[float] = (),
 ) -> Trials:
-    """Makes and measures every contender at every share, without any fine-tuning.
+    """Makes and measures every method at every share, without any fine-tuning.
 
-    With `macs`, shares of the model's MACs, every contender is also measured at the largest share {share} that costs no
+    With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
     more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
     images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A method
     that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are compared
     image by image (`Difference`). What is known so far is saved to `out` after every trial.
     """
     shares, targets = tuple(shares), tuple(macs)
-    if not contenders or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
+    if not methods or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
         raise InvalidInput(
-            f"{len(contenders)} contenders at the shares {shares} and the MACs {targets}: give at least one contender "
+            f"{len(methods)} methods at the shares {shares} and the MACs {targets}: give at least one method "
             "and one share of either, shares in (0, 1]."
         )
-    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
-    for contender in contenders:
-        makers.of(contender)  # what cannot be made is refused before anything is measured
+    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    for method in methods:
+        makers.of(method)  # what cannot be made is refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
-    about = {**_about(bench, contenders, len(labels)), "notes": chance_notes(correct, labels)}
+    about = {**_about(bench, methods, len(labels)), "notes": chance_notes(correct, labels)}
     for note in about["notes"]:
         log(f"warning: {note}")
     found = Trials((), correct, about)
     results: list[ImageResults] = []
-    for contender in contenders:
-        maker = makers.of(contender)
-        for point in points(contender, maker, before, shares, targets):
+    for method in methods:
+        compressor = makers.of(method)
+        for point in points(method, compressor, before, shares, targets):
             if isinstance(point, Unreached):
                 found = replace(found, unreached=(*found.unreached, point))
-                log(" ".join((point.contender, point.cells[2])))
+                log(" ".join((point.method, point.cells[2])))
             else:
-                trial, own = _tried(bench, contender, maker, point, (before, logits, labels))
+                trial, own = _tried(bench, method, compressor, point, (before, logits, labels))
                 results.append(own)
                 differences = paired_differences(results, bench.seed)
                 found = replace(found, trials=(*found.trials, trial), differences=differences)
                 log(
-                    f"{trial.contender} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
+                    f"{trial.method} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
                     f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}, MACs {trial.cells[-2]}"
                 )
             if out is not None:
@@ -181,46 +181,46 @@ def compare_contenders(
 
 
 def points(
-    contender: Contender, maker: Maker, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
+    method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Gives every share to be tried and the target that it was chosen for; what depends on no share is tried once."""
-    if not contender.varies:
+    """Returns every share to be tried and the target that it was chosen for; what depends on no share is tried once."""
+    if not method.varies:
         yield 1.0, None
         return
     for share in shares:
         yield share, None
     for target in targets:
-        least = maker.least
-        share = largest_share(lambda share, most=target * before.macs: maker.costs(share).macs <= most, least)
+        least = compressor.least
+        share = largest_share(lambda share, most=target * before.macs: compressor.costs(share).macs <= most, least)
         if share is None:
-            yield Unreached(contender.name, target, maker.costs(least).macs / before.macs)
+            yield Unreached(method.name, target, compressor.costs(least).macs / before.macs)
         else:
             yield share, target
 
 
 def _tried(
     bench: Bench,
-    contender: Contender,
-    maker: Maker,
+    method: Method,
+    compressor: ModelCompressor,
     point: tuple[float, float | None],
     original: tuple[ModelCosts, Tensor, Tensor],
 ) -> tuple[Trial, ImageResults]:
     (share, target), (before, logits, labels) = point, original
     started = time.perf_counter()
-    candidate = maker.make(share)
+    candidate = compressor.make(share)
     seconds = time.perf_counter() - started
-    costs = (before, maker.costs(share))
+    costs = (before, compressor.costs(share))
     own, _ = _answers(candidate, bench)
     divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
     correct = own.argmax(-1) == labels
-    requested = share if contender.varies and target is None else None
+    requested = share if method.varies and target is None else None
     measured = _measured(bench, costs, (logits, own, labels), divergence)
-    trial = Trial(contender.name, share, **measured, n=len(labels), seconds=seconds, target=target)
-    return trial, ImageResults(contender.name, (requested, target), divergence, correct)
+    trial = Trial(method.name, share, **measured, n=len(labels), seconds=seconds, target=target)
+    return trial, ImageResults(method.name, (requested, target), divergence, correct)
 
 
-def _about(bench: Bench, contenders: Sequence[Contender], images: int) -> dict[str, Any]:
-    return {**bench.told(contenders), "data": bench.test.fingerprint, "images": images}
+def _about(bench: Bench, methods: Sequence[Method], images: int) -> dict[str, Any]:
+    return {**bench.describe(methods), "data": bench.test.fingerprint, "images": images}
 
 
 def _measured(

@@ -1,4 +1,4 @@
-"""Contenders: ways of compressing a model as text, and as something that prices and makes the model at any share."""
+"""Methods: ways of compressing a model as text, and as something that prices and makes the model at any share."""
 
 import re
 from collections.abc import Sequence
@@ -14,47 +14,48 @@ from attnrx.budget import costs_at, least_share
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NothingChanged
+from attnrx.errors import InvalidInput, NoOpPrescription
 from attnrx.models import family_of, shape_of
 from attnrx.realization import realize_tokens_
 from attnrx.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
-from attnrx_lab.baselines import Maker, MapStatistics, make_peer, places, require_peer
+from attnrx_lab.baselines import MapStatistics, ModelCompressor, make_baseline, places, require_baseline
 
 EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One way of compressing: the text of its rules, in which {share} stands for the share that is kept, or a peer.
+class Method:
+    """One way of compressing: the text of its rules, in which {share} stands for the share that is kept, or a baseline.
 
-    `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `peer` is
-    one of PEERS, and `maps` the linear maps that it writes as two (all, if none is named).
+    `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `baseline`
+    is one of BASELINES, and `maps` the linear maps that it writes as two (all, if none is named).
     """
 
     name: str
     rules: str = ""
     refined: int = 0
-    peer: str | None = None
+    baseline: str | None = None
     maps: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.peer is None:
+        if self.baseline is None:
             if self.maps:
-                raise InvalidInput(f"{self.name}: maps={','.join(self.maps)} goes with a peer, e.g. peer:svd.")
+                raise InvalidInput(f"{self.name}: maps={','.join(self.maps)} goes with a baseline, e.g. baseline:svd.")
             return
         if self.rules or self.refined:
             raise InvalidInput(
-                f"{self.name}: a peer takes no rules and no refinement; make them contenders of their own."
+                f"{self.name}: a baseline takes no rules and no refinement; make them methods of their own."
             )
-        require_peer(self.peer, self.maps)
+        require_baseline(self.baseline, self.maps)
 
     @classmethod
-    def parse(cls, text: str) -> "Contender":
-        """Reads `NAME=RULES [refine=STEPS]`, RULES being those of `prescribe`, or `NAME=peer:PEER [maps=MAP,MAP]`."""
+    def parse(cls, text: str) -> "Method":
+        """Reads `NAME=RULES [refine=STEPS]`, RULES being those of `prescribe`, or `NAME=baseline:BASELINE
+        [maps=MAP,MAP]`."""
         name, equals, rest = text.partition("=")
         if not equals or not name.strip() or not rest.strip():
-            raise InvalidInput(f"the contender {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
+            raise InvalidInput(f"the method {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
         found = EXTRAS.findall(rest)
         extras, rules = dict(found), EXTRAS.sub("", rest).strip()
         if len(extras) < len(found) or not all(extras.values()):
@@ -63,9 +64,9 @@ class Contender:
         if not (steps.isascii() and steps.isdigit()):
             raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
         maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
-        if rules.startswith("peer:"):
-            peer, _, rest = rules.removeprefix("peer:").partition(" ")
-            return cls(name.strip(), rest, int(steps), peer, maps)
+        if rules.startswith("baseline:"):
+            baseline, _, rest = rules.removeprefix("baseline:").partition(" ")
+            return cls(name.strip(), rest, int(steps), baseline, maps)
         made = cls(name.strip(), rules, int(steps), maps=maps)
         made.template  # noqa: B018, refuses maps that do not exist
         return made
@@ -78,7 +79,7 @@ class Contender:
     @property
     def varies(self) -> bool:
         """Whether it depends on the share at all."""
-        return self.peer is not None or self.template.varies
+        return self.baseline is not None or self.template.varies
 
 
 @dataclass(frozen=True)
@@ -92,52 +93,52 @@ class Bench:
     seed: int = 0
     batch_size: int = 64
 
-    def told(self, contenders: Sequence[Contender]) -> dict[str, Any]:
-        """Tells what contenders were made from and with, as JSON-ready values."""
+    def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
+        """Tells what methods were made from and with, as JSON-ready values."""
         return {
             "diagnosis": dict(self.diagnosis.about),
             "seed": self.seed,
-            "contenders": [asdict(contender) for contender in contenders],
+            "methods": [asdict(method) for method in methods],
             "torch": torch.__version__,
         }
 
 
 @dataclass(frozen=True)
-class RuleMaker(Maker):
+class RuleCompressor(ModelCompressor):
     """Prescribes and realizes."""
 
     bench: Bench
-    contender: Contender
+    method: Method
     _known: dict[float, ModelCosts] = field(default_factory=dict)
 
     @property
     def least(self) -> float:
         """The smallest share that can be prescribed."""
-        return least_share(self.bench.model, self.contender.template)
+        return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
         """Prices what is prescribed; each share once."""
         if share not in self._known:
-            self._known[share] = costs_at(self.bench.model, self.bench.diagnosis, self.contender.template, share)
+            self._known[share] = costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
         return self._known[share]
 
     def make(self, share: float) -> nn.Module:
-        """Realizes what is prescribed, and refines it where that is asked for.
+        """Realizes what is prescribed, and refines it if requested.
 
         At a share that keeps everything the model itself is returned, as `costs` prices it there; rules without a share
-        that change nothing raise NothingChanged.
+        that change nothing raise NoOpPrescription.
         """
-        bench, contender = self.bench, self.contender
+        bench, method = self.bench, self.method
         try:
-            found = prescribe(bench.diagnosis, contender.template.at(share))
-        except NothingChanged:
-            if not contender.varies:
+            found = prescribe(bench.diagnosis, method.template.at(share))
+        except NoOpPrescription:
+            if not method.varies:
                 raise
             return bench.model
-        if not contender.refined:
+        if not method.refined:
             return realize(bench.model, found)
         candidate = realize(bench.model, replace(found, tokens=None))
-        knobs = Refinement(steps=contender.refined, seed=bench.seed)
+        knobs = Refinement(steps=method.refined, seed=bench.seed)
         candidate = refine(candidate, bench.model, bench.calibration, knobs).model
         if found.tokens is not None:  # last, as refinement watches all tokens
             family = family_of(candidate)
@@ -145,18 +146,18 @@ class RuleMaker(Maker):
         return candidate
 
 
-class Makers:
-    """The makers of a bench; peers share the statistics that they are calibrated on."""
+class Compressors:
+    """The makers of a bench; baselines share the statistics that they are calibrated on."""
 
     def __init__(self, bench: Bench):
         self.bench = bench
 
-    def of(self, contender: Contender) -> Maker:
-        """Gives the maker of one contender."""
-        if contender.peer is None:
-            return RuleMaker(self.bench, contender)
+    def of(self, method: Method) -> ModelCompressor:
+        """Returns the maker of one method."""
+        if method.baseline is None:
+            return RuleCompressor(self.bench, method)
         bench = self.bench
-        return make_peer(bench.model, contender.peer, contender.maps, bench.calibration, self._statistics)
+        return make_baseline(bench.model, method.baseline, method.maps, bench.calibration, self._statistics)
 
     @cached_property
     def _statistics(self) -> MapStatistics:

@@ -15,7 +15,7 @@ from attnrx.exporting import Format, Subject, bare_subject, write_exported
 def running_in(
     form: Format | None, models: Mapping[str, nn.Module], like: nn.Module, precision: str, calibration: ImageSet
 ) -> Iterator[dict[str, nn.Module]]:
-    """Gives the models themselves, or for as long as the context lasts the files that a format makes of them.
+    """Returns the models themselves, or for as long as the context lasts the files that a format makes of them.
 
     All are written alike, for batches of any size, and checked against themselves in eager mode. They take the images
     that `like` takes, a model of a known family, which the others need not be.

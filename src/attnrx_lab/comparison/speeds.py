@@ -1,4 +1,4 @@
-"""Several prescriptions on one model: what the clock says of each, beside the model as its own library runs it."""
+"""Several prescriptions on one model: what measured of each, beside the model as its own library runs it."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from attnrx.models import family_of, use_backend
 from attnrx.progress import Log, no_log
 from attnrx.storage import write_json
 from attnrx_lab.comparison.comparing import Unreached, points
-from attnrx_lab.comparison.methods import Bench, Contender, Makers
+from attnrx_lab.comparison.methods import Bench, Compressors, Method
 from attnrx_lab.comparison.runtimes import running_in
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one contender is at one share and batch size, beside the model as its library ships it.
+    """How fast one method is at one share and batch size, beside the model as its library ships it.
 
     `latency` holds the ratio of times; the speed-up is its inverse. `ideal` is the inverse of the share of the MACs,
     which a speed-up reaches where every multiplication takes as long as before and nothing else takes any time.
     """
 
-    contender: str
+    method: str
     share: float
     macs_share: float
     latency: LatencyComparison
@@ -53,7 +53,7 @@ class Speed:
         """What a table shows."""
         latency, (value, low, high) = self.latency, self.speedup
         return (
-            self.contender,
+            self.method,
             f"{100 * self.share:.4g} %",
             str(latency.batch),
             str(latency.threads),
@@ -67,7 +67,7 @@ class Speed:
 
 
 SPEED_COLUMNS = (
-    "contender",
+    "method",
     "kept",
     "batch",
     "threads",
@@ -89,21 +89,21 @@ class Speeds:
 
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file."""
-        told = [
+        describe = [
             {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
             for each in self.speeds
         ]
-        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": told})
+        return write_json(path, {"kind": "attnrx speeds", "schema": 1, "about": self.about, "speeds": describe})
 
     def to_markdown(self) -> str:
-        """Gives a table: one line for every contender and batch size."""
+        """Returns a table: one line for every method and batch size."""
         lines = [f"| {' | '.join(SPEED_COLUMNS)} |", "|" + "---|" * len(SPEED_COLUMNS)]
         return "\n".join((*lines, *(f"| {' | '.join(each.cells)} |" for each in self.speeds)))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What is timed: every contender at these shares, or at these shares of the MACs, on batches of so many images.
+    """What is timed: every method at these shares, or at these shares of the MACs, on batches of so many images.
 
     Each is timed under every protocol. `runtime` is the format whose files are timed, the shipped model's too, and all
     at the precision of the first protocol; None times the models themselves, their
@@ -123,15 +123,15 @@ class Rates:
                 f"batches of {self.batches} images under {len(self.protocols)} protocols: give at least one of each, "
                 "and at least one image a batch."
             )
-        asked = (*self.shares, *self.macs)
-        if not asked or any(not 0 < share <= 1 for share in asked):
+        requested = (*self.shares, *self.macs)
+        if not requested or any(not 0 < share <= 1 for share in requested):
             raise InvalidInput(f"the shares {self.shares} and the MACs {self.macs}: give at least one, all in (0, 1].")
         if self.runtime is not None and any(each.conditions.compiled for each in self.protocols):
             raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
-    """Gives a bench for speed alone, whose images are noise: they say what a prescription leaves out, not how much.
+    """Returns a bench for speed alone, whose images are noise: they say what a prescription leaves out, not how much.
 
     Ranks that follow an energy or a divergence do depend on the images, and so do the times of what has such ranks.
     """
@@ -144,27 +144,27 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
 
 def compare_speeds(
     bench: Bench,
-    contenders: Sequence[Contender],
+    methods: Sequence[Method],
     rates: Rates,
     log: Log = no_log,
     out: Path | str | None = None,
 ) -> Speeds:
-    """Makes every contender at every share, or at equal MACs, and times them all in turns with the shipped model.
+    """Makes every method at every share, or at equal MACs, and times them all in turns with the shipped model.
 
     The model of the bench itself always takes part, as "attnrx": nothing is left out of it, but its attention is ours.
     What is known so far is saved to `out` after every batch size.
     """
     family = family_of(bench.model)
-    shipped = family.shipped(bench.model)
+    library_model = family.library_model(bench.model)
     made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
-    for each in _made(bench, contenders, rates, log):
+    for each in _made(bench, methods, rates, log):
         made[f"{each[0]} {each[1]}"] = each
     if rates.backend is not None:
         for key, (name, share, macs, candidate) in made.items():
             made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
-    told = None if rates.runtime is None else to_dict(rates.runtime)
-    found = Speeds((), {**bench.told(contenders), "runtime": told, "backend": rates.backend or "auto"})
-    models = {"": shipped, **{key: each[-1] for key, each in made.items()}}
+    describe = None if rates.runtime is None else to_dict(rates.runtime)
+    found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
+    models = {"": library_model, **{key: each[-1] for key, each in made.items()}}
     precision = rates.protocols[0].conditions.precision
     with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
         reference = running.pop("")
@@ -174,20 +174,20 @@ def compare_speeds(
             measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
             found = replace(found, speeds=(*found.speeds, *measured))
             for speed in measured:
-                log(f"{speed.contender}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
+                log(f"{speed.method}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
             if out is not None:
                 found.save(out)
     return found
 
 
 def _made(
-    bench: Bench, contenders: Sequence[Contender], rates: Rates, log: Log
+    bench: Bench, methods: Sequence[Method], rates: Rates, log: Log
 ) -> Iterator[tuple[str, float, float, nn.Module]]:
-    before, makers = family_of(bench.model).costs(bench.model), Makers(bench)
-    for contender in contenders:
-        maker = makers.of(contender)
-        for point in points(contender, maker, before, rates.shares, rates.macs):
+    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    for method in methods:
+        compressor = makers.of(method)
+        for point in points(method, compressor, before, rates.shares, rates.macs):
             if isinstance(point, Unreached):
-                log(f"{point.contender} {point.cells[2]}: left out")
+                log(f"{point.method} {point.cells[2]}: left out")
             else:
-                yield contender.name, point[0], maker.costs(point[0]).macs / before.macs, maker.make(point[0])
+                yield method.name, point[0], compressor.costs(point[0]).macs / before.macs, compressor.make(point[0])

@@ -17,14 +17,14 @@ import torch
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 from attnrx_lab.corruptions import blur, digital, noise, weather
-from attnrx_lab.corruptions.amounts import AMOUNTS, COMMON, EXTRA, Amounts
 from attnrx_lab.corruptions.filters import Draws, Images
+from attnrx_lab.corruptions.severities import COMMON, EXTRA, LEVELS, Levels
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
-METHODS: Mapping[str, Callable[[Images, Amounts, Draws], Images]] = {
+METHODS: Mapping[str, Callable[[Images, Levels, Draws], Images]] = {
     name: getattr(next(room for room in (noise, blur, weather, digital) if hasattr(room, name)), name)
-    for name in AMOUNTS
+    for name in LEVELS
 }
 
 # Those that draw nothing, and may take images together.
@@ -40,15 +40,15 @@ class Corruption:
     name: str
 
     def __post_init__(self):
-        if self.name not in AMOUNTS:
-            raise UnknownName("corruption", self.name, AMOUNTS)
+        if self.name not in LEVELS:
+            raise UnknownName("corruption", self.name, LEVELS)
 
-    def amounts(self, side: int, severity: int) -> Amounts:
-        """Gives the benchmark's amounts for images of this side."""
+    def levels(self, side: int, severity: int) -> Levels:
+        """Returns the benchmark's amounts for images of this side."""
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
-        amounts = AMOUNTS[self.name]
-        return amounts[next(limit for limit in sorted(amounts) if side <= limit)][severity - 1]
+        levels = LEVELS[self.name]
+        return levels[next(limit for limit in sorted(levels) if side <= limit)][severity - 1]
 
     def __call__(
         self,
@@ -57,16 +57,16 @@ class Corruption:
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch channels height width"]:
         """Spoils images in [0, 1]; what is random needs the generator to be repeatable, and draws image by image."""
-        amounts = self.amounts(max(images.shape[-2:]), severity)
+        levels = self.levels(max(images.shape[-2:]), severity)
         method = METHODS[self.name]
         if self.name in STILL:
-            return method(images, amounts, generator).clamp(0, 1)
-        # One by one: an image takes all its random numbers before the next, so batches of any size are spoilt alike.
-        return torch.cat([method(image[None], amounts, generator) for image in images]).clamp(0, 1)
+            return method(images, levels, generator).clamp(0, 1)
+        # One by one: an image takes all its random numbers before the next, so batches of any size are corrupted alike.
+        return torch.cat([method(image[None], levels, generator) for image in images]).clamp(0, 1)
 
 
-CORRUPTIONS: dict[str, Corruption] = {name: Corruption(name) for name in AMOUNTS}
+CORRUPTIONS: dict[str, Corruption] = {name: Corruption(name) for name in LEVELS}
 # Names for several at once: the fifteen of the benchmark, the four that it keeps for validation, and both.
-CORRUPTION_GROUPS: dict[str, tuple[str, ...]] = {"common": tuple(COMMON), "extra": tuple(EXTRA), "all": tuple(AMOUNTS)}
+CORRUPTION_GROUPS: dict[str, tuple[str, ...]] = {"common": tuple(COMMON), "extra": tuple(EXTRA), "all": tuple(LEVELS)}
 
-__all__ = ["AMOUNTS", "CORRUPTIONS", "CORRUPTION_GROUPS", "SEVERITIES", "Corruption"]
+__all__ = ["CORRUPTIONS", "CORRUPTION_GROUPS", "LEVELS", "SEVERITIES", "Corruption"]

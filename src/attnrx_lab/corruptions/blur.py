@@ -5,18 +5,18 @@ import torch
 from torch.nn import functional
 
 from attnrx.shapes import Float, Int, Tensor
-from attnrx_lab.corruptions.amounts import Amounts
 from attnrx_lab.corruptions.filters import Draws, Images, padded, smoothed, streaked, uniform, zoomed
+from attnrx_lab.corruptions.severities import Levels
 
 
-def gaussian_blur(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def gaussian_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Smooths by a standard deviation in pixels."""
-    return smoothed(images, amounts[0])
+    return smoothed(images, levels[0])
 
 
-def defocus_blur(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def defocus_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Averages over a disk of a radius, its edge smoothed by a standard deviation."""
-    kernel = _disk(*amounts).to(images)
+    kernel = _disk(*levels).to(images)
     batch, channels, height, width = images.shape
     wide = padded(images, len(kernel) // 2, "mirror").flatten(0, 1)[:, None]
     return functional.conv2d(wide, kernel[None, None]).reshape(batch, channels, height, width)
@@ -33,21 +33,21 @@ def _disk(radius: int | float, deviation: int | float) -> Float[Tensor, "side si
     return functional.conv2d(around, (weights[:, None] * weights)[None, None])[0, 0]
 
 
-def glass_blur(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def glass_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Smooths by a standard deviation, moves pixels about by so many, so many times, and smooths again.
 
     The published benchmark means to swap two pixels and copies one over the other; so does this.
     """
-    deviation, reach, times = amounts[0], int(amounts[1]), int(amounts[2])
-    levels = (255 * smoothed(images, deviation).clamp(0, 1)).floor() / 255
+    deviation, reach, times = levels[0], int(levels[1]), int(levels[2])
+    pixels = (255 * smoothed(images, deviation).clamp(0, 1)).floor() / 255
     height, width = images.shape[-2:]
     rows, columns = (torch.arange(side - reach, reach, -1) for side in (height, width))
     shape = (times, len(rows), len(columns), 2)
     moves = uniform(images, shape, draws, -reach, reach).floor().long().cpu()
-    places = (rows[:, None] * width + columns).expand(times, -1, -1)
-    sources = places[None] + moves[..., 1] * width + moves[..., 0]
-    order = torch.stack([_copied(places.flatten(), own.flatten(), height * width) for own in sources])
-    moved = levels.flatten(2).gather(2, order.to(images.device)[:, None].expand(-1, images.shape[1], -1))
+    indices = (rows[:, None] * width + columns).expand(times, -1, -1)
+    sources = indices[None] + moves[..., 1] * width + moves[..., 0]
+    order = torch.stack([_copied(indices.flatten(), own.flatten(), height * width) for own in sources])
+    moved = pixels.flatten(2).gather(2, order.to(images.device)[:, None].expand(-1, images.shape[1], -1))
     return smoothed(moved.unflatten(2, (height, width)), deviation)
 
 
@@ -59,13 +59,13 @@ def _copied(targets: Int[Tensor, "moves"], sources: Int[Tensor, "moves"], count:
     return torch.tensor(order)
 
 
-def motion_blur(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def motion_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Smears by a radius and a standard deviation, within 45 degrees of the rows."""
-    return streaked(images, int(amounts[0]), amounts[1], uniform(images, (), draws, -45, 45))
+    return streaked(images, int(levels[0]), levels[1], uniform(images, (), draws, -45, 45))
 
 
-def zoom_blur(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def zoom_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Averages the images with those enlarged by factors from 1 to an end, in steps."""
     # The factors as NumPy counts them, which reaches the end where rounding says so.
-    factors = np.arange(1, amounts[0], amounts[1]).tolist()
+    factors = np.arange(1, levels[0], levels[1]).tolist()
     return (images + sum(zoomed(images, factor) for factor in factors)) / (len(factors) + 1)

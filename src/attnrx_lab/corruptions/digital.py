@@ -9,24 +9,24 @@ from torch.nn import functional
 from attnrx.data.decoding import decode, threads
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.corruptions.amounts import Amounts
 from attnrx_lab.corruptions.filters import Draws, Images, box, smoothed, uniform
+from attnrx_lab.corruptions.severities import Levels
 
 
-def brightness(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def brightness(images: Images, levels: Levels, draws: Draws) -> Images:
     """Adds to the value of a pixel, its largest channel, and keeps hue and saturation."""
     value = images.amax(1, keepdim=True)
-    brighter = (value + amounts[0]).clamp(max=1)
+    brighter = (value + levels[0]).clamp(max=1)
     return torch.where(value > 0, images * brighter / value.clamp(min=1e-9), brighter)
 
 
-def contrast(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def contrast(images: Images, levels: Levels, draws: Draws) -> Images:
     """Moves every pixel towards the mean of its image and channel, to this share of the way it was from it."""
     mean = images.mean(dim=(-2, -1), keepdim=True)
-    return mean + amounts[0] * (images - mean)
+    return mean + levels[0] * (images - mean)
 
 
-def saturate(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def saturate(images: Images, levels: Levels, draws: Draws) -> Images:
     """Multiplies the saturation of a pixel and adds to it, keeping hue and value; what is grey has the hue of red."""
     if images.shape[1] != 3:
         raise InvalidInput(
@@ -34,17 +34,17 @@ def saturate(images: Images, amounts: Amounts, draws: Draws) -> Images:
         )
     value, least = images.amax(1, keepdim=True), images.amin(1, keepdim=True)
     saturation = (value - least) / value.clamp(min=1e-9)
-    wanted = (saturation * amounts[0] + amounts[1]).clamp(0, 1)
+    wanted = (saturation * levels[0] + levels[1]).clamp(0, 1)
     red = torch.cat([value, value * (1 - wanted), value * (1 - wanted)], dim=1)
     return torch.where(saturation > 0, value - (value - images) * wanted / saturation.clamp(min=1e-9), red)
 
 
-def elastic_transform(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def elastic_transform(images: Images, levels: Levels, draws: Draws) -> Images:
     """Moves three points of every image by up to a distance and its plane with them, then each pixel a little.
 
     The amounts are the factor of the pixels' moves, the deviation that smooths them, and the distance.
     """
-    factor, deviation, distance = amounts
+    factor, deviation, distance = levels
     height, width = images.shape[-2:]
     centre, reach = images.new_tensor([height // 2, width // 2]), min(height, width) // 3
     points = centre + reach * images.new_tensor([[1, 1], [1, -1], [-1, -1]])
@@ -77,22 +77,22 @@ def _sampled(images: Images, places: Float[Tensor, "batch pixels 2"], corners: b
     return functional.grid_sample(images, grid, "bilinear", "reflection", align_corners=corners)
 
 
-def pixelate(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def pixelate(images: Images, levels: Levels, draws: Draws) -> Images:
     """Shrinks the images to a share of their side and enlarges them again, both by boxes."""
     for axis in (-2, -1):
         side = images.shape[axis]
-        small = max(1, int(side * amounts[0]))
+        small = max(1, int(side * levels[0]))
         matrix = (box(small, side) @ box(side, small)).to(images)
         images = (images.movedim(axis, -1) @ matrix.T).movedim(-1, axis)
     return images
 
 
-def jpeg_compression(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def jpeg_compression(images: Images, levels: Levels, draws: Draws) -> Images:
     """Encodes and decodes every image as JPEG of a quality, several at once."""
     pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
     with ThreadPoolExecutor(threads()) as pool:
-        spoilt = list(pool.map(lambda image: _through_jpeg(image, int(amounts[0])), pixels))
-    return torch.stack(spoilt).to(images.device, images.dtype) / 255
+        corrupted = list(pool.map(lambda image: _through_jpeg(image, int(levels[0])), pixels))
+    return torch.stack(corrupted).to(images.device, images.dtype) / 255
 
 
 def _through_jpeg(image: Tensor, quality: int) -> Tensor:

@@ -141,7 +141,7 @@ def landscapes(images: Images, decay: int | float, draws: Draws) -> Layer:
 
 
 def grey(images: Images) -> Layer:
-    """Gives the brightness that the eye sees, of images with one channel or three."""
+    """Returns the brightness that the eye sees, of images with one channel or three."""
     if images.shape[1] == 1:
         return images
     return (images * images.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)

@@ -4,7 +4,6 @@ import torch
 from torch.nn import functional
 
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.corruptions.amounts import Amounts
 from attnrx_lab.corruptions.filters import (
     Draws,
     Images,
@@ -18,6 +17,7 @@ from attnrx_lab.corruptions.filters import (
     uniform,
     zoomed,
 )
+from attnrx_lab.corruptions.severities import Levels
 
 ICE = (0.89, 1.02, 1.09)  # the colour of the benchmark's photographs, around one
 ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # how bright they are, and how much that varies within one
@@ -27,9 +27,9 @@ RELIEF = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))  # light from on
 FARTHEST = 20  # pixels from the edge of a drop, beyond which it is flat
 
 
-def snow(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def snow(images: Images, levels: Levels, draws: Draws) -> Images:
     """Whitens, and adds flakes: noise (mean, deviation), enlarged, above a threshold, smeared (radius, deviation)."""
-    mean, deviation, factor, threshold, radius, length, share = amounts
+    mean, deviation, factor, threshold, radius, length, share = levels
     flakes = zoomed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), factor)
     flakes = torch.where(flakes < threshold, 0, flakes).clamp(0, 1)
     flakes = (255 * flakes).floor() / 255
@@ -38,7 +38,7 @@ def snow(images: Images, amounts: Amounts, draws: Draws) -> Images:
     return white + flakes + flakes.flip(-2, -1)
 
 
-def frost(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def frost(images: Images, levels: Levels, draws: Draws) -> Images:
     """Darkens by a factor, and adds a share of ice.
 
     The benchmark adds crops of six photographs, which are not here. This ice is generated: the ridges of a fractal
@@ -48,23 +48,23 @@ def frost(images: Images, amounts: Amounts, draws: Draws) -> Images:
     ridges = 1 - (2 * landscapes(images, 1.5, draws) - 1).abs()
     rough = (ridges - ridges.mean((2, 3), keepdim=True)) / ridges.std((2, 3), keepdim=True).clamp(min=1e-6)
     ice = uniform(images, (1, 1, 1), draws, *ICE_LEVELS) + ICE_DEVIATION * rough
-    return amounts[0] * images + amounts[1] * (ice * _colour(ICE, images)).clamp(0, 1)
+    return levels[0] * images + levels[1] * (ice * _colour(ICE, images)).clamp(0, 1)
 
 
-def fog(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def fog(images: Images, levels: Levels, draws: Draws) -> Images:
     """Adds a share of a fractal landscape (and its decay), and rescales to the largest value that there was."""
     most = images.amax((1, 2, 3), keepdim=True)
-    return (images + amounts[0] * landscapes(images, amounts[1], draws)) * most / (most + amounts[0])
+    return (images + levels[0] * landscapes(images, levels[1], draws)) * most / (most + levels[0])
 
 
-def spatter(images: Images, amounts: Amounts, draws: Draws) -> Images:
+def spatter(images: Images, levels: Levels, draws: Draws) -> Images:
     """Throws water or mud on the images: noise (mean, deviation), smoothed, where it is above a threshold.
 
     The last amounts are how much there is of it, and 0 for water. The benchmark finds the edges of drops with Canny's
     detector and measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances
     those of an octagon.
     """
-    mean, deviation, size, threshold, much, kind = amounts
+    mean, deviation, size, threshold, much, kind = levels
     liquid = smoothed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), size)
     if kind:
         mud = smoothed((liquid > threshold).to(images.dtype), much)
@@ -77,7 +77,7 @@ def spatter(images: Images, amounts: Amounts, draws: Draws) -> Images:
 
 
 def _colour(colour: tuple[float, float, float], images: Images) -> Float[Tensor, "1 channels 1 1"]:
-    """Gives a colour for images with three channels, or how bright it is."""
+    """Returns a colour for images with three channels, or how bright it is."""
     own = images.new_tensor(colour)[None, :, None, None]
     return own if images.shape[1] == 3 else grey(own)
 
@@ -97,7 +97,7 @@ def _relief(drops: Tensor) -> Layer:
 
 
 def _grown(layer: Layer, corners: bool) -> Layer:
-    """Gives the largest of every pixel and its neighbours: four of them, or eight with the corners."""
+    """Returns the largest of every pixel and its neighbours: four of them, or eight with the corners."""
     if corners:
         return functional.max_pool2d(layer, 3, 1, 1)
     return torch.maximum(

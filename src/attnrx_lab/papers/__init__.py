@@ -3,7 +3,7 @@
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.fusion_experiment import FusionExperiment, FusionRun
 from attnrx_lab.papers.irratt_experiment import IrrattExperiment, IrrattRun
-from attnrx_lab.papers.irratt_methods import Method
+from attnrx_lab.papers.irratt_methods import IrrattMethod
 from attnrx_lab.papers.recipe import load_recipe, recipe_names
 from attnrx_lab.papers.reproduce import Request, reproduce
 from attnrx_lab.papers.spot_experiment import SpotExperiment, SpotRun
@@ -20,8 +20,8 @@ __all__ = [
     "FusionExperiment",
     "FusionRun",
     "IrrattExperiment",
+    "IrrattMethod",
     "IrrattRun",
-    "Method",
     "ReproducedTable",
     "Request",
     "Run",

@@ -36,7 +36,7 @@ class Run(ABC):
         return tuple(self.record["data"]["notes"])
 
     def measure(self, rule: str, kind: str, quantity: str) -> Mapping[str, Any] | None:
-        """Gives one number (`value`, and `low` and `high`, which may be None), or None where it was not measured."""
+        """Returns one number (`value`, and `low` and `high`, which may be None), or None where it was not measured."""
         return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
 
     @classmethod
@@ -52,7 +52,7 @@ class Experiment(ABC):
     """One run of a protocol, as a frozen dataclass: every setting of it, and how it is made and read back.
 
     `dataset` names the data, `seed` feeds every draw. `knobs` are the settings that a reader may change, each with how
-    a change is told beside the numbers: {own} is the setting, {protocol} the paper's.
+    a change is listed beside the numbers: {own} is the setting, {protocol} the paper's.
     """
 
     kind: ClassVar[str]
@@ -67,7 +67,7 @@ class Experiment(ABC):
 
     @property
     def scenario(self) -> str:
-        """What the rows of a table and `only` call it, one for each protocol of a recipe: the dataset, unless told."""
+        """What the rows of a table and `only` call it, one for each protocol of a recipe: the dataset, by default."""
         return self.dataset
 
     @property
@@ -104,9 +104,9 @@ class Experiment(ABC):
         """The same run with some knobs turned; those that it does not have are refused by name."""
         strange = {name: value for name, value in changes.items() if name not in self.knobs}
         if strange:
-            asked = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+            requested = ", ".join(f"{name}={value!r}" for name, value in strange.items())
             raise InvalidInput(
-                f"{asked}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
+                f"{requested}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
                 f"{', '.join(self.knobs)}. Leave {', '.join(strange)} out."
             )
         return replace(self, **changes)  # type: ignore[type-var]
@@ -117,7 +117,7 @@ class Experiment(ABC):
             return [f"{self.scenario}: {self.told_when_tiny}"]
         pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
         return [
-            f"{self.scenario}: {self.knobs[name].format(own=_told(own), protocol=_told(theirs))}"
+            f"{self.scenario}: {self.knobs[name].format(own=_value_text(own), protocol=_value_text(theirs))}"
             for name, (own, theirs) in pairs.items()
             if own != theirs
         ]
@@ -156,9 +156,9 @@ class Experiment(ABC):
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:
-    """Gives the first images, balanced over the classes; all where there are no more, or None is asked for."""
+    """Returns the first images, balanced over the classes; all where there are no more, or `count` is None."""
     return images if count is None else images.take(min(count, len(images)))
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

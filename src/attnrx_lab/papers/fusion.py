@@ -125,12 +125,12 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
 
 
 def spread_of(ranks: Sequence[int]) -> dict[str, float]:
-    """Gives the mean, the middle and the ends of the ranks of one place over the layers."""
+    """Returns the mean, the middle and the ends of the ranks of one place over the layers."""
     return {"mean": fmean(ranks), "median": median(ranks), "least": float(min(ranks)), "most": float(max(ranks))}
 
 
 def _places(ranks: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Sorts the ranks of every layer and gives those of each place: the smallest of every layer first."""
+    """Sorts the ranks of every layer and returns those of each place: the smallest of every layer first."""
     return list(zip(*(sorted(layer) for layer in ranks), strict=True))
 
 

@@ -34,7 +34,7 @@ class FusionRun(Run):
         return FusionExperiment.from_dict(self.record["settings"])
 
     def fusions(self, share: float) -> list[Tensor]:
-        """Gives the fusion matrix of every layer, heads by directions, as it was fitted."""
+        """Returns the fusion matrix of every layer, heads by directions, as it was fitted."""
         tensors = read_tensors(self.folder / "fusions.safetensors", self.record["fusions_sha256"])
         return [tensors[rule_of(share, f"layer-{layer}")] for layer in range(self.record["layers"])]
 
@@ -104,5 +104,5 @@ class FusionExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "FusionExperiment":
-        """Gives the experiment that `to_dict` described."""
+        """Returns the experiment that `to_dict` described."""
         return from_dict(record, (cls,))

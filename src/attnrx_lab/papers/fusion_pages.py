@@ -43,8 +43,8 @@ def fusions_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
                 pictures = (("as fitted", mix.abs() / mix.abs().max()), ("sorted and rescaled", after))
                 images = "".join(_image(f"layer {layer}, {words}", values) for words, values in pictures)
                 inside = run.measure(rule_of(share, f"layer-{layer}"), "fusion", "rescaled")
-                told = "" if inside is None else f": {inside['value']:.1f} % of the energy in the blocks"
-                maps.append(f"<h4>layer {layer}{told}</h4>{images}")
+                energy = "" if inside is None else f": {inside['value']:.1f} % of the energy in the blocks"
+                maps.append(f"<h4>layer {layer}{energy}</h4>{images}")
             ramp = f'<p class="ramp">0 <img src="{colour_ramp()}" alt=""> 1, absolute values</p>'
             words = "Rows are heads, columns are directions; above as fitted, below sorted by head and rescaled."
             parts.append(_section(run, share, f"<p>{words}</p>{ramp}{''.join(maps)}"))

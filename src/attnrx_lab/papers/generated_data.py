@@ -9,7 +9,7 @@ SIZES = {"train": 96, "validation": 32, "test": 64}
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
-    """Gives images whose class is the place of a bright square in noise: easy to learn, and always the same."""
+    """Returns images whose class is the place of a bright square in noise: easy to learn, and always the same."""
     scale = Normalization.half(channels)
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):

@@ -18,10 +18,10 @@ from attnrx.evidence import Evidence
 from attnrx.progress import Log, no_log
 from attnrx.storage import write_json
 from attnrx.training import Reporter, train
-from attnrx_lab.papers.bench import answering_device, evidence_at
+from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.experiment import first_images
 from attnrx_lab.papers.irratt_experiment import IrrattExperiment, IrrattRun
-from attnrx_lab.papers.irratt_methods import Method, paper_price, realized_price
+from attnrx_lab.papers.irratt_methods import IrrattMethod, paper_price, realized_price
 from attnrx_lab.papers.measures import Measure, measures, plain_measure
 
 ANSWERED = 50  # images at a time, for measuring and diagnosing
@@ -95,8 +95,8 @@ class _Workshop:
         )
         return cls(experiment, folder, model, splits, diagnosis, comparison)
 
-    def candidate(self, method: Method, reporter: Reporter | None) -> nn.Module:
-        """Makes the model of a method, and fine-tunes it where that is asked for; the original is never trained."""
+    def candidate(self, method: IrrattMethod, reporter: Reporter | None) -> nn.Module:
+        """Makes the model of a method, and fine-tunes it if requested; the original is never trained."""
         own = self.experiment
         made = method.candidate(self.model, self.diagnosis, own.metric, own.seed)
         if not own.epochs or not method.changes:
@@ -104,7 +104,7 @@ class _Workshop:
         trained = train(made, self.splits, own.training(), self.folder / "train" / method.name, reporter=reporter)
         return load(trained.folder)
 
-    def evidence(self, method: Method, reporter: Reporter | None) -> Evidence:
+    def evidence(self, method: IrrattMethod, reporter: Reporter | None) -> Evidence:
         """Accuracy and fidelity of a method's model against the original, and what it costs as it is made."""
         candidate = self.candidate(method, reporter)
         placed = candidate.to(self.comparison.device) if method.changes else self.comparison.reference
@@ -120,7 +120,7 @@ class _Workshop:
         return Evidence((*Accuracy(most_drop=None)(compared), *Fidelity()(compared)), about)
 
 
-def _measured(workshop: _Workshop, method: Method, reporter: Reporter | None) -> dict[str, Any]:
+def _measured(workshop: _Workshop, method: IrrattMethod, reporter: Reporter | None) -> dict[str, Any]:
     path = workshop.folder / "evidence" / f"{method.name}.json"
     evidence = evidence_at(path, partial(workshop.evidence, method, reporter))
     return {"measured": measures(evidence), "realized": _plain(evidence.about["realized"])}

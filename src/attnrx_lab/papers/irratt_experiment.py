@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.api import matching
+from attnrx.api import adapt_preprocessing
 from attnrx.config import from_dict
 from attnrx.data import Columns, Splits, load_data
 from attnrx.errors import InvalidInput
@@ -15,7 +15,7 @@ from attnrx.models import family_of
 from attnrx.progress import Log, no_log
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run
-from attnrx_lab.papers.irratt_methods import Method
+from attnrx_lab.papers.irratt_methods import IrrattMethod
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of, tiny_splits, tiny_twin
 
 # timm's decay for the running mean of a DeiT's weights; the paper says only that there is one.
@@ -82,7 +82,7 @@ class IrrattExperiment(Experiment):
     subject: str
     model: str
     dataset: str
-    methods: tuple[Method, ...]
+    methods: tuple[IrrattMethod, ...]
     seed: int = 0
     weights: str | None = None
     label_column: str | None = None
@@ -131,9 +131,11 @@ class IrrattExperiment(Experiment):
     def splits(self, model: nn.Module) -> Splits:
         """Loads the data at the size and on the scale of the model, or generates it."""
         if self.tiny:
-            return matching(tiny_splits(self.subject), model)
+            return adapt_preprocessing(tiny_splits(self.subject), model)
         _, size, _ = family_of(model).input_shape(model)
-        return matching(load_data(self.dataset, image_size=size, seed=self.seed, columns=self._columns()), model)
+        return adapt_preprocessing(
+            load_data(self.dataset, image_size=size, seed=self.seed, columns=self._columns()), model
+        )
 
     def training(self) -> TrainingConfig:
         """How a candidate is fine-tuned."""
@@ -146,5 +148,5 @@ class IrrattExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "IrrattExperiment":
-        """Gives the experiment that `to_dict` described."""
-        return from_dict(record, (cls, Method))
+        """Returns the experiment that `to_dict` described."""
+        return from_dict(record, (cls, IrrattMethod))

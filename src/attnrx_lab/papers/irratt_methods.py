@@ -22,7 +22,7 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Method:
+class IrrattMethod:
     """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
 
     `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of what each head reads
@@ -64,15 +64,15 @@ class Method:
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
     def candidate(self, model: nn.Module, diagnosis: Diagnosis, metric: str, seed: int) -> nn.Module:
-        """Gives the smaller model; the original itself where nothing is to be done."""
+        """Returns the smaller model; the original itself where nothing is to be done."""
         if not self.changes:
             return model
         spec = family_of(model).attention(model)[0].spec
         return realize(model, self.prescription(diagnosis, spec, metric, seed))
 
 
-def paper_price(outline: nn.Module, method: Method) -> dict[str, float]:
-    """Gives the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
+def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
+    """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
     family = family_of(outline)
     specs = [layer.spec for layer in family.attention(outline)]
     compression = method.compression(specs[0])
@@ -82,7 +82,7 @@ def paper_price(outline: nn.Module, method: Method) -> dict[str, float]:
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    """Gives the same ratios of the model as it was made, whose IrrAtt is written as shared directions."""
+    """Returns the same ratios of the model as it was made, whose IrrAtt is written as shared directions."""
     prices = [IRRATT.price(family_of(each).costs(each)) for each in (candidate, model)]
     return prices[0].percent_of(prices[1])
 

@@ -2,7 +2,7 @@
 
 from attnrx_lab.papers.fusion_experiment import FusionExperiment, rule_of
 from attnrx_lab.papers.irratt_experiment import IrrattExperiment
-from attnrx_lab.papers.irratt_methods import Method
+from attnrx_lab.papers.irratt_methods import IrrattMethod
 from attnrx_lab.papers.recipe import Column, Row
 
 # Ranks as the paper prints them, for heads of 64 directions: 6 of them in DeiT-S, 12 in DeiT-B.
@@ -11,21 +11,21 @@ VO = 32 / HEAD
 SMALL_MLP, BASE_MLP = 152 / SMALL, 304 / BASE
 
 SMALL_METHODS = (
-    Method("original"),
-    *(Method(f"truncatt-{rank}", "truncatt", rank / HEAD, VO) for rank in (16, 22, 32)),
-    *(Method(f"cp-{rank}", "cp", rank / SMALL, VO) for rank in (96, 132, 192)),
-    *(Method(f"irratt-{rank}", "irratt", rank / SMALL, VO) for rank in (96, 132, 192)),
-    Method("irratt-192-constrained", "irratt", 192 / SMALL, VO, by_training=True),
-    Method("full-mlp", mlp=SMALL_MLP),
-    Method("truncatt-32-mlp", "truncatt", 32 / HEAD, VO, SMALL_MLP),
-    Method("cp-192-mlp", "cp", 192 / SMALL, VO, SMALL_MLP),
-    Method("irratt-192-mlp", "irratt", 192 / SMALL, VO, SMALL_MLP),
+    IrrattMethod("original"),
+    *(IrrattMethod(f"truncatt-{rank}", "truncatt", rank / HEAD, VO) for rank in (16, 22, 32)),
+    *(IrrattMethod(f"cp-{rank}", "cp", rank / SMALL, VO) for rank in (96, 132, 192)),
+    *(IrrattMethod(f"irratt-{rank}", "irratt", rank / SMALL, VO) for rank in (96, 132, 192)),
+    IrrattMethod("irratt-192-constrained", "irratt", 192 / SMALL, VO, by_training=True),
+    IrrattMethod("full-mlp", mlp=SMALL_MLP),
+    IrrattMethod("truncatt-32-mlp", "truncatt", 32 / HEAD, VO, SMALL_MLP),
+    IrrattMethod("cp-192-mlp", "cp", 192 / SMALL, VO, SMALL_MLP),
+    IrrattMethod("irratt-192-mlp", "irratt", 192 / SMALL, VO, SMALL_MLP),
 )
 BASE_METHODS = (
-    Method("original"),
-    Method("truncatt-13-mlp", "truncatt", 13 / HEAD, VO, BASE_MLP),
-    Method("cp-168-mlp", "cp", 168 / BASE, VO, BASE_MLP),
-    Method("irratt-168-mlp", "irratt", 168 / BASE, VO, BASE_MLP),
+    IrrattMethod("original"),
+    IrrattMethod("truncatt-13-mlp", "truncatt", 13 / HEAD, VO, BASE_MLP),
+    IrrattMethod("cp-168-mlp", "cp", 168 / BASE, VO, BASE_MLP),
+    IrrattMethod("irratt-168-mlp", "irratt", 168 / BASE, VO, BASE_MLP),
 )
 
 # The fine-tuned models of the paper, and a pre-trained ViT-Tiny on ten classes of ImageNet, which is not fine-tuned.
@@ -63,13 +63,13 @@ TITLES = {"full": "original", "truncatt": "TruncAtt", "cp": "CP", "irratt": "Irr
 
 
 def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tuple[Row, ...]:
-    """Gives a row for every method of an experiment, with the ranks of a model of so many directions a layer."""
+    """Returns a row for every method of an experiment, with the ranks of a model of so many directions a layer."""
     return tuple(
         Row(f"{title}, {label(method, directions)}", experiment.scenario, method.name) for method in experiment.methods
     )
 
 
-def label(method: Method, directions: int) -> str:
+def label(method: IrrattMethod, directions: int) -> str:
     """Writes a method with its ranks, e.g. `IrrAtt 192, VO 32, MLP 152`, in heads of 64 directions."""
     whole = HEAD if method.qk == "truncatt" else directions
     own = TITLES[method.qk] if method.qk == "full" else f"{TITLES[method.qk]} {round(method.rank * whole)}"
@@ -103,7 +103,7 @@ BLOCK_COLUMNS = (
 
 
 def place_rows(title: str, scenario: str, heads: int) -> tuple[Row, ...]:
-    """Gives a row for every place of a head among the sorted ranks of a layer (Figure 2)."""
+    """Returns a row for every place of a head among the sorted ranks of a layer (Figure 2)."""
     return tuple(
         Row(f"{title}, head {place} of {heads}", scenario, rule_of(FIGURE_2, f"head-{place}"))
         for place in range(1, heads + 1)
@@ -111,7 +111,7 @@ def place_rows(title: str, scenario: str, heads: int) -> tuple[Row, ...]:
 
 
 def layer_rows(title: str, scenario: str, layers: int) -> tuple[Row, ...]:
-    """Gives a row for every layer (Figure 3)."""
+    """Returns a row for every layer (Figure 3)."""
     return tuple(
         Row(f"{title}, layer {layer}", scenario, rule_of(FIGURE_3, f"layer-{layer}")) for layer in range(layers)
     )

@@ -16,7 +16,7 @@ TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 
 
 def outline_of(model: str) -> nn.Module:
-    """Gives the shapes of a model without its weights, where its name says them; else loads it."""
+    """Returns the shapes of a model without its weights, where its name says them; else loads it."""
     library, colon, _ = model.partition(":")
     named = colon and library != "hf" and not Path(model).exists()
     return _without_weights(model) if named else load(model)
@@ -34,7 +34,7 @@ def loaded(model: str, weights: str | None) -> nn.Module:
 
 
 def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
-    """Gives a small model of our own with as many heads as the outline, its weights drawn at random."""
+    """Returns a small model of our own with as many heads as the outline, its weights drawn at random."""
     spec = layer_spec(outline)
     heads = len(spec.heads)
     return build_model(
@@ -50,10 +50,10 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 
 
 def tiny_splits(name: str) -> Splits:
-    """Gives generated images for the tiny model."""
+    """Returns generated images for the tiny model."""
     return generated_splits(name, 3, TINY_CLASSES, TINY_SIDE)
 
 
 def layer_spec(model: nn.Module) -> AttentionSpec:
-    """Gives the shape of the first layer's attention."""
+    """Returns the shape of the first layer's attention."""
     return family_of(model).attention(model)[0].spec

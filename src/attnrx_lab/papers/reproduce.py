@@ -23,12 +23,12 @@ from attnrx_lab.papers.table import ReproducedTable, make_table
 
 @dataclass(frozen=True)
 class Request:
-    """What of a recipe is wanted, and how it may differ from the paper; every difference is told in the table.
+    """What of a recipe is wanted, and how it may differ from the paper; every difference is listed in the table.
 
     `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
-    the settings of its protocol: each experiment names those that it has, None is not asked for. `jobs` runs that many
-    seeds side by side, each in a process of its own. Runs live in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all
-    recipes, and go on where they were stopped.
+    the settings of its protocol: each experiment names those that it has, None leaves the setting unchanged. `jobs`
+    runs that many seeds side by side, each in a process of its own. Runs live in `FOLDER/KIND/SCENARIO/seed-SEED`, are
+    shared by all recipes, and go on where they were stopped.
     """
 
     only: str | Sequence[str] | None = None
@@ -52,13 +52,13 @@ class Request:
 
     @property
     def scenarios(self) -> tuple[str, ...]:
-        """The scenarios asked for; empty for all."""
+        """The scenarios requested; empty for all."""
         if self.only is None:
             return ()
         return (self.only,) if isinstance(self.only, str) else tuple(self.only)
 
     def experiment(self, protocol: Experiment, seed: int) -> Experiment:
-        """The protocol's experiment for one seed, changed as asked."""
+        """The protocol's experiment for one seed, changed as requested."""
         own = protocol.seeded(seed).here()
         changes = {name: value for name, value in self.knobs.items() if value is not None}
         return (own.as_tiny() if self.tiny else own).changed(changes)
@@ -77,14 +77,14 @@ def reproduce(name: str, *, reporter: Reporter | None = None, log: Log = no_log,
     file, request = load_recipe(name), Request.of(options)
     protocols = _chosen(file, request)
     seeds = request.seeds or file.recipe.seeds
-    asked = [(protocol, request.experiment(protocol, seed)) for protocol in protocols for seed in seeds]
-    runs = _run_all([experiment for _, experiment in asked], request, reporter, log)
+    requested = [(protocol, request.experiment(protocol, seed)) for protocol in protocols for seed in seeds]
+    runs = _run_all([experiment for _, experiment in requested], request, reporter, log)
     by_scenario = {
         protocol.scenario: [run for run in runs if run.experiment.scenario == protocol.scenario]
         for protocol in protocols
     }
     same_shapes = request.knobs.get("model") is None
-    table = make_table(file, by_scenario, _deviations(file, asked), same_shapes)
+    table = make_table(file, by_scenario, _deviations(file, requested), same_shapes)
     table.save(request.folder)
     return table
 
@@ -136,15 +136,15 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
         experiment.run(folder, reporter=Silent())
     finally:
         if parent is not None and not parent.is_alive():
-            os._exit(1)  # the queue may hold more runs, which nobody waits for
+            os._exit(1)  # the queue may hold more runs, which no process waits for
 
 
-def _deviations(file: RecipeFile, asked: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
+def _deviations(file: RecipeFile, requested: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
     """Lists by scenario which settings and seeds differ from the protocol."""
     found: dict[str, dict[str, None]] = {}
-    for protocol, experiment in asked:
+    for protocol, experiment in requested:
         found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))
-    seeds, usual = {experiment.seed for _, experiment in asked}, file.recipe.seeds
+    seeds, usual = {experiment.seed for _, experiment in requested}, file.recipe.seeds
     if seeds != set(usual):
         text = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"
         for texts in found.values():

@@ -31,7 +31,7 @@ class ShortTraining:
     precision: Literal["bf16", "fp32"] = "bf16"
 
     def config(self, splits: Splits, seed: int, epochs: int | None = None) -> TrainingConfig:
-        """Gives the training, of so many epochs if asked."""
+        """Returns the training, of so many epochs if requested."""
         batch = min(self.batch_size, len(splits.train))
         budget = max(1, round(STEPS / (len(splits.train) // batch)))
         return TrainingConfig(
@@ -46,7 +46,7 @@ class ShortTraining:
         )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What a reader of the results must know about it."""
         return (
             f"a short training made to show something: strengths start at {self.strength:g} and learn "
@@ -59,12 +59,12 @@ SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_ra
 
 
 def short_training(splits: Splits) -> ShortTraining:
-    """Gives the training that suits a dataset."""
+    """Returns the training that suits a dataset."""
     return SHORT_TRAININGS.get(splits.name, ShortTraining())
 
 
 def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
-    """Gives the name and the model that suit a dataset: its own scenario, else the compact one of its shape."""
+    """Returns the name and the model that suit a dataset: its own scenario, else the compact one of its shape."""
     scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
     shape = {"channels": splits.channels, "classes": len(splits.class_names), "image_size": splits.image_size}
     if splits.name in SCENARIOS and SCENARIOS[splits.name].get("image_size", 32) == splits.image_size:
@@ -75,6 +75,6 @@ def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
 
 
 def patch_size(side: int) -> int:
-    """Gives the divisor of the side that is nearest to an eighth of it, and to 16 for large images."""
+    """Returns the divisor of the side that is nearest to an eighth of it, and to 16 for large images."""
     wanted = min(side / 8, MOST_PATCH)
     return min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - wanted))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.api import load, matching
+from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Accuracy, Comparison, Fidelity
 from attnrx.config import to_dict
 from attnrx.data import Splits
@@ -19,7 +19,7 @@ from attnrx.models import model_fingerprint, reduction_of
 from attnrx.progress import Log, no_log
 from attnrx.storage import write_json
 from attnrx.training import Reporter, train
-from attnrx_lab.papers.bench import answering_device, evidence_at
+from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.measures import Measure, measures, plain_measure
 from attnrx_lab.papers.spot_experiment import SpotExperiment, SpotRun
 from attnrx_lab.papers.spot_methods import token_price
@@ -32,7 +32,7 @@ def run_spot(
 ) -> SpotRun:
     """Makes the original where it must be made, lets tokens leave, fine-tunes and measures; no stage is repeated.
 
-    The same run asked for by two processes is made by the first; the second waits and reads it back. So is an original
+    The same run requested by two processes is made by the first; the second waits and reads it back. So is an original
     that several runs share.
     """
     folder = Path(folder)
@@ -76,7 +76,7 @@ def _make(experiment: SpotExperiment, folder: Path, reporter: Reporter | None, l
 def _original(
     experiment: SpotExperiment, splits: Splits, folder: Path, reporter: Reporter | None, log: Log
 ) -> tuple[nn.Module, str]:
-    """Gives the original, and how a loss finds it as a teacher; what must be trained is trained once."""
+    """Returns the original, and how a loss finds it as a teacher; what must be trained is trained once."""
     if not experiment.made:
         assert experiment.model is not None
         return experiment.pretrained(), experiment.model
@@ -111,7 +111,7 @@ def _evidence(
     comparison = Comparison(
         candidate.to(device),
         reference,
-        matching(splits, model).test,
+        adapt_preprocessing(splits, model).test,
         seed=experiment.seed,
         device=device,
         batch_size=ANSWERED,

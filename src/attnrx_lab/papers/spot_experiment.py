@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.api import matching
+from attnrx.api import adapt_preprocessing
 from attnrx.config import from_dict
 from attnrx.data import Columns, Normalization, Splits, load_data
 from attnrx.errors import InvalidInput
@@ -191,7 +191,7 @@ class SpotExperiment(Experiment):
 
     @property
     def place(self) -> Path:
-        """The folder of the run among all runs; nothing but the method's name tells the runs of a seed apart."""
+        """The folder of the run among all runs; nothing but the method's name distinguishes the runs of a seed."""
         subject = f"{self.subject}-tiny" if self.tiny else self.subject
         return Path(self.kind) / subject / self.method.name / f"seed-{self.seed}"
 
@@ -258,7 +258,7 @@ class SpotExperiment(Experiment):
 
     def tuned_on(self, splits: Splits, model: nn.Module) -> Splits:
         """The images that the model is fine-tuned on; the test images are left to the measuring."""
-        own = matching(splits, model)
+        own = adapt_preprocessing(splits, model)
         return replace(own, train=first_images(own.train, self.tuning.images), test=own.validation)
 
     def training(self, teacher: str) -> TrainingConfig:
@@ -274,5 +274,5 @@ class SpotExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "SpotExperiment":
-        """Gives the experiment that `to_dict` described."""
+        """Returns the experiment that `to_dict` described."""
         return from_dict(record, (cls, TokenMethod, SmallOriginal, FineTuning))

@@ -55,12 +55,12 @@ class TokenMethod:
         policy = self.policy_for(model, seed)
         if policy is not None:
             family = family_of(model)
-            asked = TokenPrescription.of(policy, seed=seed)
-            realize_tokens_(model, family, asked, "compress", shape_of(model, family).heads)
+            requested = TokenPrescription.of(policy, seed=seed)
+            realize_tokens_(model, family, requested, "compress", shape_of(model, family).heads)
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Gives the costs for one image as the paper counts them, in closed form; needs shapes only.
+    """Returns the costs for one image as the paper counts them, in closed form; needs shapes only.
 
     `gmacs`, which the paper prints as GFLOPS, counts every matrix product, the classifier's too; `predictors` is what
     deciding costs, with a LayerNorm at five for every feature.

@@ -15,7 +15,7 @@ from attnrx.models import build_model, family_of
 from attnrx.progress import Log, no_log
 from attnrx.storage import write_json
 from attnrx.training import Reporter
-from attnrx_lab.papers.bench import answering_device
+from attnrx_lab.papers.evidence_bench import answering_device
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.measures import Measure, plain_measure
 from attnrx_lab.papers.pretrained_subject import outline_of
@@ -112,7 +112,7 @@ class SpeedExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "SpeedExperiment":
-        """Gives the experiment that `to_dict` described."""
+        """Returns the experiment that `to_dict` described."""
         return from_dict(record, (cls, TokenMethod, SmallOriginal))
 
 
@@ -124,7 +124,7 @@ def _measured(experiment: SpeedExperiment) -> dict[str, Any]:
     conditions = Conditions(device=str(answering_device()))
     protocol = LatencyProtocol(conditions, rounds=experiment.rounds, warmup=WARMUP, seed=experiment.seed)
     candidates = {method.name: experiment.candidate(method) for method in experiment.methods}
-    timed = compare_latencies(candidates, family.shipped(model), images, protocol)
+    timed = compare_latencies(candidates, family.library_model(model), images, protocol)
     rules = {
         method.name: {
             "paper": {name: plain_measure(value) for name, value in token_price(outline, method).items()},

@@ -133,7 +133,7 @@ UNTRAINED: tuple[Line, ...] = (
 
 
 def line_rows(subject: str, lines: Iterable[Line]) -> tuple[Row, ...]:
-    """Gives the rows of one subject."""
+    """Returns the rows of one subject."""
     return tuple(
         Row(f"{TITLES[subject]}, {label}", subject, None if method is None else method.name) for label, method in lines
     )
@@ -150,7 +150,7 @@ def spot_recipe(title: str, columns: Sequence[Column], parts: Mapping[str, Seque
 
 
 def experiments(subject: str, lines: Iterable[Line]) -> tuple[SpotExperiment, ...]:
-    """Gives the protocol of every method of one subject."""
+    """Returns the protocol of every method of one subject."""
     return tuple(replace(SUBJECTS[subject], method=method) for _, method in lines if method is not None)
 
 

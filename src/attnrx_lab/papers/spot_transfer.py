@@ -1,4 +1,4 @@
-"""Tables 4 and 5 of the SPOT paper: a model and those made of it, on other datasets and on spoilt images."""
+"""Tables 4 and 5 of the SPOT paper: a model and those made of it, on other datasets and on corrupted images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.api import load, matching
+from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Comparison, parse_checks
 from attnrx.config import from_dict, to_dict
 from attnrx.data import Columns, Splits, load_data, own_classes
@@ -20,7 +20,7 @@ from attnrx.storage import write_json
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer
-from attnrx_lab.papers.bench import answering_device, evidence_at
+from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.experiment import Experiment, Run, first_images
 from attnrx_lab.papers.generated_data import generated_splits
 from attnrx_lab.papers.measures import Measure, plain_measure
@@ -87,13 +87,13 @@ class SpotTransferExperiment(Experiment):
             raise InvalidInput(
                 f"candidates={self.candidates}: give at least one, each under a name of its own that is not {ORIGINAL}."
             )
-        asked = parse_checks(self.check)
-        if len(asked) != 1 or asked[0].name not in ("transfer", "robustness"):
+        requested = parse_checks(self.check)
+        if len(requested) != 1 or requested[0].name not in ("transfer", "robustness"):
             raise InvalidInput(f"check={self.check!r}: give one of transfer and robustness, with its knobs.")
 
     @property
     def scenario(self) -> str:
-        """The model and what it is asked: one dataset may serve several models."""
+        """The model and the check: one dataset may serve several models."""
         return self.subject
 
     def as_tiny(self) -> "SpotTransferExperiment":
@@ -109,12 +109,12 @@ class SpotTransferExperiment(Experiment):
     def splits(self, model: nn.Module) -> Splits:
         """The data at the size and on the scale of the model."""
         if self.tiny:
-            return matching(generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"]), model)
+            return adapt_preprocessing(generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"]), model)
         _, size, _ = family_of(model).input_shape(model)
         given = {"label_column": self.label_column, "test_column": self.test_column}
         named = {part: column for part, column in given.items() if column is not None}
         columns = Columns(**named) if named else None
-        return matching(load_data(self.dataset, image_size=size, seed=self.seed, columns=columns), model)
+        return adapt_preprocessing(load_data(self.dataset, image_size=size, seed=self.seed, columns=columns), model)
 
     def made(self, model: nn.Module) -> dict[str, nn.Module]:
         """Makes the candidates that can be measured: trained ones, and those whose policy learns nothing.
@@ -140,10 +140,10 @@ class SpotTransferExperiment(Experiment):
 
     def findings(self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison) -> Mapping[str, Any]:
         """Asks the check for every candidate."""
-        (asked,) = parse_checks(self.check)
-        if asked.name == "robustness":
-            return Robustness(**asked.knobs).of_each(made, comparison)
-        knobs = {**asked.knobs, **(TINY_TRANSFER if self.tiny else {})}
+        (requested,) = parse_checks(self.check)
+        if requested.name == "robustness":
+            return Robustness(**requested.knobs).of_each(made, comparison)
+        knobs = {**requested.knobs, **(TINY_TRANSFER if self.tiny else {})}
         return Transfer(splits.train, own_classes(splits), **knobs).of_each(made, comparison)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SpotTransferRun:
@@ -181,7 +181,7 @@ class SpotTransferExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "SpotTransferExperiment":
-        """Gives the experiment that `to_dict` described."""
+        """Returns the experiment that `to_dict` described."""
         return from_dict(record, (cls,))
 
 
@@ -199,7 +199,7 @@ def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
 
 
 def _priced(experiment: SpotTransferExperiment) -> dict[str, dict[str, Any]]:
-    """Gives the GFLOPS of the original and of every policy in it: what the paper calls so are 10^9 MACs."""
+    """Returns the GFLOPS of the original and of every policy in it: what the paper calls so are 10^9 MACs."""
     outline = outline_of(experiment.model)
     family = family_of(outline)
     policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}
@@ -215,7 +215,7 @@ def _evidence(
     comparison: Comparison,
     folder: Path,
 ) -> dict[str, Evidence]:
-    """Gives the evidence about every candidate, from files or from one pass for all."""
+    """Returns the evidence about every candidate, from files or from one pass for all."""
     paths = {name: folder / "evidence" / f"{name}.json" for name in made}
     found: Mapping[str, Any] = {}
     if not all(path.exists() for path in paths.values()):
@@ -225,7 +225,7 @@ def _evidence(
 
 
 def _measures(findings: tuple[Finding, ...]) -> dict[bool, dict[str, Measure]]:
-    """Gives accuracy and change of the reference (False) and of the candidate (True): of the mean over everything."""
+    """Returns accuracy and change of the reference (False) and of the candidate (True): of the mean over everything."""
     last = findings[-1]
     changes = {False: plain_measure(0.0), True: _measure(last)}
     if last.check == Robustness.name:

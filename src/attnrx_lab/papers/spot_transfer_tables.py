@@ -11,7 +11,7 @@ STAGES, DEEP_STAGES = "4,7,10", "5,9,13"
 # A head on frozen features, as Section 6.2.2 has it; every training image of the dataset.
 PROBE = "transfer"
 # Every corruption of ImageNet-C at severity 3, on all images (Section 7.1).
-SPOILT = "robustness(corruptions=all,severities=3,images=none)"
+CORRUPTED = "robustness(corruptions=all,severities=3,images=none)"
 
 TITLES = {
     ORIGINAL: "baseline",
@@ -42,16 +42,18 @@ VIT_TINY = {
     for dataset in ("cifar10", "tiny_imagenet")
 }
 ROBUST = {
-    "deit_tiny": SpotTransferExperiment("deit_tiny-c", "timm:deit_tiny_patch16_224", "imagenet-1k", SPOILT, spot()),
-    "deit_small": SpotTransferExperiment("deit_small-c", "timm:deit_small_patch16_224", "imagenet-1k", SPOILT, spot()),
-    "lvvit_t": SpotTransferExperiment("lvvit_t-c", "lvvit:t", "imagenet-1k", SPOILT, spot()),
-    "lvvit_s": SpotTransferExperiment("lvvit_s-c", "lvvit:s", "imagenet-1k", SPOILT, spot(DEEP_STAGES)),
+    "deit_tiny": SpotTransferExperiment("deit_tiny-c", "timm:deit_tiny_patch16_224", "imagenet-1k", CORRUPTED, spot()),
+    "deit_small": SpotTransferExperiment(
+        "deit_small-c", "timm:deit_small_patch16_224", "imagenet-1k", CORRUPTED, spot()
+    ),
+    "lvvit_t": SpotTransferExperiment("lvvit_t-c", "lvvit:t", "imagenet-1k", CORRUPTED, spot()),
+    "lvvit_s": SpotTransferExperiment("lvvit_s-c", "lvvit:s", "imagenet-1k", CORRUPTED, spot(DEEP_STAGES)),
 }
 ROBUST_VIT_TINY = replace(
     VIT_TINY["cifar10"],
     subject="vit_tiny-c",
     dataset="imagenette",
-    check=SPOILT,
+    check=CORRUPTED,
     label_column="imagenet1k_label",
     test_column="ilsvrc_val",
 )
@@ -64,6 +66,6 @@ COLUMNS = (
 
 
 def pair_rows(title: str, experiment: SpotTransferExperiment) -> tuple[Row, ...]:
-    """Gives a row for the original and one for every candidate of an experiment."""
+    """Returns a row for the original and one for every candidate of an experiment."""
     names = (ORIGINAL, *(text.partition("=")[0] for text in experiment.candidates))
     return tuple(Row(f"{title}, {TITLES[name]}", experiment.scenario, name) for name in names)

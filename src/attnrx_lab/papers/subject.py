@@ -1,4 +1,4 @@
-"""The subject of the demonstration: one trained model, its prescription, and everything that is made and said of it."""
+"""The subject of the demonstration: one trained model, its prescription, its candidates and its evidence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from attnrx.checks import Accuracy, Bounds, Calibration, Comparison, Controls, C
 from attnrx.costs import LatencyProtocol
 from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NothingChanged
+from attnrx.errors import NoOpPrescription
 from attnrx.evidence import Evidence, Finding, judged
 from attnrx.prescription import Prescription
 from attnrx.reports import AttentionSamples, ReportContent, TradeOffPoint, sample_attention
 from attnrx.rules import EnergyRetention
 from attnrx.training import TrainingRun
 from attnrx_lab.checks import Robustness
-from attnrx_lab.papers.bench import realized
+from attnrx_lab.papers.evidence_bench import realized
 from attnrx_lab.papers.measures import Measure, measures
 from attnrx_lab.papers.svda_experiment import KINDS
 
@@ -83,7 +83,7 @@ class Subject:
         for rho in rhos:
             try:
                 prescription = prescribe(self.diagnosis, EnergyRetention(rho))
-            except NothingChanged:
+            except NoOpPrescription:
                 continue
             for kind in KINDS:
                 compared = replace(self.comparison, candidate=self._realized(prescription, kind))

@@ -11,7 +11,7 @@ from attnrx.api import diagnose, load, prescribe
 from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import NothingChanged
+from attnrx.errors import NoOpPrescription
 from attnrx.evidence import Evidence
 from attnrx.models import family_of, model_fingerprint
 from attnrx.prescription import Prescription
@@ -19,7 +19,7 @@ from attnrx.progress import Log, no_log
 from attnrx.rules import Rule
 from attnrx.storage import write_json
 from attnrx.training import Reporter, TrainingRun, train
-from attnrx_lab.papers.bench import Bench, evidence_at
+from attnrx_lab.papers.evidence_bench import Bench, evidence_at
 from attnrx_lab.papers.measures import measures, plain_measure
 from attnrx_lab.papers.svda_experiment import SvdaExperiment, SvdaRun
 
@@ -76,11 +76,11 @@ def _diagnosed(model: nn.Module, splits: Splits, folder: Path) -> Diagnosis:
 
 
 def _examined(bench: Bench, name: str, rule: Rule, folder: Path, log: Log) -> dict[str, Any]:
-    """Gives every measure of one rule's prescription, or why there is none."""
+    """Returns every measure of one rule's prescription, or why there is none."""
     path = folder / "prescriptions" / f"{name}.json"
     try:
         prescription = Prescription.load(path) if path.exists() else prescribe(bench.diagnosis, rule)
-    except NothingChanged as error:
+    except NoOpPrescription as error:
         return {"removed": 0.0, "nothing_changed": str(error)}
     prescription.require(bench.diagnosis.fingerprint)
     if not path.exists():

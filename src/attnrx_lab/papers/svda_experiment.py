@@ -147,5 +147,5 @@ class SvdaExperiment(Experiment):
 
     @classmethod
     def from_dict(cls, record: dict) -> "SvdaExperiment":
-        """Gives the experiment that `to_dict` described."""
+        """Returns the experiment that `to_dict` described."""
         return from_dict(record, (cls,))

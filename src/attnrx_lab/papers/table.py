@@ -101,11 +101,11 @@ class ReproducedTable:
         return tuple(cell for cell in self.cells if cell.verdict == OFF)
 
     def cell(self, row: str, column: str) -> Cell | None:
-        """Gives one cell by the label of its row and the key of its column."""
+        """Returns one cell by the label of its row and the key of its column."""
         return next((cell for cell in self.cells if (cell.row, cell.column) == (row, column)), None)
 
     def to_records(self) -> dict[str, Any]:
-        """Gives everything as JSON-ready values."""
+        """Returns everything as JSON-ready values."""
         return {
             "kind": KIND,
             "schema": SCHEMA,
@@ -122,7 +122,7 @@ class ReproducedTable:
         }
 
     def to_markdown(self) -> str:
-        """Gives the table as Markdown: our mean with its interval, then the paper's number in parentheses.
+        """Returns the table as Markdown: our mean with its interval, then the paper's number in parentheses.
 
         Every number that does not agree is marked with its verdict (`MARKS`).
         """

@@ -1,9 +1,9 @@
 """From the record of a command to numbers with names, which is what a store keeps beside the record itself.
 
 record                    numbers                                             labels beside those of the job
-attnrx comparison         accuracy, change, agreement, divergence,            contender, share (and target)
+attnrx comparison         accuracy, change, agreement, divergence,            method, share (and target)
                           macs_share, params_share, seconds
-attnrx speeds             speedup, time_ratio, macs_share                     contender, share, batch, threads
+attnrx speeds             speedup, time_ratio, macs_share                     method, share, batch, threads
 attnrx evidence           every finding                                       check
 attnrx reproduced table   every cell                                          row
 anything else             every number in it, e.g. accuracy.test              -
@@ -15,18 +15,18 @@ from typing import Any
 from attnrx_lab.sweeps.jobs import Label, Result
 
 TRIAL = {"accuracy": "%", "change": "points", "agreement": "%", "divergence": "nats"}
-ORIGINAL = "original"  # the contender that nothing was left out of
+ORIGINAL = "original"  # the method that nothing was left out of
 
 
 def rows_of(record: Mapping[str, Any]) -> tuple[Result, ...]:
-    """Gives the numbers of a command's record."""
+    """Returns the numbers of a command's record."""
     return tuple(READERS.get(record.get("kind", ""), _anything)(record))
 
 
 def _comparison(record: Mapping[str, Any]) -> Iterator[Result]:
-    yield _estimate("accuracy", record["accuracy"], "%", record["about"].get("images"), {"contender": ORIGINAL})
+    yield _estimate("accuracy", record["accuracy"], "%", record["about"].get("images"), {"method": ORIGINAL})
     for trial in record["trials"]:
-        labels = _labels(trial, "contender", "share", "target")
+        labels = _labels(trial, "method", "share", "target")
         for metric, unit in TRIAL.items():
             yield _estimate(metric, trial[metric], unit, trial["n"], labels)
         for metric in ("macs_share", "params_share"):
@@ -37,7 +37,7 @@ def _comparison(record: Mapping[str, Any]) -> Iterator[Result]:
 def _speeds(record: Mapping[str, Any]) -> Iterator[Result]:
     for speed in record["speeds"]:
         latency = speed["latency"]
-        labels = {**_labels(speed, "contender", "share"), **_labels(latency, "batch", "threads")}
+        labels = {**_labels(speed, "method", "share"), **_labels(latency, "batch", "threads")}
         value, low, high = speed["speedup"]
         yield Result("speedup", value, low, high, latency["rounds"], "x", labels)
         yield _estimate("time_ratio", latency["ratio"], "x", latency["rounds"], labels)
@@ -63,12 +63,12 @@ def _anything(record: Mapping[str, Any], prefix: str = "") -> Iterator[Result]:
             yield Result(f"{prefix}{name}", float(value))
 
 
-def _estimate(metric: str, told: Mapping[str, Any], unit: str, n: int | None, labels: Mapping[str, Label]) -> Result:
-    return Result(metric, told["value"], told.get("low"), told.get("high"), n, unit, labels)
+def _estimate(metric: str, entry: Mapping[str, Any], unit: str, n: int | None, labels: Mapping[str, Label]) -> Result:
+    return Result(metric, entry["value"], entry.get("low"), entry.get("high"), n, unit, labels)
 
 
-def _labels(told: Mapping[str, Any], *names: str) -> dict[str, Label]:
-    return {name: told[name] for name in names if told.get(name) is not None}
+def _labels(entry: Mapping[str, Any], *names: str) -> dict[str, Label]:
+    return {name: entry[name] for name in names if entry.get(name) is not None}
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Result]]] = {

@@ -57,7 +57,7 @@ class SweepSummary:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The labels that tell numbers apart, in the order in which they first occur."""
+        """The labels that distinguish numbers, in the order in which they first occur."""
         return tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
 
     @property
@@ -66,7 +66,7 @@ class SweepSummary:
         return tuple(dict.fromkeys(mean.metric for mean in self.means))
 
     def lines(self) -> list[tuple[tuple[str, ...], tuple[Mean | None, ...]]]:
-        """Gives one line for every combination of labels, in words, and its number for each of the metrics."""
+        """Returns one line for every combination of labels, in words, and its number for each of the metrics."""
         lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
         for mean in self.means:
             lines[tuple(mean.labels.get(name) for name in self.axes)][mean.metric] = mean
@@ -76,7 +76,7 @@ class SweepSummary:
         ]
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Gives the names of all columns, and the lines as texts."""
+        """Returns the names of all columns, and the lines as texts."""
         rows = [
             (*labels, str(seeds_of(means)), *(" ".join(mean.shown).strip() if mean else MISSING for mean in means))
             for labels, means in self.lines()
@@ -84,14 +84,14 @@ class SweepSummary:
         return (*self.axes, "seeds", *self.metrics), rows
 
     def to_markdown(self) -> str:
-        """Gives the table as Markdown."""
+        """Returns the table as Markdown."""
         columns, rows = self.table()
         lines = [columns, ("---",) * len(columns), *rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
 def seeds_of(means: Sequence[Mean | None]) -> int:
-    """Gives the seeds behind the number of a line that has most of them."""
+    """Returns the seeds behind the number of a line that has most of them."""
     return max(mean.runs for mean in means if mean is not None)
 
 
@@ -117,7 +117,7 @@ def _mean(own: Sequence[Result]) -> Mean:
 
 
 def _by_seed(own: Sequence[Result], name: str) -> list[float]:
-    """Gives one value for each seed: several jobs of one seed may measure the same, such as the original."""
+    """Returns one value for each seed: several jobs of one seed may measure the same, such as the original."""
     found: dict[Label, list[float]] = defaultdict(list)
     for result in own:
         if (value := getattr(result, name)) is not None:

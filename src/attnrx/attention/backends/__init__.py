@@ -2,18 +2,20 @@
 
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.capture import AttentionCapture, CapturedAttention, sized_softmax
 from attnrx.attention.backends.eager import Eager, scores
-from attnrx.attention.backends.explicit import Explicit, written_out
+from attnrx.attention.backends.explicit import Explicit, unfused
 from attnrx.attention.backends.flex import Flex
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.backends.native import Native
 from attnrx.attention.backends.observed import Observed
 from attnrx.attention.backends.ragged import Ragged
-from attnrx.attention.backends.tapped import Tap, Tapped, sized_softmax
 
 __all__ = [
+    "AttentionCapture",
     "Auto",
     "Backend",
+    "CapturedAttention",
     "Eager",
     "Explicit",
     "Flex",
@@ -21,9 +23,7 @@ __all__ = [
     "Native",
     "Observed",
     "Ragged",
-    "Tap",
-    "Tapped",
     "scores",
     "sized_softmax",
-    "written_out",
+    "unfused",
 ]

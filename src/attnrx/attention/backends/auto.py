@@ -6,26 +6,26 @@ from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import NARROW, Explicit, worth_writing_out
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.backends.native import Native
-from attnrx.attention.occasion import Occasion
+from attnrx.attention.context import AttentionContext
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
 
 def faster(
     spec: AttentionSpec,
-    occasion: Occasion,
+    context: AttentionContext,
     sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
     narrow: float = NARROW,
 ) -> Backend | None:
-    """Gives what is faster than PyTorch's fused kernel on this occasion, if anything is; `sizes` as `Explicit`'s."""
-    if Native.runs(spec, occasion):
+    """Returns what is faster than PyTorch's fused kernel in this context, if anything is; `sizes` as `Explicit`'s."""
+    if Native.runs(spec, context):
         return Native(sizes)
-    return Explicit(sizes) if worth_writing_out(spec, occasion, narrow) else None
+    return Explicit(sizes) if worth_writing_out(spec, context, narrow) else None
 
 
 class Auto(Fused):
     """For inference on a CPU the kernel of our own (`Native`), else narrow attention written out; else fused."""
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives the backend for this layer and occasion."""
-        return faster(spec, occasion) or Fused()
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns the backend for this layer and context."""
+        return faster(spec, context) or Fused()

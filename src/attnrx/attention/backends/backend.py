@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -15,26 +15,26 @@ class Backend(ABC):
     """Executes softmax(scores) @ value for all heads; every backend equals `Eager` to rounding."""
 
     watches = False
-    """Whether somebody is told of every call, and so must see the whole batch at once."""
+    """Whether a callback receives every call, which then must hold the whole batch."""
 
     takes_few_queries = False
     """Whether it takes queries of fewer tokens than keys and values."""
 
     @abstractmethod
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Chooses which neighbouring heads are computed together, and at which padded rank."""
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> "Backend":
-        """Gives the backend that computes on this occasion: itself, unless it only chooses."""
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
+        """Returns the backend that computes in this context: itself, unless it only chooses."""
         return self
 
-    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Chooses how many features every head's values are padded to, the same for all heads of a bucket."""
         return spec.reads
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Gives the output of one bucket's heads, for every query as wide as their values."""
+        """Returns the output of one bucket's heads, for every query as wide as their values."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class Backend(ABC):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Gives what all heads read out, side by side, from the values of every bucket.
+        """Returns what all heads read out, side by side, from the values of every bucket.
 
         A head without directions returns the mean of its values, zero where there are no keys.
         """

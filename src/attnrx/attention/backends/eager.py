@@ -3,8 +3,8 @@
 import torch
 
 from attnrx.attention.backends.backend import Backend
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
-from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -12,11 +12,11 @@ from attnrx.spec import AttentionSpec
 class Eager(Backend):
     """The definition of right: scores, softmax, weighted sum of the values."""
 
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape."""
-        return exact_buckets(spec.ranks, self.reads(spec, occasion))
+        return exact_buckets(spec.ranks, self.reads(spec, context))
 
-    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Pads values only where heads share their directions: these are one bucket."""
         return (max(spec.reads, default=0),) * len(spec.heads) if spec.form == "shared" else spec.reads
 
@@ -26,6 +26,6 @@ class Eager(Backend):
 
 
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
-    """Gives the scores of one bucket, before the softmax (Eq. 2)."""
+    """Returns the scores of one bucket, before the softmax (Eq. 2)."""
     query, key = factors.folded()
     return (query @ key.transpose(-1, -2)) * factors.scale

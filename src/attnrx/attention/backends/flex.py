@@ -7,9 +7,9 @@ import torch
 
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import written_out
+from attnrx.attention.backends.explicit import unfused
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
-from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -24,26 +24,26 @@ class Flex(Backend):
     takes_few_queries = True
     LEAST = 16  # features that the generated kernels want
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself where the kernels exist."""
-        on_cpu_with_gradients = occasion.device == "cpu" and torch.is_grad_enabled()
-        if on_cpu_with_gradients or occasion.dtype == torch.float64 or flex_attention() is None:
-            return Auto().at(spec, occasion)
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns itself where the kernels exist."""
+        on_cpu_with_gradients = context.device == "cpu" and torch.is_grad_enabled()
+        if on_cpu_with_gradients or context.dtype == torch.float64 or flex_attention() is None:
+            return Auto().at(spec, context)
         return self
 
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank."""
         most = max((*spec.ranks, self.LEAST)) if spec.norms != "original" else spec.original_rank
         return padded_buckets(spec.ranks, most, most)
 
-    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Chooses one width for what is read out."""
         return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Calls the generated kernel, which takes no empty set of keys."""
         if not value.shape[2]:
-            return written_out(*factors.folded(), value, factors.scale)
+            return unfused(*factors.folded(), value, factors.scale)
         query, key = (side.contiguous() for side in factors.folded())
         run = flex_attention()
         assert run is not None
@@ -51,7 +51,7 @@ class Flex(Backend):
 
 
 def flex_attention() -> Callable[..., Tensor] | None:
-    """Gives FlexAttention, compiled unless the whole model is being compiled; None where torch has none."""
+    """Returns FlexAttention, compiled unless the whole model is being compiled; None where torch has none."""
     plain = _plain()
     if plain is None or torch.compiler.is_compiling():
         return plain

@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import FEW_TOKENS
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors, padded_buckets
-from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -26,14 +26,14 @@ class Fused(Backend):
     # The kernels read features by so many; a width between two steps is slower than the next one.
     STEP = 8
 
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
-        most, width = max(spec.ranks, default=0), self.reads(spec, occasion)[0]
-        limit = self.FULL_ABOVE_WITH_FEW if occasion.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
+        most, width = max(spec.ranks, default=0), self.reads(spec, context)[0]
+        limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
-    def reads(self, spec: AttentionSpec, occasion: Occasion) -> tuple[int, ...]:
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Chooses one width for queries, keys and values."""
         width, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
         stepped = -(-width // self.STEP) * self.STEP

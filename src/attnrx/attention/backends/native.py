@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import Explicit, in_parts
+from attnrx.attention.backends.explicit import Explicit, chunked_forward
 from attnrx.attention.backends.fused import Fused
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.kernels.building import native_library
+from attnrx.attention.kernels.compilation import native_library
 from attnrx.attention.kernels.native import native_attention
-from attnrx.attention.occasion import Occasion
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -18,9 +18,9 @@ from attnrx.spec import AttentionSpec
 FEW_QUERIES = 8
 
 
-def runs_on(occasion: Occasion) -> bool:
-    """Whether the kernel takes tensors of this occasion, and is there."""
-    return occasion.free_on_cpu and occasion.dtype == torch.float32 and native_library() is not None
+def runs_on(context: AttentionContext) -> bool:
+    """Whether the kernel takes tensors of this context, and is there."""
+    return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
 class Native(Explicit):
@@ -28,17 +28,17 @@ class Native(Explicit):
 
     Heads are grouped as `Explicit` groups them. The kernel is built by the compiler at hand when first used
     (`native_library`); where there is none, and where gradients or a graph are recorded, `Fused` runs in its place.
-    With `sizes`, which say how often every token counts, `runs` must have been asked before.
+    With `sizes`, the number of original tokens in each, `runs` must have returned true.
     """
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself where the kernel runs."""
-        return self if self.runs(spec, occasion) else Fused()
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns itself where the kernel runs."""
+        return self if self.runs(spec, context) else Fused()
 
     @staticmethod
-    def runs(spec: AttentionSpec, occasion: Occasion) -> bool:
-        """Whether there is a kernel for this layer on this occasion."""
-        return any(spec.ranks) and any(spec.reads) and runs_on(occasion)
+    def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether there is a kernel for this layer in this context."""
+        return any(spec.ranks) and any(spec.reads) and runs_on(context)
 
     def __call__(
         self,
@@ -46,11 +46,11 @@ class Native(Explicit):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Gives what all heads read out, side by side."""
+        """Returns what all heads read out, side by side."""
         sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
         # Autocast hands on less than the float32 that the layer was given.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
-            return in_parts(buckets, factors, values, sizes)
+            return chunked_forward(buckets, factors, values, sizes)
         left, queries, keys = iter(factors), [], []
         for bucket, own in zip(buckets, values, strict=True):
             if bucket.rank:

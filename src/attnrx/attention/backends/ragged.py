@@ -6,10 +6,10 @@ import torch
 
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import written_out
+from attnrx.attention.backends.explicit import unfused
+from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets
-from attnrx.attention.kernels.launching import ragged_attention
-from attnrx.attention.occasion import Occasion
+from attnrx.attention.kernels.ragged_launch import ragged_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -24,19 +24,19 @@ class Ragged(Backend):
     def __init__(self, anywhere: bool = False):
         self.anywhere = anywhere
 
-    def at(self, spec: AttentionSpec, occasion: Occasion) -> Backend:
-        """Gives itself where the kernel runs."""
-        runs = (self.anywhere or occasion.device == "cuda") and occasion.free and occasion.dtype != torch.float64
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns itself where the kernel runs."""
+        runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
         fits = spec.form != "shared" and any(spec.ranks) and any(spec.reads)
-        return self if runs and fits else Auto().at(spec, occasion)
+        return self if runs and fits else Auto().at(spec, context)
 
-    def buckets(self, spec: AttentionSpec, occasion: Occasion) -> tuple[Bucket, ...]:
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""
-        return exact_buckets(spec.ranks, self.reads(spec, occasion))
+        return exact_buckets(spec.ranks, self.reads(spec, context))
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes one bucket alone, written out."""
-        return written_out(*factors.folded(), value, factors.scale)
+        return unfused(*factors.folded(), value, factors.scale)
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Ragged(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ tokens _"]],
     ) -> Float[Tensor, "batch tokens features"]:
-        """Gives what all heads read out, side by side."""
+        """Returns what all heads read out, side by side."""
         value = _side_by_side(values)
         sides = [part.folded() for part in factors]
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))

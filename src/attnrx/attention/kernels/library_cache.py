@@ -1,7 +1,7 @@
 """Compiled libraries in a folder that only this user can write: what is loaded has the hash recorded when it was built.
 
 A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
-user, be no symbolic links and be writable by nobody else; then the recorded hash can be trusted, and it is compared
+user, be no symbolic links and be writable by no other user; then the recorded hash can be trusted, and it is compared
 with the content of the file descriptor from which the library is loaded.
 """
 

@@ -54,7 +54,7 @@ INLINED Vector power_of_two(Vector x) {
   return sum * (Vector)((Integers)shifted << 23);
 }
 
-// Rows of a WIDTH x WIDTH block are exchanged with columns in log2(WIDTH) steps of pairs that lie STEP apart.
+// Rows of a WIDTH x WIDTH block are exchanged with columns in log2(WIDTH) steps of pairs that lie STEP stride.
 template <int STEP, int... LANE>
 INLINED void exchange(Vector* x, std::integer_sequence<int, LANE...>) {
   for (int i = 0; i < WIDTH; i++) {
@@ -78,7 +78,7 @@ INLINED void transpose(Vector* x) {
   if constexpr (WIDTH > 8) exchange<8>(x, lanes);
 }
 
-// What Python describes every head by: where its parts begin, and how far images and tokens lie apart, in floats.
+// What Python describes every head by: where its parts begin, and the strides of images and tokens, in floats.
 struct Head {
   int64_t query, query_image, query_token, key, key_image, key_token, value, value_image, value_token;
   int64_t output, output_image, output_token, rank, reads;
@@ -145,12 +145,12 @@ void pack_values(const float* value, int64_t token, int keys, int reads, float* 
 
 // N rows times VECTORS vectors of columns, summed over `length`; sums stay in registers.
 template <int N, int VECTORS>
-INLINED void multiply(const float* rows, int64_t apart, const float* columns, int length, Vector (&sums)[N][VECTORS]) {
+INLINED void multiply(const float* rows, int64_t stride, const float* columns, int length, Vector (&sums)[N][VECTORS]) {
   for (int i = 0; i < length; i++, columns += VECTORS * WIDTH) {
     Vector column[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
     UNROLLED for (int n = 0; n < N; n++)
-      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * apart + i] * column[v];
+      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * stride + i] * column[v];
   }
 }
 
@@ -182,7 +182,7 @@ INLINED void read_out(const float* map, int padded, const float* value, int keys
   }
 }
 
-// Turns a row of scores, which are logarithms to base 2, into weights, and gives one over their sum.
+// Turns a row of scores, which are logarithms to base 2, into weights, and returns one over their sum.
 INLINED float weigh(float* row, int padded) {
   Vector most = load(row), sum = {};
   for (int i = WIDTH; i < padded; i += WIDTH) most = larger(load(row + i), most);

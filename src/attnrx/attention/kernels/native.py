@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnrx.attention.kernels.building import required_library
+from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# What the kernel is told of every head, and how many bytes a float has.
+# The arguments of the kernel for every head, and the bytes of a float.
 DESCRIBED, FLOAT = 14, 4
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
@@ -26,7 +26,7 @@ def native_attention(
     sizes: Float[Tensor, "batch keys"] | None,
     scale: float,
 ) -> Float[Tensor, "batch queries features"]:
-    """Gives softmax(scale * query @ key^T + log(sizes)) @ value of all heads, side by side; float32, on a CPU.
+    """Returns softmax(scale * query @ key^T + log(sizes)) @ value of all heads, side by side; float32, on a CPU.
 
     Every entry of the lists holds neighbouring heads of one shape, as far as what they read out; without features of
     queries and keys they read out the mean. Only for inference: nothing is recorded for gradients.
@@ -58,8 +58,8 @@ def _attention(
         starts = [(side.data_ptr(), *side.stride()) for side in own]
         rank, reads = own[0].shape[3], own[2].shape[3]
         for head in range(own[2].shape[1]):
-            for start, apart_images, apart, apart_tokens, _ in starts:
-                described += (start + FLOAT * head * apart, apart_images, apart_tokens)
+            for start, image_stride, stride, token_stride, _ in starts:
+                described += (start + FLOAT * head * stride, image_stride, token_stride)
             described += (place, image, token, rank, reads)
             place += FLOAT * reads
     numbers = (ctypes.c_int64 * len(described))(*described)

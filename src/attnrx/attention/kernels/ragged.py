@@ -17,7 +17,7 @@ def scores_of(
     query, key, rows, columns, tokens, first, rank, scale, stride_q, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Gives the scores of some rows and columns in units of log2, as many features at a time as STEP says."""
+    """Returns the scores of some rows and columns in units of log2, as many features at a time as STEP says."""
     found = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for at in range(0, rank, STEP):
         own = at + tl.arange(0, STEP)

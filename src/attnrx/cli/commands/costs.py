@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.cost_tables import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import RANK, SHARE_REMOVED
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import POLICY, Parser, add_trust
-from attnrx.cli.prices import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -161,10 +161,10 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
         prescription.require(rx.models.model_fingerprint(model))
     specs = [layer.spec for layer in family.attention(model)]
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
-    asked = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
-    if shapes != asked:
+    requested = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
+    if shapes != requested:
         raise InvalidInput(
-            f"{arguments.prescription} is for layers of (heads, directions) {asked}, and {arguments.model} has "
+            f"{arguments.prescription} is for layers of (heads, directions) {requested}, and {arguments.model} has "
             f"{shapes}; price it on the model it was made for."
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes

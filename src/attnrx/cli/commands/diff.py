@@ -62,7 +62,7 @@ def _diagnoses(arguments: Namespace) -> Outcome:
 
 
 def _summary(changes: "tuple[rx.diagnostics.Change, ...]") -> Table:
-    """Gives one line per reading: the means over the heads of both, and the head that differs most."""
+    """Returns one line per reading: the means over the heads of both, and the head that differs most."""
     by_reading: dict[str, list[rx.diagnostics.Change]] = defaultdict(list)
     for change in changes:
         if change.difference is not None:
@@ -113,11 +113,11 @@ def _prescriptions(arguments: Namespace) -> Outcome:
         for head in different
     )
     removed = f"removed: {percent(before.removed_share)} in A, {percent(after.removed_share)} in B"
-    told = [f"{len(different)} of {len(heads)} heads differ; {removed}"]
+    lines = [f"{len(different)} of {len(heads)} heads differ; {removed}"]
     if not _same_tokens(before.tokens, after.tokens):
         sides = ", ".join(f"{policy or 'all stay'} in {side}" for policy, side in zip(tokens, "AB", strict=True))
-        told.append(f"tokens: {sides}{'; other predictors' if tokens[0] == tokens[1] else ''}")
-    return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), *told) if rows else tuple(told))
+        lines.append(f"tokens: {sides}{'; other predictors' if tokens[0] == tokens[1] else ''}")
+    return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), *lines) if rows else tuple(lines))
 
 
 def _same_tokens(before: "TokenPrescription | None", after: "TokenPrescription | None") -> bool:
@@ -137,7 +137,7 @@ def _evidences(arguments: Namespace) -> Outcome:
     both = [rx.Evidence.load(path) for path in (arguments.before, arguments.after)]
     before, after = ({(finding.check, finding.claim): finding for finding in each.findings} for each in both)
     claims = [
-        {"check": check, "claim": claim, "before": _told(before.get(key)), "after": _told(after.get(key))}
+        {"check": check, "claim": claim, "before": _described(before.get(key)), "after": _described(after.get(key))}
         for key in dict.fromkeys((*before, *after))
         for check, claim in [key]
     ]
@@ -150,11 +150,11 @@ def _evidences(arguments: Namespace) -> Outcome:
         if claim["before"] != claim["after"]
     )
     record = {"same": not rows, "outcomes": [each.outcome for each in both], "claims": claims}
-    told = f"{len(rows)} of {len(claims)} findings differ"
-    return Outcome(record, (Table(("finding", "A", "B"), rows), told) if rows else (told,))
+    lines = f"{len(rows)} of {len(claims)} findings differ"
+    return Outcome(record, (Table(("finding", "A", "B"), rows), lines) if rows else (lines,))
 
 
-def _told(finding: "rx.Finding | None") -> dict[str, Any]:
+def _described(finding: "rx.Finding | None") -> dict[str, Any]:
     if finding is None:
         return {"value": None, "outcome": None, "text": "-"}
     return {

@@ -71,9 +71,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     size = facts["images"]["batch"]
     shape = " x ".join(map(str, (size or "N", *facts["images"]["shape"])))
-    told = f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json"
+    lines = f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json"
     record = {"exported": str(arguments.out), **facts}
-    return Outcome(record, (Table(("parity", "value", "limit"), rows), told, f"exported: {arguments.out}"))
+    return Outcome(record, (Table(("parity", "value", "limit"), rows), lines, f"exported: {arguments.out}"))
 
 
 def _format(arguments: Namespace) -> "rx.exporting.Format":

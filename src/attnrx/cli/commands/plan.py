@@ -42,26 +42,28 @@ def add(parser: Parser) -> None:
     sought.add_argument("--other-images", type=COUNT, default=256, metavar="N", help="images to promise by (256)")
     sought.add_argument("--trials", type=TRIALS, default=48, metavar="N", help="plans to make and measure (48)")
     sought.add_argument("--storage", metavar="PLACE", help="where trials are kept: a file, or an address of Optuna")
-    clock = parser.add_argument_group("the clock, for latency")
-    clock.add_argument("--batch", type=BATCH, default=32, metavar="N", help="images at once (32)")
-    clock.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (as many as torch takes)")
-    clock.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
-    clock.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
-    clock.add_argument("--rounds", type=ROUNDS, default=7, metavar="N", help="rounds in which every block is timed (7)")
+    timing = parser.add_argument_group("the clock, for latency")
+    timing.add_argument("--batch", type=BATCH, default=32, metavar="N", help="images at once (32)")
+    timing.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (as many as torch takes)")
+    timing.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
+    timing.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
+    timing.add_argument(
+        "--rounds", type=ROUNDS, default=7, metavar="N", help="rounds in which every block is timed (7)"
+    )
     add_running(parser, 32)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Plans, and tells every choice."""
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
-    ways = replace(_ways(arguments), log=log)
+    settings = replace(_ways(arguments), log=log)
     model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_for(model, arguments)
     images = splits.train.take(arguments.images)
     others = splits.validation.take(arguments.other_images)
-    plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, ways=ways)
+    plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, settings=settings)
     path = plan.save(arguments.out)
-    rows = tuple((f"{point.price:.3f}", f"{point.damage:.3g}", f"{point.divergence:.3g}") for point in plan.front)
+    rows = tuple((f"{point.cost:.3f}", f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front)
     front = Table((f"share of the {plan.spend}", "predicted nats", "measured nats"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
@@ -70,18 +72,18 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
 
 
-def _ways(arguments: Namespace) -> "rx.planning.Ways":
+def _ways(arguments: Namespace) -> "rx.planning.PlanSettings":
     conditions = rx.costs.Conditions(_device(arguments), arguments.precision, arguments.threads)
-    clock = rx.planning.Clock(
-        arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall"), arguments.rounds
+    timing = rx.planning.TimingSettings(
+        arguments.batch, conditions, arguments.timing or ("cuda" if conditions.on_cuda else "wall"), arguments.rounds
     )
     search = rx.planning.Search(arguments.trials, arguments.seed, arguments.storage)
     axes = rx.planning.AXES if arguments.axes is None else tuple(arguments.axes.split(","))
-    return rx.planning.Ways(axes, arguments.reducer, search, clock, arguments.batch_size)
+    return rx.planning.PlanSettings(axes, arguments.reducer, search, timing, arguments.batch_size)
 
 
 def _device(arguments: Namespace) -> str:
-    """Gives where the model will run."""
+    """Returns where the model will run."""
     import torch
 
     return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,20 +104,20 @@ def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageS
 
 
 def _promised(plan: "rx.planning.Plan") -> tuple[str, ...]:
-    told = [f"{percent(plan.price)} of the original's {plan.spend} by the prices"]
+    lines = [f"{percent(plan.cost)} of the original's {plan.spend} by the prices"]
     if plan.measured is not None:
         ratio = plan.measured
-        told.append(
-            f"by the clock {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the model as its library "
-            f"ships it: batch {ratio['batch']}, {ratio['threads']} threads, {ratio['precision']}, {ratio['hardware']}"
+        lines.append(
+            f"by measured latency {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the unchanged "
+            f"model: batch {ratio['batch']}, {ratio['threads']} threads, {ratio['precision']}, {ratio['hardware']}"
         )
     for name, scale, unit in (("divergence", 1.0, "nats"), ("agreement", 100.0, "%"), ("change", 100.0, "points")):
         own = plan.expected.get(name)
         if own is None:  # no labels, no accuracy
             continue
         low, high = own.interval(own.images)
-        told.append(
+        lines.append(
             f"{name}: {scale * own.value:.4g} {unit}, on as many other images as these {own.images} between "
             f"{scale * low:.4g} and {scale * high:.4g}"
         )
-    return tuple(told)
+    return tuple(lines)

@@ -102,8 +102,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     removed = f"{percent(prescription.removed_share)} of the directions are removed; the file says why, head by head"
     spent = () if budget is None else (_spent(budget),)
     warnings = (f"warning: {note}" for note in notes)
-    leaving = () if prescription.tokens is None else prescription.tokens.reasons
-    return Outcome(record, (table, removed, *leaving, *spent, *warnings, f"prescription: {path}"))
+    num_pruned = () if prescription.tokens is None else prescription.tokens.reasons
+    return Outcome(record, (table, removed, *num_pruned, *spent, *warnings, f"prescription: {path}"))
 
 
 def _told_tokens(tokens: "TokenPrescription | None") -> dict[str, Any] | None:

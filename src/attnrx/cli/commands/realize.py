@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import attnrx as rx
+from attnrx.cli.candidate import REFINED_ON, made
+from attnrx.cli.cost_tables import priced, prices_table
 from attnrx.cli.inputs import load_model, splits_for
-from attnrx.cli.making import REFINED_ON, made
 from attnrx.cli.options import COUNT, STEPS
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
-from attnrx.cli.prices import priced, prices_table
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -80,7 +80,7 @@ def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet 
     if not arguments.refine and (arguments.by != "compress" or arguments.norms != "refit"):
         return None
     if arguments.data is None:
-        asked = "--refine" if arguments.refine else "--norms refit"
-        raise InvalidInput(f"{asked} is fitted on images, and --data names none; add --data NAME.")
+        requested = "--refine" if arguments.refine else "--norms refit"
+        raise InvalidInput(f"{requested} is fitted on images, and --data names none; add --data NAME.")
     train = splits_for(model, arguments).train
     return train.take(min(arguments.calibration_images, len(train)))

@@ -186,7 +186,7 @@ def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Sa
 
 
 def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tuple[str, ...]]":
-    """Gives the first test images on the scale of the model, and what they show."""
+    """Returns the first test images on the scale of the model, and what they show."""
     splits = splits_for(model, arguments)
     shown = splits.test.take(min(arguments.samples, len(splits.test)))
     batch = next(iter(shown.batches(arguments.samples)))

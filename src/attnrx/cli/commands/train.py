@@ -56,8 +56,10 @@ def add(parser: Parser) -> None:
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="go on with the run in --out")
     parser.add_argument("--tensorboard", action="store_true", help="log to TensorBoard in --out too")
     knobs = parser.add_argument_group("training")
-    for name, kind, said in KNOBS:
-        knobs.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is NUMBER else "N", help=said)
+    for name, kind, message in KNOBS:
+        knobs.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is NUMBER else "N", help=message
+        )
     knobs.add_argument("--precision", choices=("bf16", "fp32"), help="of the forward pass (bf16)")
     knobs.add_argument(
         "--parallel",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.candidate import kind_of, made
 from attnrx.cli.findings import findings_table, robustness_tables
 from attnrx.cli.inputs import chosen_images, load_model, splits_for
-from attnrx.cli.making import kind_of, made
 from attnrx.cli.options import DRAWS, POINTS
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
@@ -56,10 +56,10 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Verifies and writes the evidence."""
     _, processes = rx.processes.join()
-    asked = _asked(arguments)
+    requested = _requested(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
-    checks = _checks(asked, case, arguments)
+    checks = _checks(requested, case, arguments)
     log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
     given = case.prescription
     evidence = rx.verify(
@@ -120,7 +120,7 @@ class _Case:
         return kind_of(self.how)
 
     def inputs(self, check: str, arguments: Namespace) -> dict[str, Any]:
-        """Gives what a check needs beside its knobs."""
+        """Returns what a check needs beside its knobs."""
         if check == "controls":
             return self._controls(arguments.draws, arguments.seed)
         if check == "transfer":
@@ -128,7 +128,7 @@ class _Case:
         return {}
 
     def _controls(self, draws: int, seed: int) -> dict[str, Any]:
-        """Gives controls that are prescribed at the same ranks and realized as the candidate was."""
+        """Returns controls that are prescribed at the same ranks and realized as the candidate was."""
         if self.prescription is None or self.diagnosis is None or not self.how:
             raise InvalidInput(
                 "controls are prescribed from a diagnosis and realized as the candidate was: give --diagnosis FILE, "
@@ -156,21 +156,23 @@ def _beside(arguments: Namespace) -> Path:
     return Path(arguments.candidate) / "prescription.json"
 
 
-def _asked(arguments: Namespace) -> "list[rx.checks.Asked]":
-    """Reads what was asked for: without a word, every check that needs none."""
+def _requested(arguments: Namespace) -> "list[rx.checks.RequestedCheck]":
+    """Reads what was requested for: without a word, every check that needs none."""
     known = rx.checks.all_checks()
     if arguments.checks is not None:
-        asked = list(rx.checks.parse_checks(arguments.checks))
+        requested = list(rx.checks.parse_checks(arguments.checks))
     else:
-        asked = [rx.checks.Asked(name) for name, check in known.items() if not check.on_request]
-    missing = arguments.controls and "controls" not in [one.name for one in asked]
-    return [*asked, rx.checks.Asked("controls")] if missing else asked
+        requested = [rx.checks.RequestedCheck(name) for name, check in known.items() if not check.on_request]
+    missing = arguments.controls and "controls" not in [one.name for one in requested]
+    return [*requested, rx.checks.RequestedCheck("controls")] if missing else requested
 
 
-def _checks(asked: "Sequence[rx.checks.Asked]", case: _Case, arguments: Namespace) -> "list[rx.checks.Check]":
+def _checks(
+    requested: "Sequence[rx.checks.RequestedCheck]", case: _Case, arguments: Namespace
+) -> "list[rx.checks.Check]":
     """Builds the checks with their knobs and inputs."""
     built = []
-    for one in asked:
+    for one in requested:
         knobs = dict(one.knobs)
         if one.name == "accuracy" and arguments.most_drop is not None:
             knobs["most_drop"] = arguments.most_drop

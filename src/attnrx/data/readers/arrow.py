@@ -42,7 +42,7 @@ class ArrowRecords(Records):
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks]).tolist()
 
     def content(self, position: int) -> bytes:
-        """Gives the stored bytes of one image, following its path when only that is stored."""
+        """Returns the stored bytes of one image, following its path when only that is stored."""
         content, path = self._cell(int(self.sources[position]))
         if content is None and path:
             return require_regular(path, DataError).read_bytes()
@@ -107,7 +107,7 @@ def declared_names(schema: "pa.Schema", column: str) -> tuple[str, ...] | None:
 
 
 def image_column(table: "pa.Table", columns: Columns, place: str) -> "pa.ChunkedArray":
-    """Gives the column of encoded images, or refuses a column of another type."""
+    """Returns the column of encoded images, or refuses a column of another type."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)
@@ -167,7 +167,7 @@ def _names_beside(
 
 
 def unify_labels(columns: Mapping[str, LabelColumn], place: str) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
-    """Gives every split's labels as numbers of one list of classes, or says where the splits disagree."""
+    """Returns every split's labels as numbers of one list of classes, or says where the splits disagree."""
     first_name, first = next(iter(columns.items()))
     for name, column in columns.items():
         if column.words != first.words or (column.names and first.names and column.names != first.names):

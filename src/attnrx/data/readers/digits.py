@@ -17,7 +17,7 @@ class DigitRecords(Records):
         self._pixels = pixels
 
     def content(self, position: int) -> bytes:
-        """Gives the pixels of one digit."""
+        """Returns the pixels of one digit."""
         return self._pixels[position].numpy().tobytes()
 
     def where(self, position: int) -> str:
@@ -25,7 +25,7 @@ class DigitRecords(Records):
         return f"digit {position} of scikit-learn"
 
     def picture(self, position: int, channels: int | None) -> UInt8[Tensor, "channels height width"]:
-        """Gives one digit, which needs no decoding."""
+        """Returns one digit, which needs no decoding."""
         return self._pixels[position].expand(channels or 1, -1, -1)
 
 

@@ -33,7 +33,7 @@ class FileRecords(Records):
         return require_regular(self._files[position], DataError).read_bytes()
 
     def where(self, position: int) -> str:
-        """Gives the path of one file."""
+        """Returns the path of one file."""
         return str(self._files[position])
 
 

@@ -58,7 +58,7 @@ class HubReader(Reader):
         return Opened(splits, class_names)
 
     def _load(self) -> "dict[str, pa.Table]":
-        """Gives the memory-mapped table of every split, with the names of the classes in its schema."""
+        """Returns the memory-mapped table of every split, with the names of the classes in its schema."""
         import datasets
 
         with local_copies_if_unreachable() as unreachable:

@@ -44,7 +44,7 @@ class ParquetReader(Reader):
     candidates: tuple[Columns, ...]  # the first whose image and label are there is used
 
     def identity(self) -> str:
-        """Hashes the names, sizes and times of the files and the columns asked for."""
+        """Hashes the names, sizes and times of the files and the columns requested."""
         return f"parquet:{self.candidates}:{stamp(self.files)}"
 
     def open(self) -> Opened:
@@ -104,7 +104,7 @@ class FileRows:
     files: tuple[Path, ...]
 
     def name(self, row: int) -> str:
-        """Gives `file, row n`, counting from 0 inside the file."""
+        """Returns `file, row n`, counting from 0 inside the file."""
         import pyarrow.parquet as parquet
 
         counts = [parquet.read_metadata(file).num_rows for file in self.files]
@@ -124,7 +124,7 @@ def stamp(files: Iterable[Path]) -> str:
 
 
 def split_in_path(path: Path | str) -> str:
-    """Gives the split that a path names (`val/0001.tar`, `train-00000-of-00002.parquet`), or an empty text."""
+    """Returns the split that a path names (`val/0001.tar`, `train-00000-of-00002.parquet`), or an empty text."""
     words = re.split(r"[^a-z]+", str(path).lower())
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 

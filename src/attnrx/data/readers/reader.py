@@ -45,7 +45,7 @@ class Records(ABC):
 
     @abstractmethod
     def content(self, position: int) -> bytes:
-        """Gives the stored bytes of one image."""
+        """Returns the stored bytes of one image."""
 
     @abstractmethod
     def where(self, position: int) -> str:

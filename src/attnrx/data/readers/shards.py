@@ -170,12 +170,12 @@ def read(shard: Shard) -> Iterator[Sample]:
         after = shard.skip + number
         raise DataError(f"cannot read the shard {shard.url} after image {after}: {error}. Copy it again.") from error
     if number < shard.count:
-        held, told = shard.skip + number, shard.skip + shard.count
-        raise DataError(f"the shard {shard.url} holds {held} images, not {told}; correct the index.")
+        held, promised = shard.skip + number, shard.skip + shard.count
+        raise DataError(f"the shard {shard.url} holds {held} images, not {promised}; correct the index.")
 
 
 def cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
-    """Gives the shards that hold these rows of all, in the order given; the first and the last may be parts."""
+    """Returns the shards that hold these rows of all, in the order given; the first and the last may be parts."""
     found, before = [], 0
     for shard in shards:
         low, high = (min(max(row - before, 0), shard.count) for row in (rows.start, rows.stop))

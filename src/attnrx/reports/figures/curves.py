@@ -1,4 +1,4 @@
-"""Curves over a common axis, with intervals or bands, each told apart by its colour and by its marker."""
+"""Curves over a common axis, with intervals or bands, each distinguished by its colour and by its marker."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from attnrx.reports.figures.scale import Scale, log_span, span
 from attnrx.reports.numbers import Number, number
 
 MOST_MARKERS = 12  # a long curve is marked only now and then
-DODGE = 5.0  # curves with intervals stand this far apart, or their whiskers would hide each other
+DODGE = 5.0  # curves with intervals are shifted by this much, or their whiskers would hide each other
 WIDTH, HEIGHT = 360.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0
 
@@ -58,7 +58,7 @@ class Chart:
     band: bool = False
 
     def draw(self) -> str:
-        """Gives the picture."""
+        """Returns the picture."""
         drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
         x, y = self._scales()
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
@@ -99,7 +99,7 @@ class Chart:
 
 
 def marker_picture(curve: Curve) -> str:
-    """Gives the small picture of a curve's line and marker that stands in a legend."""
+    """Returns the small picture of a curve's line and marker that stands in a legend."""
     drawing = Drawing(26, 12, curve.name)
     drawing.add("path", f"curve {curve.style}", d="M1 6H25")
     if curve.marker is not None:

@@ -28,7 +28,7 @@ class Drawing:
         ElementTree.SubElement(self._root, "text", place).text = words
 
     def svg(self) -> str:
-        """Gives the finished picture as markup for an HTML page."""
+        """Returns the finished picture as markup for an HTML page."""
         return ElementTree.tostring(self._root, encoding="unicode", short_empty_elements=True)
 
 

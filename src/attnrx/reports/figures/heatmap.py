@@ -18,7 +18,7 @@ class HeatMap:
     """Rows are layers, columns heads of the original model, unless `columns` names them; None where one is gone.
 
     A row of a single value is one cell across all columns, for what they have in common. The cells show the values;
-    `texts` are other words in them, and `tips` what is said of each to a pointer and to who cannot see the picture.
+    `texts` are other words in them, and `tips` their tooltips, which screen readers read too.
     """
 
     title: str
@@ -32,7 +32,7 @@ class HeatMap:
     tips: Words | None = None
 
     def draw(self) -> str:
-        """Gives the picture."""
+        """Returns the picture."""
         columns = max(len(self.columns), *(len(row) for row in self.values))
         width, height, left, top = (33, 26, 60, 22) if self.dense else (46, 32, 60, 22)
         drawing = Drawing(left + columns * width, top + len(self.values) * height, self.title, self._in_words())
@@ -49,7 +49,7 @@ class HeatMap:
         return drawing.svg()
 
     def level(self, value: Number) -> int:
-        """Gives the colour step of a value; values outside the range take the nearest end."""
+        """Returns the colour step of a value; values outside the range take the nearest end."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
 
@@ -60,7 +60,7 @@ class HeatMap:
         value = self.values[layer][place]
         step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
         box = {"x": x + 0.75, "y": y + 0.75, "width": width - 1.5, "height": height - 1.5, "rx": 3}
-        drawing.add("rect", f"cell {step}", f"layer {layer}, {self._said(layer, place)}", **box)
+        drawing.add("rect", f"cell {step}", f"layer {layer}, {self._tip(layer, place)}", **box)
         if value is not None:
             drawing.text(x + width / 2, y + height / 2 + 4, self._text(layer, place), f"value {step}", "middle")
 
@@ -73,15 +73,15 @@ class HeatMap:
             return self.texts[layer][place]
         return "removed" if value is None else self.write(value)
 
-    def _said(self, layer: int, place: int) -> str:
+    def _tip(self, layer: int, place: int) -> str:
         if self.tips is not None:
             return self.tips[layer][place]
         return f"{self._column(place)}: {self._text(layer, place)}"
 
     def _in_words(self) -> str:
-        told = self._said if self.tips is not None else self._text
+        text_of = self._tip if self.tips is not None else self._text
         rows = (
-            f"layer {layer}: " + ", ".join(told(layer, place) for place in range(len(row)))
+            f"layer {layer}: " + ", ".join(text_of(layer, place) for place in range(len(row)))
             for layer, row in enumerate(self.values)
         )
         return "; ".join(rows) + "."

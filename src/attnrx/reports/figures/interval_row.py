@@ -26,7 +26,7 @@ class IntervalRow:
         return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
 
     def draw(self, axis: tuple[Number, Number]) -> str:
-        """Gives the picture on an axis with these ends."""
+        """Returns the picture on an axis with these ends."""
         drawing = Drawing(WIDTH, HEIGHT, self.title)
         x = Scale(*axis, MARGIN, WIDTH - MARGIN)
         middle = HEIGHT / 2
@@ -46,7 +46,7 @@ class IntervalRow:
 
 
 def axis_picture(axis: tuple[Number, Number], title: str) -> str:
-    """Gives the axis that stands under the rows."""
+    """Returns the axis that stands under the rows."""
     drawing = Drawing(WIDTH, 24, title)
     x = Scale(*axis, MARGIN, WIDTH - MARGIN)
     drawing.add("line", "axis", x1=MARGIN, x2=WIDTH - MARGIN, y1=1, y2=1)

@@ -21,7 +21,7 @@ class PatchPicture:
     address: str | None = None
 
     def draw(self) -> str:
-        """Gives the picture."""
+        """Returns the picture."""
         rows, columns = self.left.shape
         step = SIDE / max(rows, columns)
         width, height = columns * step, rows * step
@@ -50,7 +50,7 @@ def _square(row: int, column: int, step: float) -> str:
 
 
 def _outline(there: list[list[bool]], step: float) -> str:
-    """Gives the edges between patches that are there and those that have left."""
+    """Returns the edges between patches that are there and those that have left."""
     edges = []
     for row, column in _places(there, True):
         x, y = column * step, row * step

@@ -54,7 +54,7 @@ def overlay(
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Gives an image in the unit range, grey, colour or colour with opacity, as a PNG inside a data URI."""
+    """Returns an image in the unit range, grey, colour or colour with opacity, as a PNG inside a data URI."""
     from PIL import Image
 
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
@@ -65,5 +65,5 @@ def as_uri(image: Float[Tensor, "channels height width"]) -> str:
 
 
 def colour_ramp() -> str:
-    """Gives the colour scale itself, from low to high, as a picture one pixel high."""
+    """Returns the colour scale itself, from low to high, as a picture one pixel high."""
     return as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))

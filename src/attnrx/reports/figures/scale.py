@@ -19,12 +19,12 @@ class Scale:
     whole: bool = False  # only whole numbers are labelled, e.g. epochs
 
     def __call__(self, value: Number) -> Number:
-        """Gives the place of a value."""
+        """Returns the place of a value."""
         low, high, own = (self._transform(number) for number in (self.low, self.high, value))
         return self.start + (self.stop - self.start) * (own - low) / (high - low)
 
     def ticks(self, count: int = 4) -> list[Number]:
-        """Gives about `count` round values inside the range."""
+        """Returns about `count` round values inside the range."""
         if not self.logarithmic:
             return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
@@ -35,7 +35,7 @@ class Scale:
         return inside if len(inside) > 1 else [self.low, self.high]
 
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Gives the ticks with their words: on a linear axis all with the same decimals."""
+        """Returns the ticks with their words: on a linear axis all with the same decimals."""
         ticks = self.ticks(count)
         if self.logarithmic or len(ticks) < 2:
             return [(tick, short(tick)) for tick in ticks]
@@ -48,7 +48,7 @@ class Scale:
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Gives a range that holds all values with a little room; equal values get a range around them."""
+    """Returns a range that holds all values with a little room; equal values get a range around them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # they differ by rounding
@@ -59,7 +59,7 @@ def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Numb
 
 
 def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
-    """Gives a range for positive values on a logarithmic axis."""
+    """Returns a range for positive values on a logarithmic axis."""
     positive = [value for value in values if value > 0 and math.isfinite(value)] or [0.1, 1.0]
     return min(positive) / 1.3, max(positive) * 1.3
 

@@ -18,7 +18,7 @@ class SpectrumBars:
     keep: Sequence[bool]
 
     def draw(self) -> str:
-        """Gives the picture; it holds no words, so it may be stretched to any width."""
+        """Returns the picture; it holds no words, so it may be stretched to any width."""
         ranked = sorted(zip(self.energies, self.keep, strict=True), key=lambda pair: -pair[0])
         drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
         top = max((energy for energy, _ in ranked), default=0.0) or 1.0

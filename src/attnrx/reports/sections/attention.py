@@ -38,7 +38,7 @@ def attention(content: ReportContent) -> Section | None:
 
 
 def _limits(maps: Float[Tensor, "models images layers heads tokens"]) -> tuple[float, float]:
-    """Gives a range around uniform attention that holds all but the most extreme hundredth of the values."""
+    """Returns a range around uniform attention that holds all but the most extreme hundredth of the values."""
     finite = maps[~maps.isnan()].abs()
     reach = float(torch.quantile(finite[:: max(1, finite.numel() // 1_000_000)], 0.99)) if finite.numel() else 0.0
     # Uniform heads must not show amplified rounding, nor one extreme head make all others look uniform.

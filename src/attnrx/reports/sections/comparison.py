@@ -1,4 +1,4 @@
-"""The comparison: what every contender loses over what it costs, as curves with bands, and all numbers as a table."""
+"""The comparison: what every method loses over what it costs, as curves with bands, and all numbers as a table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ NOUGHT = 1e-6  # nats: what is left of no divergence at all after rounding
 
 
 def comparison(content: ReportContent) -> Section | None:
-    """Gives one chart per measure over the MACs, one curve per contender, and the table of all trials."""
+    """Returns one chart per measure over the MACs, one curve per method, and the table of all trials."""
     found = content.comparison
     if found is None:
         return None
@@ -49,10 +49,10 @@ def measured(found: ComparisonRecord) -> list[tuple[str, str]]:
         ("diagnosed on", _images(images) if isinstance(images, Mapping) else ""),
         ("seed", plain(about["seed"]) if "seed" in about else ""),
     ]
-    told = about.get("contenders")
-    for contender in told if isinstance(told, list) else ():
-        knobs = {name: value for name, value in contender.items() if name != "name" and value not in (None, "", 0)}
-        pairs.append((str(contender.get("name")), plain(knobs, 16)))
+    methods = about.get("methods")
+    for method in methods if isinstance(methods, list) else ():
+        knobs = {name: value for name, value in method.items() if name != "name" and value not in (None, "", 0)}
+        pairs.append((str(method.get("name")), plain(knobs, 16)))
     return [(name, words.strip()) for name, words in pairs if words.strip()]
 
 
@@ -62,16 +62,16 @@ def _images(data: Mapping[str, Any]) -> str:
 
 def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: str, logarithmic: bool) -> Chart:
     curves = []
-    for index, name in enumerate(found.contenders):
+    for index, name in enumerate(found.methods):
         drawn = [
             point
             for trial in found.trials
-            if trial.contender == name
+            if trial.method == name
             for point in [_point(trial, getattr(trial, field), unit)]
             if point is not None
         ]
         if drawn:
-            # After six contenders the colours come round again, with other markers.
+            # After six methods the colours come round again, with other markers.
             marker = (index + index // STYLES) % STYLES
             drawn.sort(key=lambda point: point.x)
             curves.append(Curve(name, tuple(drawn), f"style-{index % STYLES}", marker))
@@ -91,7 +91,7 @@ def _point(trial: ComparedTrial, value: Measured, unit: str) -> Point | None:
 
 
 def _name(trial: ComparedTrial) -> str:
-    return trial.contender if trial.share is None else f"{trial.contender} at {_kept(trial)}"
+    return trial.method if trial.share is None else f"{trial.method} at {_kept(trial)}"
 
 
 def _kept(trial: ComparedTrial) -> str:
@@ -105,7 +105,7 @@ def _scale(chart: Chart) -> str:
 def _row(trial: ComparedTrial) -> dict[str, Any]:
     missed = "" if trial.reached else "target not reached"
     return {
-        "contender": trial.contender,
+        "method": trial.method,
         "kept": _kept(trial),
         "macs": percent(trial.macs_share),
         "params": percent(trial.params_share),

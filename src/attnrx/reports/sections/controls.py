@@ -15,7 +15,7 @@ CHECK = "controls"
 
 
 def controls(content: ReportContent) -> Section | None:
-    """Gives a plot of dots and intervals, on one axis per unit."""
+    """Returns a plot of dots and intervals, on one axis per unit."""
     findings = content.evidence.of(CHECK) if content.evidence is not None else ()
     found = [finding for finding in findings if known(finding.value) is not None]
     if not found:
@@ -47,7 +47,7 @@ def _row(finding: Finding) -> IntervalRow:
 
 
 def _advantages(finding: Finding) -> list[float]:
-    """Gives the candidate's advantage over every single draw of the control, so that their mean is the value."""
+    """Returns the candidate's advantage over every single draw of the control, so that their mean is the value."""
     draws, candidate = finding.details.get("draws"), finding.details.get("candidate")
     if not isinstance(draws, list | tuple) or not draws or candidate is None:
         return []

@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def costs(content: ReportContent) -> Section | None:
-    """Gives the two tables, each where it is known."""
+    """Returns the two tables, each where it is known."""
     records, times = cost_records(content), latency_records(content)
     if records is None and not times:
         return None
@@ -33,7 +33,7 @@ def costs(content: ReportContent) -> Section | None:
 
 
 def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
-    """Gives the costs of the original and of the candidate, part by part."""
+    """Returns the costs of the original and of the candidate, part by part."""
     if content.costs is not None:
         before, after = (own.to_record()["parts"] for own in content.costs)
         return before, after
@@ -44,7 +44,7 @@ def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
 
 
 def latency_records(content: ReportContent) -> list[Record]:
-    """Gives every comparison of latency."""
+    """Returns every comparison of latency."""
     if content.latency:
         return [asdict(entry) for entry in content.latency]
     return [finding.details for finding in _told(content, "latency", "latency") if "ratio" in finding.details]

@@ -10,7 +10,7 @@ from attnrx.reports.sections.section import Section
 
 
 def findings(content: ReportContent) -> Section | None:
-    """Gives the evidence table; within a check the order of the findings is kept."""
+    """Returns the evidence table; within a check the order of the findings is kept."""
     if content.evidence is None:
         return None
     shown = [finding for finding in content.evidence.findings if not has_severity(finding)]
@@ -24,7 +24,7 @@ def has_severity(finding: Finding) -> bool:
 
 
 def grouped(shown: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Gives the rows of a table, check by check."""
+    """Returns the rows of a table, check by check."""
     checks = dict.fromkeys(finding.check for finding in shown)
     return [(check.replace("_", " "), [row(own) for own in shown if own.check == check]) for check in checks]
 

@@ -26,7 +26,7 @@ Rows = Sequence[Sequence[float | None]]
 
 
 def maps(content: ReportContent) -> Section | None:
-    """Gives effective rank and selectivity at once, and the other readings on request."""
+    """Returns effective rank and selectivity at once, and the other readings on request."""
     if content.diagnosis is None:
         return None
     names = [layer.spectrum.heads for layer in content.diagnosis.layers]
@@ -42,7 +42,7 @@ def maps(content: ReportContent) -> Section | None:
 
 
 def _readings(diagnosis: Diagnosis) -> dict[str, Rows]:
-    """Gives the readings with one number per head that every layer has, known ones first."""
+    """Returns the readings with one number per head that every layer has, known ones first."""
     shared = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers

@@ -9,7 +9,7 @@ from attnrx.reports.sections.section import Section
 
 
 def provenance(content: ReportContent) -> Section | None:
-    """Gives the records that came with the parts, one table each."""
+    """Returns the records that came with the parts, one table each."""
     parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
     if content.diagnosis is not None:
         parts["the diagnosis"] = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
@@ -26,6 +26,6 @@ def provenance(content: ReportContent) -> Section | None:
 
 
 def _new(record: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Leaves out what the diagnosis has already said, which a prescription repeats."""
-    said = parts.get("the diagnosis", {})
-    return {name: value for name, value in record.items() if name not in said or said[name] != value}
+    """Removes what the diagnosis already lists and the prescription repeats."""
+    known = parts.get("the diagnosis", {})
+    return {name: value for name, value in record.items() if name not in known or known[name] != value}

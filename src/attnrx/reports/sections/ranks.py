@@ -19,7 +19,7 @@ SHARED = "A cell across a layer is the number of directions that all its heads s
 
 
 def ranks(content: ReportContent) -> Section | None:
-    """Gives one picture per pathway, coloured from rank zero to full rank, and the same numbers as tables."""
+    """Returns one picture per pathway, coloured from rank zero to full rank, and the same numbers as tables."""
     found = content.ranks
     if not found and content.prescription is not None:
         found = prescribed_ranks(content.prescription, content.diagnosis)

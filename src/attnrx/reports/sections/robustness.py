@@ -1,4 +1,4 @@
-"""Robustness: what the candidate loses or gains beside its reference when the images are spoilt, by severity."""
+"""Robustness: what the candidate loses or gains beside its reference when the images are corrupted, by severity."""
 
 from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
@@ -9,14 +9,14 @@ from attnrx.reports.sections.section import Figure, Section
 
 
 def robustness(content: ReportContent) -> Section | None:
-    """Gives one chart with a curve for every corruption."""
+    """Returns one chart with a curve for every corruption."""
     found = [finding for finding in (content.evidence.findings if content.evidence else ()) if has_severity(finding)]
     if not found:
         return None
     names = dict.fromkeys(finding.details["corruption"] for finding in found)
     curves = tuple(_curve(name, index, found) for index, name in enumerate(names))
     curves = tuple(curve for curve in curves if curve.points)
-    chart = Chart("Change of accuracy on spoilt images", "severity", "accuracy change in points", curves, level=0.0)
+    chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
     legend = tuple((marker_picture(curve), curve.name) for curve in curves)
     figure = Figure(chart.draw(), chart.title, legend=legend)
     return Section("robustness", "Robustness", {"figure": figure, "groups": grouped(found)})

@@ -13,7 +13,7 @@ OPEN_PANELS = 32  # deeper models start with only their first layer unfolded
 
 
 def spectra(content: ReportContent) -> Section | None:
-    """Gives one panel per head, grouped by layer."""
+    """Returns one panel per head, grouped by layer."""
     if content.diagnosis is None:
         return None
     diagnosed = content.diagnosis.layers

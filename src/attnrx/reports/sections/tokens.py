@@ -14,7 +14,7 @@ MOST_REACH = 3.0  # in powers of two: relevance from an eighth to eight times th
 
 
 def tokens(content: ReportContent) -> Section | None:
-    """Gives the policy as a table and a chart, and for every image a picture per stage and maps of relevance."""
+    """Returns the policy as a table and a chart, and for every image a picture per stage and maps of relevance."""
     samples = content.tokens
     if samples is None:
         return None
@@ -41,7 +41,7 @@ def _stages(samples: TokenSamples) -> list[dict[str, str]]:
         rows.append(
             {
                 "layer": str(layer),
-                "asked": percent(samples.policy.keep[place]),
+                "requested": percent(samples.policy.keep[place]),
                 "left": f"{spread} of {number(patches)} ({percent(share)})",
                 "tokens": number(samples.tokens[layer - 1]),
             }
@@ -134,6 +134,6 @@ def _sources(samples: TokenSamples, index: int) -> list[dict[str, Any]]:
 
 
 def _relative(samples: TokenSamples, maps: Float[Tensor, "layers patches"]) -> Float[Tensor, "layers rows columns"]:
-    """Gives relevance in powers of two of that of the mean patch of the layer."""
+    """Returns relevance in powers of two of that of the mean patch of the layer."""
     relative = (maps / maps.mean(-1, keepdim=True)).clamp_min(1e-6).log2()
     return relative.unflatten(-1, samples.grid)

@@ -10,7 +10,7 @@ from attnrx.reports.sections.section import Figure, Section
 
 
 def trade_off(content: ReportContent) -> Section | None:
-    """Gives two charts over the removed share, and the numbers as a table."""
+    """Returns two charts over the removed share, and the numbers as a table."""
     points = content.trade_off
     if not points:
         return None

@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 
 
 def training(content: ReportContent) -> Section | None:
-    """Gives one chart for the losses, one for the accuracies, and one per indicator with a curve for each layer."""
+    """Returns one chart for the losses, one for the accuracies, and one per indicator with a curve for each layer."""
     if not content.history:
         return None
     scalars = [figure for figure in (_scalar(content.history, *kind) for kind in SCALARS) if figure is not None]
@@ -70,7 +70,7 @@ def _indicator(history: Sequence[Record], name: str) -> Chart:
 
 
 def _layers(record: Record) -> Sequence[Mapping[str, Sequence[float | None]]]:
-    """Gives the indicators of an epoch: per layer, by name, one number per head."""
+    """Returns the indicators of an epoch: per layer, by name, one number per head."""
     return record.get("layers", ())
 
 

@@ -9,7 +9,7 @@ from attnrx.reports.sections.section import Section
 
 
 def treatment(content: ReportContent) -> Section | None:
-    """Gives the prescription head by head."""
+    """Returns the prescription head by head."""
     prescription = content.prescription
     if prescription is None:
         return None

@@ -21,7 +21,7 @@ class Tile:
 
 
 def verdict(content: ReportContent) -> Section:
-    """Gives the top of the page; without evidence it says that nothing was verified."""
+    """Returns the top of the page; without evidence it says that nothing was verified."""
     evidence = content.evidence
     data = {
         "state": _state(evidence),
@@ -61,7 +61,7 @@ def _sentence(content: ReportContent) -> str:
 
 
 def tiles(content: ReportContent) -> list[Tile]:
-    """Gives the headline numbers that the content knows."""
+    """Returns the headline numbers that the content knows."""
     found = [
         *_original(content.comparison),
         _removed(content),
@@ -73,7 +73,7 @@ def tiles(content: ReportContent) -> list[Tile]:
 
 
 def _notes(content: ReportContent) -> list[str]:
-    """Gives what was noted on the images that decisions were made on, by whichever part recorded it."""
+    """Returns what was noted on the images that decisions were made on, by whichever part recorded it."""
     comparison = {} if content.comparison is None else content.comparison.about
     parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
     parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
@@ -81,11 +81,11 @@ def _notes(content: ReportContent) -> list[str]:
 
 
 def _compared(found: ComparisonRecord) -> str:
-    names, images = len(found.contenders), found.about.get("images")
-    contenders = "contender was" if names == 1 else "contenders were"
+    names, images = len(found.methods), found.about.get("images")
+    methods = "method was" if names == 1 else "methods were"
     where = f" on {number(images)} images" if isinstance(images, int) else ""
     tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
-    return f"{names} {contenders} measured beside the original in {tried}{where}; no claim was made that could fail."
+    return f"{names} {methods} measured beside the original in {tried}{where}; no claim was made that could fail."
 
 
 def _original(found: ComparisonRecord | None) -> list[Tile]:

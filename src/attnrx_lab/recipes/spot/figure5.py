@@ -1,4 +1,4 @@
-"""What SPOT's predictor is told of the tokens themselves: from all features down to none.
+"""Inputs of SPOT's predictor from the tokens themselves: from all features down to none.
 
 Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers
 Table: Figure 5
@@ -28,7 +28,7 @@ DIVISORS = {1: "as many token features as the width", 2: "1/2", 4: "1/4", 8: "1/
 
 
 def lines(width: int) -> tuple[Line, ...]:
-    """Gives the line of every number of token features, and the controls."""
+    """Returns the line of every number of token features, and the controls."""
     shares = ((title, SPOT if divisor == 1 else projected(width // divisor)) for divisor, title in DIVISORS.items())
     return (*shares, ("no token features", projected(0)), *CONTROLS)
 

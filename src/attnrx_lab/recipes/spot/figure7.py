@@ -1,4 +1,4 @@
-"""Images a second with SPOT: what its predictor is told, over the keep ratio.
+"""Images a second with SPOT, by the inputs of its predictor and the keep ratio.
 
 Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers
 Table: Figure 7

@@ -1,4 +1,4 @@
-"""What SPOT's predictor is told of the attention across the layers: the mean, the variance, both, neither.
+"""Inputs of SPOT's predictor from the attention across the layers: the mean, the variance, both, neither.
 
 Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers
 Table: 2

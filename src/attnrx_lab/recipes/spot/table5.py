@@ -1,4 +1,4 @@
-"""SPOT on spoilt images: the mean accuracy over the nineteen corruptions of ImageNet-C at severity 3.
+"""SPOT on corrupted images: the mean accuracy over the nineteen corruptions of ImageNet-C at severity 3.
 
 Paper: SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers
 Table: 5
@@ -20,7 +20,7 @@ from attnrx_lab.papers.spot_transfer_tables import COLUMNS, ROBUST, ROBUST_VIT_T
 TITLES = {"deit_tiny": "DeiT-T", "deit_small": "DeiT-S", "lvvit_t": "LV-ViT-T", "lvvit_s": "LV-ViT-S"}
 
 RECIPE = Recipe(
-    title="Accuracy on spoilt images, the mean over corruptions at severity 3",
+    title="Accuracy on corrupted images, the mean over corruptions at severity 3",
     rows=(
         *(row for name, experiment in ROBUST.items() for row in pair_rows(TITLES[name], experiment)),
         *pair_rows("ViT-Tiny", ROBUST_VIT_TINY),

@@ -1,0 +1,189 @@
+"""The autotuned backend: for every layer and context, the fastest backend whose output is verified."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnrx.attention.attention import Attention
+from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
+from attnrx.attention.context import AttentionContext
+from attnrx.attention.kernels.compilation import required_library
+from attnrx.errors import UnknownName
+from attnrx.hardware import Measurements, may_measure
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+
+CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
+    "cpu": {"fused": Fused, "explicit": Explicit, "native": Native},
+    "cuda": {"fused": Fused, "explicit": Explicit, "flex": Flex, "ragged": Ragged},
+}
+"""What is measured on a device, by name; what is not listed there runs on `Auto`."""
+
+# A backend that can be named, and what makes it.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "auto": Auto,
+    "eager": Eager,
+    "explicit": Explicit,
+    "flex": Flex,
+    "fused": Fused,
+    "native": Native,
+}
+
+ROUNDS, WARMUP = 7, 2
+ERROR = 40
+"""Roundings of the precision, relative to the largest output, that a candidate may be away from `Eager` in float64."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How long a candidate took, and how far it was from the truth; what failed has no time."""
+
+    seconds: float | None
+    error: float | None
+    right: bool
+
+
+class Autotuned(Auto):
+    """Runs the fastest candidate that is right, measured once for every machine, layer, context; else `Auto`.
+
+    What was measured is kept in the user's cache folder (ATTNRX_CACHE), or in the file `table`; a `pinned` table is
+    only read. With `measure=False`, or ATTNRX_MEASURE=0, what is not known runs on `Auto`. Nothing is measured where
+    gradients or a graph are recorded.
+    """
+
+    def __init__(self, table: str | None = None, pinned: bool = False, measure: bool | None = None):
+        self.table, self.pinned = table, pinned
+        self.measure = not pinned if measure is None else measure
+        self._known: dict[str, Measurements] = {}
+        if pinned:
+            self._measurements("cpu")  # a missing table raises before the model runs
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns the candidate to run."""
+        candidates = CANDIDATES.get(context.device)
+        if not context.free or candidates is None:
+            return super().at(spec, context)
+        known, key = self._measurements(context.device), key_of(spec, context)
+        record = known.get(key, _is_whole)
+        if self._is_wanting(record, candidates):
+            record = chosen(trials(spec, context, candidates))
+            known.put(key, record)
+        if record is None:
+            return super().at(spec, context)
+        return candidates.get(record["backend"], Auto)().at(spec, context)
+
+    def _is_wanting(self, record: Mapping[str, Any] | None, candidates: Mapping[str, object]) -> bool:
+        """Whether there is something to measure: nothing is known, or nothing of a candidate that came later."""
+        whole = record is not None and candidates.keys() <= record["trials"].keys()
+        return not whole and self.measure and may_measure()
+
+    def _measurements(self, device: str) -> Measurements:
+        if device not in self._known:
+            self._known[device] = Measurements(device, self.table, self.pinned)
+        return self._known[device]
+
+
+def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
+    """Says in one line all that the time of a layer depends on."""
+    parts = (
+        f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
+        f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}",
+        f"{context.images}x{context.tokens} {context.device} {str(context.dtype).removeprefix('torch.')}",
+        f"threads={context.threads}",
+    )
+    return "attention | " + " | ".join(parts)
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
+
+
+def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:
+    """Returns the record of the fastest trial that is right."""
+    right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
+    best = min(right, key=lambda name: right[name], default="fused")
+    trials = {name: {"seconds": trial.seconds, "error": trial.error} for name, trial in found.items()}
+    return {"backend": best, "trials": trials}
+
+
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def trials(
+    spec: AttentionSpec, context: AttentionContext, candidates: Mapping[str, Callable[[], Backend]]
+) -> dict[str, Trial]:
+    """Runs a fresh layer of this shape on every candidate in turns; draws from no generator of the user's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = Attention(spec).to(context.device, context.dtype).eval()
+        shape = (int(context.images), int(context.tokens), spec.width)
+        tokens = torch.randn(shape).to(context.device, context.dtype)
+        few = tokens[: min(len(tokens), 2)]
+        reference = _reference(layer, few)
+        allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
+        errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
+        right = {name for name, error in errors.items() if error is not None and error <= allowed}
+        seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
+    return {name: Trial(seconds.get(name), errors[name], name in right) for name in candidates}
+
+
+def _reference(layer: Attention, tokens: Tensor) -> Tensor:
+    exact = Attention(layer.spec, Eager()).to(tokens.device, torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    return exact(tokens.double())
+
+
+def _error(
+    layer: Attention, make: Callable[[], Backend], tokens: Float[Tensor, "batch tokens width"], reference: Tensor
+) -> float | None:
+    layer.backend = make()
+    try:
+        return float((layer(tokens).double() - reference).abs().max())
+    except (
+        Exception
+    ):  # kernels refuse shapes, devices and versions with errors of their own: such a one is no candidate
+        return None
+
+
+def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) -> dict[str, float]:
+    """Returns the median of the rounds in which all took turns."""
+    found: dict[str, list[float]] = {name: [] for name in backends}
+    for count in range(WARMUP + ROUNDS):
+        for name, backend in backends.items():
+            layer.backend = backend
+            _timed(layer, tokens) if count < WARMUP else found[name].append(_timed(layer, tokens))
+    return {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+
+
+def _timed(layer: Attention, tokens: Tensor) -> float:
+    """Runs the layer twice, because the first run makes its plan and its buffers anew, and times the second."""
+    layer(tokens)
+    _finish(tokens)
+    start = time.perf_counter()
+    layer(tokens)
+    _finish(tokens)
+    return time.perf_counter() - start
+
+
+def _finish(tokens: Tensor) -> None:
+    if tokens.is_cuda:
+        torch.cuda.synchronize(tokens.device)
+
+
+BACKENDS |= {"ragged": Ragged, "chosen": Autotuned}
+
+
+def backend_of(name: str) -> Backend:
+    """Makes the backend of this name, one of BACKENDS.
+
+    Raises:
+        UnknownName: No backend has this name.
+        NotSupported: Its kernel could not be built here.
+    """
+    if name not in BACKENDS:
+        raise UnknownName("backend", name, BACKENDS)
+    if name == "native":
+        required_library()
+    return BACKENDS[name]()

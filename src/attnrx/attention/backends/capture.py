@@ -1,0 +1,149 @@
+"""A backend that counts tokens by their size, and passes on what a token reducer needs to see."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.attention.backends.auto import faster
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.backends.native import FEW_QUERIES, runs_on
+from attnrx.attention.context import AttentionContext
+from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.kernels.native import native_attention
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import AttentionSpec
+from attnrx.tokens import Part, chunks_of, images_of
+
+
+@dataclass(frozen=True)
+class CapturedAttention:
+    """What one layer showed: its attention, or only that of the first token, the mean of its heads' keys, and the
+    lengths of its values.
+
+    `part` says of which images of the batch, None of all.
+    """
+
+    attention: Float[Tensor, "batch heads tokens tokens"] | None = None
+    class_attention: Float[Tensor, "batch heads tokens"] | None = None
+    keys: Float[Tensor, "batch tokens directions"] | None = None
+    value_norms: Float[Tensor, "batch heads tokens"] | None = None
+    part: Part | None = None
+
+    @classmethod
+    def joined(cls, captures: Sequence["CapturedAttention"]) -> "CapturedAttention":
+        """Puts together what a layer showed part by part."""
+        if len(captures) < 2:
+            return captures[0] if captures else cls()
+        return cls(
+            _fused_qkv([captured.attention for captured in captures]),
+            _fused_qkv([captured.class_attention for captured in captures]),
+            _fused_qkv([captured.keys for captured in captures]),
+            _fused_qkv([captured.value_norms for captured in captures]),
+        )
+
+
+def _fused_qkv(parts: list[Tensor | None]) -> Tensor | None:
+    shown = [part for part in parts if part is not None]
+    return torch.cat(shown) if shown else None
+
+
+class AttentionCapture(Backend):
+    """Attention over tokens of different sizes, all heads in one padded bucket.
+
+    `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
+    "class_attention", "keys", "value_norms". Where neither the whole map nor a gradient of the sizes is needed, a
+    fused kernel is used. Whole maps are shown part by part, where that keeps them in the cache.
+    """
+
+    takes_few_queries = True
+
+    # As that of `Explicit`. Padding costs more here, because rows are always padded after they were projected.
+    NARROW = 0.97
+
+    def __init__(
+        self,
+        sizes: Callable[[], Float[Tensor, "batch tokens"] | None],
+        show: Callable[[CapturedAttention], None],
+        wanted: tuple[str, ...],
+    ):
+        self.sizes, self.show, self.wanted = sizes, show, wanted
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        """Returns itself, or what is faster on a CPU where nothing has to be captured, as `Auto` does."""
+        return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
+
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+        """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
+        most = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
+
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
+        """Pads all heads to one width."""
+        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+        """Computes the read-out and passes on what was requested for."""
+        sizes = self.sizes()
+        query, key = factors.folded()
+        learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
+        if learned or "attention" in self.wanted:
+            return self._unfused(factors, value, sizes)
+        if self.wanted:
+            first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
+            self.pass_on(sized_softmax(first, sizes), factors, value)
+        if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
+            read = native_attention([query], [key], [value], sizes, factors.scale)
+            return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
+        # A token that has left counts for -inf. One that never leaves is always there, so no row is without any.
+        counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
+
+    def _unfused(
+        self,
+        factors: ScoreFactors,
+        value: Float[Tensor, "batch heads keys reads"],
+        sizes: Float[Tensor, "batch tokens"] | None,
+    ) -> Float[Tensor, "batch heads queries reads"]:
+        query, key = factors.folded()
+        outputs = []
+        for part in chunks_of(value, query.shape[1], query.shape[2], key.shape[2]):
+            own = images_of(part)
+            logits = (query[own] * factors.scale) @ key[own].transpose(-1, -2)
+            attention = sized_softmax(logits, None if sizes is None else sizes[own])
+            self.pass_on(attention, factors, value, part)
+            outputs.append(attention @ value[own])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def pass_on(
+        self,
+        attention: Float[Tensor, "part heads queries tokens"],
+        factors: ScoreFactors,
+        value: Float[Tensor, "batch heads keys reads"],
+        part: Part | None = None,
+    ) -> None:
+        """Shows what was requested for, of attention whose first row is that of the class token."""
+        found = {"attention": attention, "class_attention": attention[:, :, 0]}
+        if "keys" in self.wanted:
+            found["keys"] = factors.key[images_of(part)].mean(2)
+        if "value_norms" in self.wanted:
+            found["value_norms"] = value[images_of(part)].norm(dim=-1)
+        if self.wanted:
+            self.show(CapturedAttention(**{name: found[name] for name in self.wanted}, part=part))
+
+
+def sized_softmax(
+    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the attention in which every key counts as often as its size says; a key of size 0 does not count.
+
+    The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
+    finite everywhere: a key that does not count is weighed as if its score were the largest at most.
+    """
+    if sizes is None or not logits.shape[-1]:
+        return torch.softmax(logits, dim=-1)
+    each = sizes[:, None, None, :]
+    largest = logits.detach().masked_fill(each == 0, float("-inf")).amax(-1, keepdim=True)
+    weighed = (logits - largest).clamp(max=0).exp() * each
+    return weighed / weighed.sum(-1, keepdim=True)

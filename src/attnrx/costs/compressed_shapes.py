@@ -1,0 +1,139 @@
+"""Compressed forms by name: the shape that a compression leaves, before anything is computed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from attnrx.costs.layers import with_fusion
+from attnrx.costs.model_costs import ModelCosts
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.spec import BIASES, AttentionSpec
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How every layer is compressed: its query-key pathway, its value-output pathway, its MLP.
+
+    `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
+    (R directions in all, spread over the heads). `vo` is the number of features that each head reads out, `mlp` the
+    rank of both maps of the MLP, each written as two factors; None leaves them as they are.
+
+    A compressed pathway keeps no bias that has become useless: the query's is stored at the compressed width, the
+    key's is dropped (it adds a constant to every row of scores), the value's is folded into the output's. A rank that
+    leaves all directions or features compresses nothing.
+    """
+
+    qk: str = "full"
+    vo: int | None = None
+    mlp: int | None = None
+
+    def __post_init__(self):
+        _parsed(self.qk)
+        for name in ("vo", "mlp"):
+            rank = getattr(self, name)
+            if rank is not None and rank < 1:
+                raise InvalidInput(f"{name}={rank}: give a rank of at least 1, or none to leave it as it is.")
+
+    @property
+    def form(self) -> str:
+        """The form of the query-key pathway."""
+        return _parsed(self.qk)[0]
+
+    def spec(self, full: AttentionSpec) -> AttentionSpec:
+        """The shape of a layer's attention afterwards.
+
+        Raises:
+            InvalidInput: The layer is compressed already, or has no such rank.
+            NotSupported: The scores are not plain dot products, and `qk` is to be compressed.
+        """
+        form, rank = _parsed(self.qk)
+        if (form != "full" or self.vo is not None) and not full.is_full:
+            raise InvalidInput(
+                f"ranks {full.ranks} and value ranks {full.reads}: compressed already; price the original."
+            )
+        if form != "full" and full.form != "dense":
+            raise NotSupported(
+                f"{self.qk} rewrites plain dot products, and this attention is {full.form}; "
+                "its directions are removed by a prescription instead."
+            )
+        return _read_out(_SCORES[form](full, rank), self.vo)
+
+    def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
+        """The ranks of both maps of every layer's MLP, or None where they stay as they are."""
+        if self.mlp is None:
+            return None
+        for spec in specs:
+            _require("mlp", self.mlp, spec.width)
+        return ((self.mlp, self.mlp),) * len(specs)
+
+    def as_written(self, costs: ModelCosts) -> ModelCosts:
+        """Adds to the costs of the realized form what the paper's IrrAtt has beside: the fusion of the score maps."""
+        if self.form != "irratt":
+            return costs
+        return replace(costs, layers=tuple(with_fusion(layer) for layer in costs.layers))
+
+
+def _full(spec: AttentionSpec, rank: int) -> AttentionSpec:
+    return spec
+
+
+def _truncatt(spec: AttentionSpec, rank: int) -> AttentionSpec:
+    _require("truncatt", rank, spec.original_rank)
+    return _with_ranks(spec, (rank,) * len(spec.heads))
+
+
+def _irratt(spec: AttentionSpec, rank: int) -> AttentionSpec:
+    """Spreads the directions as evenly as can be: the costs depend on their number only."""
+    heads = len(spec.heads)
+    _require("irratt", rank, sum(spec.ranks))
+    least, more = divmod(rank, heads)
+    return _with_ranks(spec, tuple(least + (head < more) for head in range(heads)))
+
+
+def _cp(spec: AttentionSpec, rank: int) -> AttentionSpec:
+    most = sum(spec.ranks)  # with as many, every head finds its own among those that all share
+    _require("cp", rank, most)
+    ranks = (rank,) * len(spec.heads)
+    return replace(spec, form="shared", ranks=ranks, original_rank=most, biases=_without_key(spec))
+
+
+def _with_ranks(spec: AttentionSpec, ranks: tuple[int, ...]) -> AttentionSpec:
+    return spec if ranks == spec.ranks else replace(spec, ranks=ranks, biases=_without_key(spec))
+
+
+def _without_key(spec: AttentionSpec) -> tuple[str, ...]:
+    return tuple(bias for bias in spec.biases if bias != "key")
+
+
+def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
+    if rank is None:
+        return spec
+    _require("vo", rank, spec.head_dim)
+    if rank == spec.head_dim:
+        return spec
+    stays = {*spec.biases, "output"} if spec.has_bias("value") else set(spec.biases)
+    biases = tuple(bias for bias in BIASES if bias in stays and bias != "value")
+    return replace(spec, value_ranks=(rank,) * len(spec.heads), biases=biases)
+
+
+def _require(name: str, rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise InvalidInput(f"{name} of rank {rank}: this layer has 1 to {most}.")
+
+
+_SCORES: dict[str, Callable[[AttentionSpec, int], AttentionSpec]] = {
+    "full": _full,
+    "truncatt": _truncatt,
+    "cp": _cp,
+    "irratt": _irratt,
+}
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    form, colon, rank = text.partition(":")
+    if form not in _SCORES:
+        raise UnknownName("form of query and key", form, _SCORES)
+    if form == "full" and not colon:
+        return form, 0
+    if form == "full" or not rank.isdecimal():
+        raise InvalidInput(f"{text!r}: write 'full', or a form and its rank, e.g. 'irratt:192'.")
+    return form, int(rank)

@@ -1,0 +1,114 @@
+"""The steps of the hardware: which ranks, and which numbers of tokens, cost no more than smaller ones."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from attnrx.costs.timing import interleave
+from attnrx.errors import InvalidInput
+from attnrx.hardware import Measurements, may_measure
+
+ROUNDS, WARMUP = 15, 3
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Sizes, rising, and the seconds that each takes; what was not measured counts as the next size that was.
+
+    Times that differ by less than `noise`, a share, count as equal.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    noise: float = 0.03
+
+    def __post_init__(self):
+        rising = all(one < other for one, other in zip(self.sizes, self.sizes[1:], strict=False))
+        if not self.sizes or not rising or len(self.sizes) != len(self.seconds) or min(self.seconds) <= 0:
+            raise InvalidInput(
+                f"{len(self.sizes)} sizes with {len(self.seconds)} times: give rising sizes, each a time above zero."
+            )
+
+    def cost(self, size: int) -> float:
+        """Returns the seconds of a size: of the next one measured, or of the largest in proportion."""
+        for known, seconds in zip(self.sizes, self.seconds, strict=True):
+            if known >= size:
+                return seconds
+        return self.seconds[-1] * size / self.sizes[-1]
+
+    def rounded(self, size: int, most: int | None = None) -> int:
+        """Returns the largest size, `most` at most, that takes no longer than this one: what it keeps more is free."""
+        if size < 1 or (most is not None and most < size):
+            raise InvalidInput(f"size {size} of at most {most}: give 1 or more, and no less for the most.")
+        limit = self.cost(size) * (1 + self.noise)
+        found = [
+            known
+            for known, seconds in zip(self.sizes, self.seconds, strict=True)
+            if known > size and seconds <= limit and (most is None or known <= most)
+        ]
+        return max(found, default=size)
+
+    def lowered(self, size: int) -> int:
+        """Returns the largest size below or at this one at which a step begins: the next one up takes longer."""
+        below = [known for known in self.sizes if known <= size and self.rounded(known) == known]
+        return max(below, default=size)
+
+
+def measured_steps(
+    width: int,
+    sizes: Sequence[int],
+    *,
+    tokens: int = 197,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    table: str | None = None,
+) -> Steps:
+    """Measures a map from `width` features to each size and back, on so many tokens; once for every machine.
+
+    What was measured is kept with what `Autotuned` measures (ATTNRX_CACHE, or the file `table`). With the device, the
+    precision and the threads that will be used later, this says at which ranks a factored map, or a head, has its
+    steps: `Steps.rounded(rank)` is then the rank to prescribe.
+
+    Raises:
+        InvalidInput: Nothing to measure, or measuring is forbidden (ATTNRX_MEASURE=0) and nothing is known.
+    """
+    wanted = tuple(sorted(set(sizes)))
+    if not wanted or wanted[0] < 1 or width < 1 or tokens < 1:
+        raise InvalidInput(f"width {width}, sizes {wanted}, {tokens} tokens: give at least one of each, all positive.")
+    known = Measurements(device, table)
+    threads, precision = torch.get_num_threads(), str(dtype).removeprefix("torch.")
+    key = f"steps | width={width} | {tokens} {device} {precision} | threads={threads}"
+    found = {int(size): float(seconds) for size, seconds in (known.get(key, _are_seconds) or {}).items()}
+    missing = [size for size in wanted if size not in found]
+    if missing:
+        if not may_measure():
+            raise InvalidInput(f"the sizes {missing} were never measured here, and ATTNRX_MEASURE=0 forbids it.")
+        found |= _seconds(width, missing, tokens, device, dtype)
+        known.put(key, {str(size): seconds for size, seconds in sorted(found.items())})
+    return Steps(wanted, tuple(found[size] for size in wanted))
+
+
+def _are_seconds(record: Mapping[str, object]) -> bool:
+    """Whether the record has a positive time for every size."""
+    return all(
+        size.isascii() and size.isdigit() and isinstance(seconds, float) and 0 < seconds < math.inf
+        for size, seconds in record.items()
+    )
+
+
+@torch.inference_mode()
+def _seconds(width: int, sizes: Sequence[int], tokens: int, device: str, dtype: torch.dtype) -> Mapping[int, float]:
+    features = torch.ones(tokens, width, device=device, dtype=dtype)
+    weights = {size: torch.full((size, width), 0.01, device=device, dtype=dtype) for size in sizes}
+    runs = {str(size): partial(_there_and_back, features, weight) for size, weight in weights.items()}
+    clock = "cuda" if torch.device(device).type == "cuda" else "wall"
+    taken = interleave(runs, rounds=ROUNDS, warmup=WARMUP, clock=clock)
+    return {size: float(taken[str(size)].median()) for size in sizes}
+
+
+def _there_and_back(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(F.linear(features, weight), weight.t())

@@ -1,0 +1,131 @@
+"""The readout of concatenated heads, W o + b, with fewer features a head: directions, then W refit for all heads."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.decompositions.balanced import Balanced, balance
+from attnrx.decompositions.grams import checked_gram, require_finite
+from attnrx.errors import InvalidInput
+from attnrx.shapes import Bool, Float, Tensor
+
+# Kept features are copies of one another where their correlations have eigenvalues below this share of the largest,
+# and still where their energy is below this share of what the features they are made of have.
+COPY_SHARE = 1e-12
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """A readout y = weight @ o + bias of the concatenated outputs o of `heads` heads, and the statistics of o.
+
+    `covariance` is E (o - mean)(o - mean)^T over all heads together, features ordered head by head. Everything becomes
+    float64. Raises InvalidInput for shapes that do not match, and for statistics that are not finite or symmetric.
+    """
+
+    weight: Float[Tensor, "width features"]
+    bias: Float[Tensor, "width"] | None
+    covariance: Float[Tensor, "features features"]
+    mean: Float[Tensor, "features"]
+    heads: int
+
+    def __post_init__(self):
+        width, features = self.weight.shape
+        shapes = [tuple(self.covariance.shape), tuple(self.mean.shape)]
+        if shapes != [(features, features), (features,)] or self.heads < 1 or features % self.heads:
+            raise InvalidInput(
+                f"a readout of {features} features needs a covariance and a mean of as many, and heads that divide "
+                f"them, found {shapes} and {self.heads} heads."
+            )
+        if self.bias is not None and self.bias.shape != (width,):
+            raise InvalidInput(f"the bias must be [{width}], found {list(self.bias.shape)}.")
+        for name in ("weight", "bias", "mean"):
+            values = getattr(self, name)
+            if values is not None:
+                require_finite(values, f"{name} of the readout")
+                object.__setattr__(self, name, values.detach().double())
+        object.__setattr__(self, "covariance", checked_gram(self.covariance[None], "covariance of the heads")[0])
+
+    @property
+    def size(self) -> int:
+        """The features of one head."""
+        return self.mean.shape[0] // self.heads
+
+    @property
+    def energy(self) -> float:
+        """The mean squared distance of y from its mean: the error of a readout that keeps nothing but the mean."""
+        return float((self.weight @ self.covariance @ self.weight.mT).trace())
+
+
+@dataclass(frozen=True)
+class Readout:
+    """A readout of fewer features: y' = weight @ p + bias, where p holds projection[h] @ o[h], head after head.
+
+    `error` is E |y - y'|^2 over the statistics that it was made from. The projection of a head goes into what made
+    its output (rows of a value projection), as it is linear.
+    """
+
+    projection: tuple[Float[Tensor, "_ size"], ...]
+    weight: Float[Tensor, "width kept"]
+    bias: Float[Tensor, "width"]
+    error: float
+
+
+def readout_directions(circuit: Circuit) -> Balanced:
+    """Returns the directions of every head alone: balanced between the covariance of its output and its part of W.
+
+    Keeping the first r of a head is the best rank r for W^h o_h by itself, with an error of the squared strengths left
+    out. Errors of different heads need not add up, as heads are correlated: that is what `read_out` makes use of.
+    """
+    parts = circuit.weight.unflatten(1, (circuit.heads, -1)).transpose(0, 1)
+    blocks = circuit.covariance.unflatten(0, (circuit.heads, -1)).unflatten(2, (circuit.heads, -1))
+    return balance(blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1), parts.mT @ parts)
+
+
+def read_out(
+    circuit: Circuit, directions: Balanced, keep: Bool[Tensor, "heads directions"], *, joint: bool = True
+) -> Readout:
+    """Keeps some directions of every head, and refits W to them by least squares over all heads at once.
+
+    With K the kept projections side by side and W0 what each head by itself makes of them,
+    W' = W0 + (W - W0 K) C K^T (K C K^T)^+ is a minimum of E |W o - W' K o - constant|^2, and the one nearest to W0
+    where kept features are copies: so nothing moves when everything is kept. The mean is matched in the bias. With
+    `joint` off, W' = W0.
+
+    Raises:
+        InvalidInput: for directions or a choice of other shape than the circuit.
+    """
+    shape = (circuit.heads, circuit.size)
+    if tuple(directions.strength.shape) != shape or tuple(keep.shape) != shape:
+        raise InvalidInput(
+            f"directions and keep must be {list(shape)}, [heads, directions], "
+            f"found {list(directions.strength.shape)} and {list(keep.shape)}."
+        )
+    kept = keep.flatten()
+    projections = torch.block_diag(*directions.left)[kept]
+    back = directions.strength[..., None] * directions.right
+    weight = circuit.weight @ torch.block_diag(*back).mT[:, kept]
+    missed = circuit.weight - weight @ projections
+    if joint:
+        weight = weight + _regression(missed, projections, circuit.covariance)
+        missed = circuit.weight - weight @ projections
+    constant = missed @ circuit.mean
+    bias = constant if circuit.bias is None else circuit.bias + constant
+    error = float((missed @ circuit.covariance @ missed.mT).trace().clamp_min(0))
+    own = tuple(rows[stays] for rows, stays in zip(directions.left, keep, strict=True))
+    return Readout(own, weight, bias, error)
+
+
+def _regression(
+    target: Float[Tensor, "width features"], given: Float[Tensor, "kept features"], covariance: Tensor
+) -> Float[Tensor, "width kept"]:
+    """Returns T C K^T (K C K^T)^+, on correlations: kept features differ in scale by many orders of magnitude."""
+    if given.shape[0] == 0:
+        return target.new_zeros(target.shape[0], 0)
+    moved = given @ covariance
+    moment = moved @ given.mT
+    energy = moment.diagonal().clamp_min(0)
+    # A feature that the data never moves has rounding for its energy, in proportion to what could have moved it.
+    alive = energy > COPY_SHARE * (given.square() @ covariance.diagonal().clamp_min(0))
+    unit = torch.where(alive, energy.rsqrt(), 0)
+    inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
+    return (target @ moved.mT * unit) @ inverse * unit

@@ -1,0 +1,108 @@
+"""What a plan costs, before anything is built: every layer at its own ranks and tokens, from tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from attnrx.budget import prescribed_costs
+from attnrx.costs import LayerCosts, ModelCosts
+from attnrx.errors import InvalidInput
+from attnrx.models import family_of
+from attnrx.planning.space import RANKS, Choices, Space
+from attnrx.tokens import Shape
+
+# The parts of a layer's costs that a level of an axis decides about, and which of them grow with the tokens' square.
+PARTS = {
+    "qk": ("query_key", "diagonal", "scores", "fusion"),
+    "vo": ("value_output", "read_out"),
+    "mlp": ("mlp",),
+}
+SQUARE = ("scores", "fusion", "read_out")
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """The cost of every layer by ranks and tokens, in one unit; `whole` is that of the original.
+
+    `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with a place for
+    every number of tokens from none to all. `stages` is [layer, tokens seen] for letting tokens leave before a layer.
+    """
+
+    of: str
+    unit: str
+    whole: float
+    outside: float
+    attention: np.ndarray
+    mlp: np.ndarray
+    stages: np.ndarray
+    prefix: int
+    patches: int
+
+    def __post_init__(self):
+        if not np.isfinite(self.attention).all() or not np.isfinite(self.mlp).all() or self.whole <= 0:
+            raise InvalidInput(f"prices of {self.of} that are not numbers above zero; measure them again.")
+
+    def layer(self, choices: Choices, layer: int, gone: int) -> float:
+        """Prices one layer."""
+        tokens = self.prefix + self.patches - gone
+        return float(
+            self.attention[layer, choices.qk[layer], choices.vo[layer], tokens]
+            + self.mlp[layer, choices.mlp[layer], tokens]
+        )
+
+    def total(self, choices: Choices) -> float:
+        """Prices the whole model, as a share of the original's."""
+        left = choices.left
+        layers = sum(self.layer(choices, index, gone) for index, gone in enumerate(left))
+        seen = (0, *left)
+        stages = sum(
+            float(self.stages[index, self.prefix + self.patches - seen[index]])
+            for index, count in enumerate(choices.num_pruned)
+            if count
+        )
+        return (self.outside + layers + stages) / self.whole
+
+
+def exact_cost_table(space: Space, of: str) -> CostTable:
+    """Prices MACs or parameters in closed form."""
+    model = space.model
+    before = family_of(model).costs(model)
+    tokens = before.layers[0].tokens
+    steps = np.arange(tokens + 1) / tokens
+    tables = {axis: _by_level(space, before, axis, of, steps) for axis in RANKS}
+    attention = tables["qk"][:, :, None] + tables["vo"][:, None]
+    whole = float(getattr(before, of))
+    inside = sum(
+        getattr(layer.parts[part], of) for layer in before.layers for parts in PARTS.values() for part in parts
+    )
+    stages = np.zeros((space.depth, tokens + 1))
+    prefix = tokens - space.patches
+    if space.reducer is not None and of == "macs":
+        for seen in range(prefix + 2, tokens + 1):
+            stages[:, seen] = space.reducer.predictor_macs(_shape(space), seen - prefix, max(seen - prefix - 1, 1))
+    return CostTable(of, of, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
+
+
+def _shape(space: Space) -> Shape:
+    return replace(space.shape, directions=max((*family_of(space.model).attention(space.model)[0].spec.ranks, 1)))
+
+
+def _by_level(space: Space, before: ModelCosts, axis: str, of: str, steps: np.ndarray) -> np.ndarray:
+    """Returns [layer, level, tokens]."""
+    found = np.empty((space.depth, len(space.levels), len(steps)))
+    allowed = (0, *space.available(axis))
+    for level in range(len(space.levels)):
+        piece = space.piece(axis, level) if level in allowed and level else None
+        costs = before if piece is None else prescribed_costs(space.model, piece)
+        for index, layer in enumerate(costs.layers):
+            found[index, level] = _over_tokens(layer, PARTS[axis], of, steps)
+    return found
+
+
+def _over_tokens(layer: LayerCosts, parts: Sequence[str], of: str, steps: np.ndarray) -> np.ndarray:
+    if of == "params":
+        return np.full(len(steps), float(sum(layer.parts[part].params for part in parts)))
+    line = sum(layer.parts[part].macs for part in parts if part not in SQUARE)
+    square = sum(layer.parts[part].macs for part in parts if part in SQUARE)
+    return line * steps + square * steps**2

@@ -1,0 +1,155 @@
+"""Small languages, such as those of rules and of policies: text cut into tokens, which a reader takes one by one."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args, get_origin
+
+from attnrx.errors import InvalidInput, UnknownName
+
+LONGEST_NUMBER = 40
+WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
+
+
+def share(text: str) -> float:
+    """Returns the number that a text states, where `50%` is 0.5. Raises ValueError for other text."""
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A piece of text; its kind is "number", "name", "end" or the sign itself."""
+
+    kind: str
+    text: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Language:
+    """What a text is called, examples of it, the signs between its numbers and names, and the error for all else."""
+
+    noun: str
+    plural: str
+    examples: str
+    signs: str
+    error: type[InvalidInput]
+
+    def problem(self, text: str, start: int, problem: str) -> InvalidInput:
+        """Makes the error that tells where in a text the problem is, and what texts look like."""
+        return self.error(
+            f"the {self.noun} {text!r}, at character {start + 1}: {problem}. {self.plural} read like {self.examples}."
+        )
+
+    def tokens(self, text: str) -> Iterator[Token]:
+        """Cuts a text into tokens, or says what cannot be read."""
+        pattern = re.compile(
+            r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
+            rf"|(?P<sign>[{re.escape(self.signs)}]))"
+        )
+        end, position = len(text.rstrip()), 0
+        while position < end:
+            match = pattern.match(text, position)
+            if match is None or match.lastgroup is None:
+                start = position + len(text[position:]) - len(text[position:].lstrip())
+                raise self.problem(text, start, f"{text[start:].split()[0]!r} cannot be read")
+            kind, word = match.lastgroup, match.group(match.lastgroup)
+            if kind == "number" and len(word) > LONGEST_NUMBER:
+                raise self.problem(text, match.start(kind), f"a number of {len(word)} characters is too long")
+            yield Token(word if kind == "sign" else kind, word, match.start(kind))
+            position = match.end()
+        yield Token("end", "the end", end)
+
+
+class Reader:
+    """Reads a text of its language from left to right; a method of a subclass takes the tokens of its part."""
+
+    language: ClassVar[Language]
+
+    def __init__(self, text: str):
+        self.text, self.tokens, self.position = text, tuple(self.language.tokens(text)), 0
+
+    def take(self, kind: str) -> bool:
+        """Takes the next token if it is of this kind."""
+        found = self.tokens[self.position].kind == kind
+        self.position += found
+        return found
+
+    def expect(self, kind: str, wanted: str) -> Token:
+        """Takes the next token, which must be of this kind."""
+        token = self.tokens[self.position]
+        if not self.take(kind):
+            raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
+        return token
+
+    def problem(self, start: int, problem: str) -> InvalidInput:
+        """Makes the error for a problem at this place in the text."""
+        return self.language.problem(self.text, start, problem)
+
+
+Kinds = tuple[type, ...]  # the types that a value may have
+
+
+class KnobReader(Reader):
+    """Reads knobs in brackets, `(knob=value,knob=value)`, whose values are those of the fields of a dataclass."""
+
+    def read_knobs(self, name: Token, knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the knobs of a part, if any are given; `knobs` are their annotations."""
+        given: dict[str, Any] = {}
+        if self.take("("):
+            self._read_knob(name, knobs, given)
+            while self.take(","):
+                self._read_knob(name, knobs, given)
+            self.expect(")", "')'")
+        return given
+
+    def read_value(self, kinds: Kinds) -> Any:
+        """Takes one value: a number, true, false, none or a word."""
+        here = self.tokens[self.position]
+        if self.take("number"):
+            return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else share(here.text)
+        word = self.expect("name", "a value: a number, true, false, none or a name")
+        return WORDS.get(word.text, word.text)
+
+    def _read_knob(self, name: Token, knobs: Mapping[str, Any], given: dict[str, Any]) -> None:
+        knob = self.expect("name", f"a knob of {name.text}")
+        if not knobs:
+            raise self.problem(knob.start, f"{name.text} has no knobs")
+        if knob.text not in knobs:
+            raise UnknownName(f"knob of {name.text}", knob.text, knobs)
+        if knob.text in given:
+            raise self.problem(knob.start, f"{knob.text} is given twice")
+        self.expect("=", f"'=' after {knob.text}")
+        annotation = knobs[knob.text]
+        if get_origin(annotation) is tuple:
+            given[knob.text] = self._read_several(name, knob, get_args(annotation)[:1])
+        else:
+            given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
+
+    def _read_several(self, name: Token, knob: Token, kinds: Kinds) -> tuple[Any, ...]:
+        values = [self._read_one(name, knob, kinds)]
+        while self.take("/"):
+            values.append(self._read_one(name, knob, kinds))
+        return tuple(values)
+
+    def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
+        here = self.tokens[self.position]
+        value = self.read_value(kinds)
+        if not _is_of(value, kinds):
+            wanted = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise self.problem(here.start, f"{knob.text} of {name.text} is {wanted}, not {here.text}")
+        return float(value) if isinstance(value, int) and float in kinds and int not in kinds else value
+
+
+def knobs_of(kind: type) -> dict[str, Any]:
+    """Names the fields of a dataclass that can be written as text, with their annotations."""
+    plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
+    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    return {name: own for name, own in fields.items() if all(one in plain for one in get_args(own) or (own,))}
+
+
+def _is_of(value: Any, kinds: Kinds) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)

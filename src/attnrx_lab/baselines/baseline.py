@@ -1,0 +1,25 @@
+"""What prices a smaller model at any share, as far as it can without making it, and makes it."""
+
+from abc import ABC, abstractmethod
+
+from torch import nn
+
+from attnrx.budget import GRID
+from attnrx.costs import ModelCosts
+
+
+class ModelCompressor(ABC):
+    """A way of compressing one model, at any share of it in (0, 1]; larger shares never cost less."""
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be requested."""
+        return 1 / GRID
+
+    @abstractmethod
+    def costs(self, share: float) -> ModelCosts:
+        """Parameters and MACs at this share."""
+
+    @abstractmethod
+    def make(self, share: float) -> nn.Module:
+        """The model at this share."""
