@@ -12,16 +12,19 @@ ifeq ($(DATA),digits)
 demo: export OMP_NUM_THREADS ?= 1
 endif
 
-.PHONY: demo test test-oldest setup lint types imports unit docs docs-serve clean bench
+.PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench
 
 demo: $(STAMP)  ## The main job, end to end, on an embedded real dataset (DATA=name or path for another)
 	@$(BIN)/attnrx demo --data "$(DATA)"
 
-test: lint types imports docs unit  ## Everything that CI runs
+test: lint types imports docs unit  ## What CI runs: the checks of the source, the site, and the quick tests
+
+test-all: lint types imports docs  ## The same with every test and every case: trainings, searches, recipes, how-tos, sweeps
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all
 
 # Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.
 test-oldest: $(OLDEST)/.installed  ## The tests on the oldest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal tests/unit tests/laws
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist worksteal --all tests/unit tests/laws
 
 $(OLDEST)/.installed: requirements/oldest.txt pyproject.toml $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(OLDEST)

@@ -17,7 +17,7 @@ import attnrx as rx
 from attnrx.diagnostics.token_relevance import rank_correlation
 from attnrx.planning.allocation import Frontier
 from attnrx.planning.cost_table import exact_cost_table
-from attnrx.planning.plan_search import knobs_of, weights_of
+from attnrx.planning.plan_search import search_ranges, weights_of
 from attnrx.planning.reference_outputs import Answers
 from attnrx.planning.sensitivity import measure_sensitivities
 from attnrx.planning.space import Choices, Space
@@ -38,7 +38,7 @@ def made(space: Space, answers: Answers, most: float, count: int, seed: int) -> 
             break
         step = Frontier(space, cost_table, sensitivities, weights_of(space, knobs)).at(most)
         found.setdefault(step.choices, step)
-        knobs = {name: float(random.uniform(-span, span)) for name, span in knobs_of(space).items()}
+        knobs = {name: float(random.uniform(-span, span)) for name, span in search_ranges(space).items()}
     return list(found)
 
 

@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(", ".join(f"{name}: {fact}" for name, fact in about.items()))
     if requested.out:
-        print(f"written to {write_json(asked.out, {'benchmark': 'token relevance', **about, **found})}")
+        print(f"written to {write_json(requested.out, {'benchmark': 'token relevance', **about, **found})}")
     return 0
 
 

@@ -66,7 +66,7 @@ def main() -> None:
         sizes = torch.randint(1, 4, tokens.shape[:2], generator=torch.Generator().manual_seed(0)).float()
         backends: dict[str, Backend] = {
             "fused": PaddedSized(lambda sizes=sizes: sizes, _see, ()) if arguments.sizes else Fused(),
-            "written out": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
+            "unfused": Explicit((lambda sizes=sizes: sizes) if arguments.sizes else None),
             "native": Native((lambda sizes=sizes: sizes) if arguments.sizes else None),
         }
         runs = {

@@ -1,6 +1,7 @@
-"""float64, determinism, warnings as errors, no network: the laws are checked without excuses."""
+"""float64, determinism, no network; and the choice between the quick tests and all of them."""
 
 import socket
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,27 @@ import pytest
 import torch
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+QUICK_CASES = 12  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the slow tests too, and every case of parametrized tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if "slow" not in item.keywords:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    quick = set()
+    for each in cases.values():
+        count = min(len(each), QUICK_CASES)
+        quick |= {each[position * len(each) // count] for position in range(count)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = [item for item in items if item in quick]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from attnrx.reports import (
     sample_attention,
     sample_tokens,
 )
-from attnrx.rules import EnergyRetention, prescribe
+from attnrx.rules import EnergyRetention, prescribe_maps
 from attnrx.spectrum import Spectrum
 from attnrx.tokens import AttentionReceived, TokenPolicy
 
@@ -86,7 +86,7 @@ def diagnosed(model: nn.Module) -> Diagnosis:
 
 def prescribed(model: nn.Module) -> Prescription:
     """Lets the paper's rule decide."""
-    return prescribe(diagnosed(model), EnergyRetention(0.9))
+    return prescribe_maps(diagnosed(model), EnergyRetention(0.9))
 
 
 def readings(spectrum: Spectrum, layer: int) -> dict[str, torch.Tensor]:

@@ -76,11 +76,11 @@ def verified(folder: Path, **context: Any) -> rx.Evidence:
 
 def verified_together(folder: Path) -> None:
     """One process times the models while the other waits; both give all findings."""
-    assert rx.processes.join() == (int(os.environ["RANK"]), 2)
+    assert rx.processes.join_process_group() == (int(os.environ["RANK"]), 2)
     evidence = verified(folder, together=True)
     latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
     timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
-    both = rx.processes.gathered((evidence.findings, timed.findings))
+    both = rx.processes.all_gathered((evidence.findings, timed.findings))
     assert both[0] == both[1]
 
 

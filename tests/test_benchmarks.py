@@ -156,6 +156,7 @@ def test_the_table_of_speeds_goes_between_its_marks(tmp_path: Path, capsys: pyte
         module["main"](["--out", str(folder), "--only", "resnet"])
 
 
+@pytest.mark.slow
 def test_realizations_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
     main = runpy.run_path(str(BENCHMARKS / "realizations.py"))["main"]

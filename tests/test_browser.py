@@ -81,6 +81,7 @@ def opened(browser, report: Path, scheme: str, width: int) -> Iterator:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.slow
 def test_the_page_opens_alone_and_fits(opened, report: Path, scheme: str, width: int):
     page, heard = opened
     assert [line for line in heard if not line.startswith("data:image/png")] == [report.as_uri()]
@@ -93,6 +94,7 @@ def test_the_page_opens_alone_and_fits(opened, report: Path, scheme: str, width:
 
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
 def test_words_stand_out_from_the_page(opened, scheme: str, width: int):
     page, _ = opened
     dark = scheme == "dark"

@@ -98,6 +98,7 @@ def test_a_model_named_for_other_data_is_built_for_the_data_at_hand(chain: Simpl
     assert (config["channels"], config["classes"], config["image_size"]) == (3, 3, 16)
 
 
+@pytest.mark.slow
 def test_a_realized_model_is_refined_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
     words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out")
     plain, refined = tmp_path / "plain", tmp_path / "refined"
@@ -157,6 +158,7 @@ def test_a_target_that_is_half_said_is_refused(chain: SimpleNamespace, words: tu
     assert done.code != 0 and message in done.err and not (chain.root / "not.json").exists()
 
 
+@pytest.mark.slow
 def test_methods_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) -> None:
     out = chain.root / "comparison.json"
     methods = ("--methods", "own=energy_retention:{share}", "svd-llm=baseline:svd_llm", "--macs", "0.9,0.5")
@@ -174,6 +176,7 @@ def test_methods_and_peers_are_compared_at_equal_macs(chain: SimpleNamespace) ->
     assert call(*words, "--shares", "0.5").code != 0
 
 
+@pytest.mark.slow
 def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> None:
     out = chain.root / "speeds.json"
     words = ("bench", chain.run, "--methods", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
@@ -216,8 +219,17 @@ def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNames
     assert failed.code == 1 and "fails" in failed.out
 
 
-def test_knobs_of_checks_are_told_with_them_and_spoilt_images_have_tables(chain: SimpleNamespace) -> None:
-    words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--out", chain.root / "spoilt.json")
+def test_knobs_of_checks_are_reported_and_corrupted_images_have_tables(chain: SimpleNamespace) -> None:
+    words = (
+        "verify",
+        chain.slim,
+        "--reference",
+        chain.run,
+        "--data",
+        chain.data,
+        "--out",
+        chain.root / "fog.json",
+    )
     requested = "robustness(severities=3/5,corruptions=gaussian_noise/fog),transfer(per_class=2,epochs=2)"
     found = record(*words, "--checks", requested)
     corrupted = [each["details"] for each in found["findings"] if each["check"] == "robustness"]
@@ -227,7 +239,7 @@ def test_knobs_of_checks_are_told_with_them_and_spoilt_images_have_tables(chain:
     assert change["details"]["training_images"] == 6
     assert found["about"]["checks"][1]["per_class"] == 2
     shown = call(*words, "--checks", requested).out
-    for line in ("spoilt at severity 3", "spoilt at severity 5", "fog", "mean of 2", "over all severities"):
+    for line in ("corrupted at severity 3", "corrupted at severity 5", "fog", "mean of 2", "over all severities"):
         assert line in shown
 
 
@@ -399,6 +411,7 @@ def test_help_loads_none_of_the_heavy_libraries() -> None:
     assert done.stdout.rstrip().endswith("set()")
 
 
+@pytest.mark.slow
 def test_exit_codes_and_streams_of_a_process() -> None:
     done = process("costs", "svda:nowhere")
     assert (done.returncode, done.stdout) == (2, "")

@@ -30,6 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(root=root, data=data, run=run, file=root / "run.onnx", onnx=onnx)
 
 
+@pytest.mark.slow
 def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
     told = made.onnx
     assert told["exported"] == str(made.file) and told["format"] == {"type": "Onnx", "opset": 18}
@@ -38,6 +39,7 @@ def test_an_export_tells_what_was_compared(made: SimpleNamespace) -> None:
     assert not list(made.root.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
     words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy,fidelity", "--most-drop", 100)
     found = record("verify", made.file, *words, "--out", made.root / "evidence.json")["findings"]
@@ -46,6 +48,7 @@ def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
     assert "printed only; --out FILE writes it" in call("verify", made.file, *words).out
 
 
+@pytest.mark.slow
 def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     out = made.root / "int8.onnx"
     requested = ("export", made.run, "--to", "int8(images=8)", "--data", made.data, "--batch", 4, "--out", out)
@@ -53,6 +56,7 @@ def test_int8_takes_its_images_from_data(made: SimpleNamespace) -> None:
     assert out.stat().st_size < 0.7 * made.file.stat().st_size
 
 
+@pytest.mark.slow
 def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     out = made.root / "speeds.json"
     halves = "half=qk=uniform_rank:0.5 vo=uniform_rank:0.5 fc1=uniform_rank:0.25 fc2=uniform_rank:0.25"
@@ -69,7 +73,7 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     ("words", "said"),
     [
         ("export {run} --to onyx --out {root}/x.onnx", "did you mean 'onnx'"),
-        ("export {run} --to program --opset 18 --out {root}/x.pt2", "no operators of ONNX"),
+        ("export {run} --to program --opset 18 --out {root}/x.pt2", "no ONNX operators"),
         ("export {run} --out {root}/x.bin", "ends in .onnx"),
         ("export {run} --batch many --out {root}/x.onnx", "dynamic"),
         ("export {run} --batch -1 --out {root}/x.onnx", "dynamic"),

@@ -68,7 +68,7 @@ def test_diff_shows_the_policies(made: SimpleNamespace) -> None:
     record("prescribe", made.diagnosis, "--rules", "qk=total_rank:0.4", "--out", other)
     differs = record("diff", made.rx, other)
     assert differs["tokens"] == [POLICY, None] and differs["same"] is False
-    assert f"{POLICY} in A, all stay in B" in call("diff", made.rx, other).out
+    assert f"{POLICY} in A, all kept in B" in call("diff", made.rx, other).out
 
 
 def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None:
@@ -128,6 +128,7 @@ def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) 
 TRAINING = ("--epochs", 1, "--batch-size", 8, "--precision", "fp32", "--seed", 5)
 
 
+@pytest.mark.slow
 def test_a_policy_is_put_into_a_dense_model_and_trained(made: SimpleNamespace) -> None:
     policy, losses = "dynamicvit:0.5@2,3", ("--losses", "keep_ratio")
     words = ("train", made.run, "--tokens", policy, "--data", made.data, *TRAINING, *losses)
@@ -167,12 +168,12 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
     [
         ("costs {run} --tokens spot:0.7@2", "class token"),
         ("costs {run} --tokens random:1.7@2", "(0, 1]"),
-        ("costs {run} --tokens random:0.7@3,2", "must rise"),
-        ("costs {run} --tokens random:32@every", "1 to 31 patches a layer"),
+        ("costs {run} --tokens random:0.7@3,2", "must increase"),
+        ("costs {run} --tokens random:32@every", "1 to 31 patches per layer"),
         ("costs {run} --tokens random:0.7@2,4", "a model that has 3"),
-        ("costs {run} --tokens random:0.001@2", "leaves no patch"),
+        ("costs {run} --tokens random:0.001@2", "keeps no patch"),
         ("costs {run} --tokens rondom:0.7@2", "did you mean 'random'"),
-        ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "by itself"),
+        ("costs {run} --tokens random:0.7@2 --removed-share 0.5", "without --qk"),
         ("costs {run} --tokens random:0.7@2 --prescription {rx}", "drop one of them"),
         ("costs {slim} --tokens random:0.7@2", "the original"),
         ("prescribe {diagnosis} --rules tokens=random:0.7@9 --out x.json", "a model that has 3"),
@@ -183,7 +184,7 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
             "of its own",
         ),
         ("diagnose {slim} --data {data} --out x.json", "diagnose the original"),
-        ("train {slim} --data {data} --tokens random:0.5@2 --out x", "let tokens leave last"),
+        ("train {slim} --data {data} --tokens random:0.5@2 --out x", "apply the token policy last"),
         ("train {run} --data {data} --tokens random:0.5@9 --out x", "a model that has 3"),
         ("train {run} --data {data} --tokens spot:0.5@2 --out x", "class token"),
         ("train {run} --data {data} --tokens random:1@2 --out x", "keeps every token"),
@@ -216,6 +217,7 @@ def test_a_policy_is_priced_beside_compressed_forms_and_within_a_target(made: Si
     assert priced["macs_down_percent"] == pytest.approx(100 * (1 - spent)) and 0.6 < spent <= 0.7
 
 
+@pytest.mark.slow
 def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace) -> None:
     folder, slim = made.root / "plan", made.root / "planned"
     ways = ("--images", "16", "--other-images", "6", "--trials", "2", "--axes", "qk,tokens", "--batch-size", "8")

@@ -13,6 +13,8 @@ import pytest
 
 import attnrx as rx
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "docs" / "how-to"
 # A process of its own for each, forked from one that has imported what takes long.
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -266,6 +266,7 @@ def test_evidence_of_another_model_is_not_shown(here: SimpleNamespace) -> None:
             refused()
 
 
+@pytest.mark.slow
 def test_an_export_replaces_neither_files_of_others_nor_several_files(
     here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +351,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interr")]
 )
+@pytest.mark.slow
 def test_a_signal_ends_a_command_with_one_line_and_no_temporary_files(
     here: SimpleNamespace, number: signal.Signals, code: int, said: str
 ) -> None:

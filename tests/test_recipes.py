@@ -102,6 +102,7 @@ def test_papers_savings_follow_from_its_directions(name: str):
 
 
 @pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.slow
 def test_tiny_run_fills_the_table(name: str, runs: Path):
     if not name.startswith("svda/"):
         pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
@@ -127,6 +128,7 @@ def test_tiny_run_fills_the_table(name: str, runs: Path):
     assert (runs / f"{name}.html").exists() == (file.recipe.draw is not None)
 
 
+@pytest.mark.slow
 def test_compression_ratios_of_irratt_are_the_papers_but_for_one(runs: Path):
     """A tiny run prices the models of the paper all the same: every printed ratio comes out, and one is not its own."""
     pytest.importorskip("timm", reason="the shapes of DeiT come from timm")

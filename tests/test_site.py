@@ -17,6 +17,8 @@ from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from test_browser import browser  # noqa: F401, a fixture
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 REGISTRIES = {
     "rules": rx.rules.RULES,

@@ -10,7 +10,7 @@
 import os
 
 import attnrx as rx
-from attnrx_lab.comparison import Bench, Method, Rates, compare_methods, compare_speeds, noise_bench
+from attnrx_lab.comparison import Method, MethodBench, Rates, compare_methods, compare_speeds, noise_bench
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
@@ -52,7 +52,7 @@ methods = [
 
 # %%
 calibration = splits.train.take(96)
-bench = Bench(model, rx.diagnose(model, calibration, batch_size=32), calibration, splits.test)
+bench = MethodBench(model, rx.diagnose(model, calibration, batch_size=32), calibration, splits.test)
 trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 

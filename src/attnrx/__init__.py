@@ -3,14 +3,14 @@
     import attnrx as rx
 
     model = rx.load("runs/cifar10/train")
-    splits = rx.matching(rx.load_data("cifar10"), model)
+    splits = rx.adapt_preprocessing(rx.load_data("cifar10"), model)
     diagnosis = rx.diagnose(model, splits.validation)
     prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
     slim = rx.realize(model, prescription, norms="refit", calibration=splits.train.take(512))
     evidence = rx.verify(slim, model, splits.test, prescription=prescription)
     rx.save(slim, "slim", prescription=prescription, evidence=evidence)
 
-Nothing heavy is imported until it is used.
+Public names are imported lazily, on first use.
 """
 
 import importlib
@@ -49,7 +49,7 @@ _HOMES = {
     "write_report": "attnrx.reports",
 }
 
-# Parts of the package that can be reached by name, for what has no public name of its own: `attnrx.models.family_of`.
+# Subpackages and modules available as attributes, e.g. `attnrx.models.family_of`.
 _PACKAGES = (
     "budget",
     "planning",
@@ -103,7 +103,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from attnrx import (  # noqa: F401, for type checkers: reached by name at run time
+    from attnrx import (  # noqa: F401, for type checkers; imported by `__getattr__` at run time
         budget,
         checks,
         costs,

@@ -1,4 +1,4 @@
-"""The verbs: load -> diagnose -> prescribe -> realize -> verify -> save. The only place where everything meets."""
+"""The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.budget import Budget, prescribe_within
-from attnrx.checks import Check, Comparison, standard
+from attnrx.checks import Check, Comparison, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageData, ImageSet, require_labels
@@ -38,7 +38,7 @@ from attnrx.realization import prescribed_tokens, realize
 from attnrx.refinement import refine
 from attnrx.reports import completed_card, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
-from attnrx.rules import prescribe as prescribe_with
+from attnrx.rules import prescribe_maps as prescribe_with
 from attnrx.storage import write_text
 
 __all__ = [
@@ -68,11 +68,18 @@ def load(
     pretrained: bool | None = None,
     trust: bool = False,
 ) -> nn.Module:
-    """Returns a model: a folder saved by attnrx, `timm:NAME` (with the weights of a file, or those that timm
-    downloads), `hf:ID` or a folder of transformers, `hub:OWNER/NAME` (a folder saved by attnrx, on the hub), a name
-    such as `svda:cifar10` (fresh weights), `lvvit:SIZE` (fresh weights, or those of a published file), or an instance,
-    adopted if it is another library's. A file that `export` wrote is a model too, whose answers come from what runs the
-    file; an AOTInductor package is native code and needs `trust=True`.
+    """Loads or builds a model.
+
+    `source` is one of:
+
+    - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
+    - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
+    - `hf:ID` or a transformers folder;
+    - a configuration name such as `svda:cifar10` (fresh weights);
+    - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
+    - a module; a model of another library is converted;
+    - a file written by `export`: the returned module runs it with its runtime. An AOTInductor package is native code
+      and needs `trust=True`.
     """
     if not isinstance(source, str | Path | nn.Module) or source == "":
         raise InvalidInput(f"load({source!r}): give a folder, a name such as svda:cifar10, or a model.")
@@ -82,13 +89,14 @@ def load(
 
 
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
-    """Decides what every layer can do without.
+    """Applies pruning rules to a diagnosis and returns the prescription.
 
     `rules` names the rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
-    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule alone is about qk, the scores. Every rule may state its metric,
-    e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk, `rules.OUTPUT_METRICS` for vo,
-    fc1 and fc2). The rule of tokens is a policy, or what was prescribed before, with trained predictors
-    (`prescribed_tokens`); it alone needs no diagnosis: the model may stand in its place.
+    fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state its
+    metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
+    `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token prescription
+    with trained predictors (`prescribed_tokens`). A prescription of tokens alone accepts the model instead of a
+    diagnosis.
     """
     read, tokens = parse_rules(rules)
     return prescribe_with(diagnosis_or_spectra(diagnosis, *read.values()), {**read, "tokens": tokens})
@@ -102,28 +110,31 @@ def verify(
     about: Mapping[str, Any] | None = None,
     **context: Any,
 ) -> Evidence:
-    """Collects evidence of what the candidate costs against the reference: the standard checks, or `checks`.
+    """Compares the candidate with the reference by the standard checks, or by `checks`, and returns the evidence.
 
-    `data` are images with labels, in any form that `data.image_set` reads; without labels the standard checks that need
-    them are left out, and the notes of the evidence name them.
+    `data` are images with labels, in any form that `data.image_set` reads. Without labels the standard checks that need
+    them are skipped and listed in the notes of the evidence.
 
-    `context` holds inputs of some checks, the fields of `Comparison`: `masked` (the reference with the
-    prescription realized as zeros), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
+    `context` holds fields of `Comparison` that some checks need: `masked` (the reference with the pruned directions set
+    to zero), `prescription`, `diagnosis`, `seed`, `batch_size`. `about` is added to the record.
     """
     for model in (candidate, reference):
         require_ordinary_weights(model)
     context.setdefault("device", next(reference.parameters()).device)
     unknown = sorted(context.keys() - {field.name for field in fields(Comparison) if not field.name.startswith("_")})
     if unknown:
-        raise InvalidInput(f"verify does not know {', '.join(unknown)}; its context is {Comparison.__doc__}")
+        raise InvalidInput(
+            f"verify has no argument {', '.join(unknown)}; the context arguments are the fields of Comparison: "
+            f"{Comparison.__doc__}"
+        )
     images = images_for(reference, data)
     comparison = Comparison(candidate, reference, images, **context)
-    chosen = tuple(standard() if checks is None else checks)
+    chosen = tuple(standard_checks() if checks is None else checks)
     if not chosen:
-        raise InvalidInput("verify was given no check; leave `checks` out for the standard ones.")
-    left_out = []
+        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    skipped = []
     if checks is None and not images.has_labels:
-        left_out = [check.name for check in chosen if check.needs_labels]
+        skipped = [check.name for check in chosen if check.needs_labels]
         chosen = tuple(check for check in chosen if not check.needs_labels)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
@@ -140,13 +151,13 @@ def verify(
         "tokens": described_tokens(candidate),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
         "threads": torch.get_num_threads(),
-        "notes": [*_left_out_notes(left_out, images), *_chance_notes(findings, comparison)],
+        "notes": [*_skipped_notes(skipped, images), *_chance_notes(findings, comparison)],
         **dict(about or {}),
     }
     return Evidence(findings, facts)
 
 
-def _left_out_notes(names: Sequence[str], images: ImageSet) -> list[str]:
+def _skipped_notes(names: Sequence[str], images: ImageSet) -> list[str]:
     return [f"not checked: {', '.join(names)}: {images.label_problem}"] if names else []
 
 
@@ -165,23 +176,22 @@ def save(
     prescription: Prescription | None = None,
     evidence: Evidence | None = None,
 ) -> Path:
-    """Writes a folder that `load` reads: weights, config.json, and beside them prescription, evidence and a model
-    card.
+    """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
-    A model that the folder holds is replaced at once, with its prescription, evidence and card; files that attnrx did
-    not write stay, and are never overwritten.
+    An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
+    did not write are kept and never overwritten.
     """
     if evidence is not None:
         evidence.require(model_fingerprint(model), "the model to save")
 
-    def write_beside(new: Path) -> None:
+    def write_documents(new: Path) -> None:
         if prescription is not None:
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
         write_text(new / "README.md", _card(model, evidence, prescription))
 
-    return save_model(folder, model, write_beside=write_beside)
+    return save_model(folder, model, write_beside=write_documents)
 
 
 def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
@@ -198,12 +208,12 @@ def push_to_hub(
     base_model: str | None = None,
     private: bool = False,
 ) -> str:
-    """Puts a folder that `save` wrote on the Hugging Face hub, as OWNER/NAME, and returns its address.
+    """Uploads a folder written by `save` to the Hugging Face hub as OWNER/NAME, and returns its address.
 
-    It is read first, so that nothing broken is published, nor evidence of another model. A card that `save` wrote
-    without evidence gets that of evidence.json, if `verify` wrote it into the folder. `license` (of the weights, as the
-    hub names it) and `base_model` (the original's OWNER/NAME) go into the head of its card.
-    `load("hub:OWNER/NAME")` gives it back.
+    The folder is loaded first, so that no broken model and no evidence of another model is published. A card written
+    without evidence is completed from evidence.json if the folder has one. `license` (of the weights, the hub's
+    identifier) and `base_model` (OWNER/NAME of the original) are written to the header of the card.
+    `load("hub:OWNER/NAME")` loads the model again.
     """
     folder = Path(folder)
     model, card = load_weights(folder, FAMILIES), folder / "README.md"
@@ -213,8 +223,8 @@ def push_to_hub(
     if (folder / "evidence.json").exists():
         evidence = Evidence.load(folder / "evidence.json")
         evidence.require(model_fingerprint(model), str(folder))
-        beside = folder / "prescription.json"
-        prescription = Prescription.load(beside) if beside.exists() else None
+        prescription_path = folder / "prescription.json"
+        prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
         if text == _card(model, None, prescription):
             text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:

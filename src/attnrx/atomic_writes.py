@@ -1,8 +1,8 @@
-"""Files and folders that are replaced at once.
+"""Atomic replacement of files and folders.
 
-New content is written to a temporary sibling, flushed to the disk and put in place by one rename, so that a process
-killed at any moment leaves the previous content or the new one. The next write to the same target deletes the temporary
-siblings of processes that were killed.
+New content is written to a temporary sibling, flushed to disk and moved to the target by one rename. A process killed
+at any moment preserves either the previous content or the new one. The next write to the same target deletes the
+temporary siblings of killed processes.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from pathlib import Path
 
 from attnrx.errors import CheckpointError, InvalidInput
 
-# Process ids mean nothing on another machine that shares the disk: only leftovers of this host are deleted.
+# Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
-    """Calls `write` with a temporary sibling of `path` and moves the result into place; gives `path`.
+    """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
 
-    A crash, a full disk or Ctrl-C leaves either the old file or the new one, never half of one. A symbolic link is
+    After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
     followed, and permissions are kept.
 
     Raises:
@@ -39,7 +39,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
     """
     path = Path(path)
     target = _real(path)
-    require_regular(path)
+    require_replaceable(path)
     _make_folder(target.parent)
     remove_leftovers(target)
     temporary = _temporary(target)
@@ -61,8 +61,8 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
     return path
 
 
-def require_regular(path: Path | str) -> None:
-    """Refuses to write to a folder, a device, a pipe or a socket: replacing one would delete it."""
+def require_replaceable(path: Path | str) -> None:
+    """Raises InvalidInput for a folder, a device, a pipe or a socket: replacing one would delete it."""
     path = Path(path)
     if path.exists() and not path.is_file():
         found = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
@@ -71,7 +71,7 @@ def require_regular(path: Path | str) -> None:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target`, which is deleted at the end."""
+    """Yields a temporary sibling folder of `target`, which is deleted at the end."""
     target = _real(target)
     _make_folder(target.parent)
     remove_leftovers(target)
@@ -79,7 +79,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
     except OSError as error:
-        raise CheckpointError(f"cannot write beside {target}: {error.strerror or error}.") from error
+        raise CheckpointError(f"cannot write to the folder of {target}: {error.strerror or error}.") from error
     try:
         yield temporary
     finally:
@@ -88,15 +88,15 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: str) -> Iterator[Path]:
-    """Yields an empty temporary folder, whose files become those of `folder` when the block ends without an error.
+    """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
 
-    Files of `folder` for which `is_part` holds are replaced as a whole: those that were not written again are deleted.
-    All others stay, and are never overwritten. Where there is a part to replace, a new folder takes the place of the
-    old one in one step; where there is none, the files are moved into `folder` one by one, the file `last` at the end.
+    Files of `folder` for which `is_part` is true are replaced as a whole: those that were not written again are
+    deleted. All others are kept and never overwritten. If there is a part to replace, the old and the new folder are
+    exchanged in one step; otherwise the files are moved into `folder` one by one, the file `last` at the end.
 
     Raises:
-        InvalidInput: A file that was written exists in `folder` and is not a part.
-        CheckpointError: The folder cannot be replaced at once, or not be written; nothing was changed.
+        InvalidInput: A written file exists in `folder` and is not a part.
+        CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
     """
     target = _real(Path(folder))
     _make_folder(target.parent)
@@ -132,7 +132,7 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
-    """Refuses paths that exist and are not ours to replace."""
+    """Raises InvalidInput for an existing path for which `is_part` is false."""
     for path in paths:
         if os.path.lexists(path) and not is_part(path):
             raise InvalidInput(
@@ -141,7 +141,7 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
 
 
 def remove_leftovers(target: Path, folder: Path | None = None) -> None:
-    """Deletes the temporary siblings of `target` (or those in `folder`) whose process was killed."""
+    """Deletes the temporary siblings of `target` (or those in `folder`) whose process no longer runs."""
     folder = folder or target.parent
     with suppress(OSError):
         for each in list(folder.iterdir()):
@@ -154,7 +154,7 @@ def remove_leftovers(target: Path, folder: Path | None = None) -> None:
 
 
 def process_runs(number: int) -> bool:
-    """Whether a process of this machine runs."""
+    """Whether a process with this id runs on this machine."""
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
@@ -174,7 +174,7 @@ def _real(path: Path) -> Path:
 
 
 def _leftover(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Matches the names of temporary siblings that processes of this host made; the group is the process."""
+    """Matches the names of temporary siblings written by processes of this host; group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
 
 
@@ -186,7 +186,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _require_swappable(folder: Path) -> None:
-    """Refuses folders that no rename can move: a mount point, and the one that this process runs in."""
+    """Raises CheckpointError for folders that no rename can move: a mount point and the working directory."""
     reason = "it is a mount point" if folder.is_mount() else None
     with suppress(OSError):
         if Path.cwd().is_relative_to(folder):
@@ -199,7 +199,7 @@ def _require_swappable(folder: Path) -> None:
 
 
 def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
-    """Returns the new folder everything of the old one that is not replaced, and its permissions."""
+    """Copies everything that is not replaced, and the permissions, from the old folder to the new one."""
     if target.exists():
         for each in sorted(target.iterdir()):
             if not is_part(each) and not _leftover(target).fullmatch(each.name):
@@ -208,7 +208,7 @@ def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]
 
 
 def _swap(temporary: Path, target: Path) -> None:
-    """Puts the temporary folder in the place of `target`, if there is one."""
+    """Replaces `target`, if it exists, by the temporary folder."""
     flush(temporary)
     if not target.exists():
         temporary.rename(target)
@@ -218,7 +218,7 @@ def _swap(temporary: Path, target: Path) -> None:
 
 
 def _carry(source: Path, target: Path) -> None:
-    """Makes a file known under a second name, or copies it where the file system has no hard links."""
+    """Hard-links a file, or copies it if the file system has no hard links; folders are copied recursively."""
     if source.is_dir() and not source.is_symlink():
         target.mkdir()
         for each in sorted(source.iterdir()):
@@ -232,7 +232,7 @@ def _carry(source: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchanges the names of two folders in one step; False where the system cannot."""
+    """Exchanges the names of two folders atomically; returns False if the system has no such call."""
     names = os.fsencode(first), os.fsencode(second)
     system = ctypes.CDLL(None, use_errno=True)
     sys.audit("os.rename", str(first), str(second), -1, -1)
@@ -248,7 +248,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _rename_twice(temporary: Path, target: Path) -> None:
-    """Moves the old folder aside, the new one in, and the old one back where that fails."""
+    """Renames the old folder, then the new one to the target; restores the old one if the second rename fails."""
     old = _temporary(target).with_suffix(".old")
     target.rename(old)
     try:
@@ -265,7 +265,7 @@ def _rename_twice(temporary: Path, target: Path) -> None:
 
 
 def _restore(target: Path) -> None:
-    """Brings back a folder that was moved aside by a process which was killed before it moved the new one in."""
+    """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
     with suppress(OSError):
         for each in list(target.parent.iterdir()):
             found = _leftover(target, "old").fullmatch(each.name)
@@ -274,7 +274,7 @@ def _restore(target: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Puts a file, or the names in a folder, on the disk; folders cannot be flushed on every system."""
+    """Flushes a file, or the entries of a folder, to disk; folders cannot be flushed on every system."""
     if path.is_file():
         with path.open("rb") as handle:
             os.fsync(handle.fileno())

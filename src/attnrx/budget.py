@@ -1,4 +1,4 @@
-"""Budgets: the largest share that may be kept at a cost, found in closed form before anything is built."""
+"""Budgets: the largest kept share whose closed-form MACs fit a target; no model is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, rank_of, require_all_tokens
 from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
-from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe
+from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
 from attnrx.tokens import parse_policy
 
-# Shares are multiples of 1 / GRID: finer than a direction of any layer, and exact in binary.
+# Shares are multiples of 1 / GRID: finer than one direction of any layer, and exact in binary.
 GRID = 4096
 
-# What a budget may be about: the parts of a layer's costs. "model" is everything, with one share for all layers.
+# The scopes of a budget: groups of cost parts per layer. "model" is the whole model, with one share for all layers.
 PARTS: dict[str, tuple[str, ...]] = {
     "qk": ("query_key", "scores", "diagonal", "fusion"),
     "vo": ("value_output", "read_out"),
@@ -32,11 +32,11 @@ SCOPES = ("model", *PARTS)
 
 @dataclass(frozen=True)
 class Budget:
-    """At most this share of the original's MACs: of the whole model, or of a part of every layer.
+    """An upper limit on MACs as a share of the original's: of the whole model, or of a part of every layer.
 
-    A part is the local target of IrrAtt (Section 3.4): FLOPs(R) / FLOPs_orig <= CR with the same CR for every layer, R
-    being a rank or a total rank: "qk" (query-key projections and scores), "vo" (value-output projections and the
-    product of attention and values), "attention" (both) or "mlp". MACs are those of `ModelCosts.macs`.
+    A part is the local target of IrrAtt (Section 3.4): FLOPs(R) / FLOPs_orig <= CR with the same CR for every layer,
+    where R is a rank or a total rank. The parts are "qk" (query-key projections and scores), "vo" (value-output
+    projections and the product of attention and values), "attention" (both) and "mlp". MACs are `ModelCosts.macs`.
     """
 
     macs: float
@@ -50,9 +50,9 @@ class Budget:
 
 
 def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
-    """Returns the largest share from `least` to 1 that fits, by bisection; None where not even the least does.
+    """Returns the largest share in [`least`, 1] that fits, by bisection; None if `least` does not fit.
 
-    The predicate must not become true again as the share grows: costs rise with what is kept.
+    `fits` must be monotone: true up to some share and false above it, because costs rise with the kept share.
     """
     if fits(1.0):
         return 1.0
@@ -65,7 +65,7 @@ def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> flo
 
 
 def least_share(model: nn.Module, template: Template) -> float:
-    """Returns the smallest share that can be prescribed: where it is that of the tokens, some patch must be left."""
+    """Returns the smallest share that can be prescribed; a share of tokens must keep at least one patch."""
     if not template.has_token_share:
         return 1 / GRID
     family = family_of(model)
@@ -84,8 +84,8 @@ def least_share(model: nn.Module, template: Template) -> float:
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = "renormalized") -> ModelCosts:
-    """Prices what a prescription leaves of the model, scores, values, MLP and tokens, without making it."""
-    require_all_tokens(model, "price a prescription on")
+    """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it."""
+    require_all_tokens(model, "compute the costs of a prescription on")
     family = family_of(model)
     pairs = zip(family.attention(model), prescription.layers, strict=True)
     specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
@@ -103,17 +103,17 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
 def prescribe_within(
     model: nn.Module, diagnosis: Diagnosis | nn.Module, template: Template | str, budget: Budget
 ) -> Prescription:
-    """Prescribes the largest {share} of a text such as "qk=total_rank:{share} vo=total_rank:{share}" that the budget
-    allows; the model is only priced, and may lie on the meta device.
+    """Prescribes with the largest {share} in a template such as "qk=total_rank:{share} vo=total_rank:{share}" that fits
+    the budget. Costs are computed in closed form, so the model may be on the meta device.
 
-    Where the budget is about a part of every layer, every layer has the largest share that its own part allows, and the
-    rules say so (`by_layer`). A template of tokens alone needs no diagnosis, and takes the model in its place. What was
-    decided is recorded in `about` under "budget": the target, the shares, and the shares of the MACs that they come to.
+    For a budget of a part of every layer, each layer has its own largest share, and the rules are per layer
+    (`by_layer`). A template of tokens alone accepts the model instead of a diagnosis. `about["budget"]` records the
+    target, the shares, and the resulting shares of the MACs.
 
     Raises:
-        InvalidInput: the template has no {share} to choose, or one of tokens for a part of every layer.
-        NotSupported: not even the smallest share is cheap enough.
-        NoOpPrescription: everything may stay.
+        InvalidInput: The template has no {share}, or {share} is a share of tokens and the budget is per layer.
+        NotSupported: Even the smallest share exceeds the budget.
+        NoOpPrescription: The budget allows the unchanged model.
     """
     template = Template.parse(template) if isinstance(template, str) else template
     template.require_varying()
@@ -127,25 +127,25 @@ def prescribe_within(
     shares = search.shares()
     each = [parse_rules(template.at(share))[0] for share in shares]
     rules = {name: by_layer([own[name] for own in each]) for name in each[0]}
-    found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
+    found = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, shares[0], model)})
     spent = _amounts(prescribed_costs(model, found), budget.of)
     record = {
         "macs": budget.macs,
         "of": budget.of,
         "shares": shares[: len(spent)],
-        "spent": [own / whole for own, whole in zip(spent, search.whole, strict=True)],
+        "spent": [macs / original_macs for macs, original_macs in zip(spent, search.original_costs, strict=True)],
     }
     return replace(found, about={**found.about, "budget": record})
 
 
 class _Search:
-    """What every share costs, each priced once, in the units of a budget: the model, or a part layer by layer."""
+    """Searches the largest shares; costs are cached per share, one value for the model or one per layer."""
 
     def __init__(self, model: nn.Module, diagnosis: Diagnosis, template: Template, budget: Budget):
         self.layers, self.budget = len(diagnosis.layers), budget
         before = family_of(model).costs(model)
         self.least = least_share(model, template)
-        self.whole = _amounts(before, budget.of)
+        self.original_costs = _amounts(before, budget.of)
 
         @cache
         def amounts(share: float) -> tuple[int, ...]:
@@ -154,28 +154,28 @@ class _Search:
         self.amounts = amounts
 
     def shares(self) -> list[float]:
-        """Returns the share of every layer, or says what cannot be had."""
-        found = [self._share(unit) for unit in range(len(self.whole))]
+        """Returns the share of every layer; raises NotSupported if the smallest share exceeds the budget."""
+        found = [self._share(unit) for unit in range(len(self.original_costs))]
         return found * self.layers if self.budget.of == "model" else found
 
     def _share(self, unit: int) -> float:
-        allowed = self.budget.macs * self.whole[unit]
+        allowed = self.budget.macs * self.original_costs[unit]
         share = largest_share(lambda share: self.amounts(share)[unit] <= allowed, self.least)
         if share is None:
-            least = self.amounts(self.least)[unit] / self.whole[unit]
+            least = self.amounts(self.least)[unit] / self.original_costs[unit]
             where = "the model" if self.budget.of == "model" else f"{self.budget.of} of layer {unit}"
             raise NotSupported(
                 f"{where} cannot cost {100 * self.budget.macs:g} % of its MACs: with the smallest share it still costs "
-                f"{100 * least:.1f} %. Ask for more, or let the rules decide about more of the model."
+                f"{100 * least:.1f} %. Give a larger budget, or add rules for more maps of the model."
             )
         return share
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Prices what the template leaves at one share: the whole model where nothing would change."""
+    """Returns the costs at one share of the template; for a no-op prescription those of the unchanged model."""
     rules, _ = parse_rules(template.at(share))
     try:
-        found = prescribe(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
+        found = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
     except NoOpPrescription:
         return family_of(model).costs(model)
     return prescribed_costs(model, found)

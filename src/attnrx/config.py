@@ -1,6 +1,6 @@
-"""Frozen dataclasses to plain dictionaries and back, so that every knob can be printed, saved and compared.
+"""Conversion of frozen dataclasses to JSON-ready dictionaries and back.
 
-The law: `from_dict(to_dict(part), registry) == part`, tuples and nested parts included.
+Invariant: `from_dict(to_dict(part), registry) == part`, including tuples and nested dataclasses.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ SCHEMA = 1
 
 
 def to_dict(part: Any) -> dict[str, Any]:
-    """Returns the type name and the fields of a dataclass as JSON-ready values."""
+    """Returns the type name and the fields of a dataclass instance as JSON-ready values."""
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
     fields = {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part) if field.init}
@@ -24,10 +24,10 @@ def to_dict(part: Any) -> dict[str, Any]:
 
 
 def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = "") -> Any:
-    """Builds the dataclass that `to_dict` described; `registry` lists the types it may name.
+    """Builds the dataclass from a record of `to_dict`; `registry` lists the allowed types.
 
     Raises:
-        InvalidInput: A field is unknown, missing or of another type than its annotation; the message names it, below
+        InvalidInput: A field is unknown, missing or not of its annotated type; the message names it, prefixed by
             `where`.
         UnknownName: The registry has no such type.
     """

@@ -1,4 +1,4 @@
-"""What was read off a model: every layer's spectrum and its named readings."""
+"""The diagnosis of a model: the spectrum and the named readings of every layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
-from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite, write_with_tensors
+from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite_tensors, write_with_tensors
 from attnrx.validation import (
     JSON_OBJECT,
     MOST_HEADS,
@@ -36,7 +36,7 @@ LAYER = Record(
         "scale": Number(0.0),
         "norms": Choice(NORMS),
         "shared": Flag(),
-        "readings": JSON_OBJECT,  # for people: the tensors are what is read
+        "readings": JSON_OBJECT,  # for human readers; `load` reads the tensors
         "mlp": Items(Optional(Record({"inputs": Integer(1), "metrics": Items(Text(), unique=True)})), 0, 2),
     }
 )
@@ -54,10 +54,10 @@ RECORD = Record(
 
 @dataclass(frozen=True)
 class MapDirections:
-    """The directions of a linear map's outputs in one metric, orthonormal, by falling strength.
+    """Orthonormal output directions of a linear map in one metric, by decreasing strength.
 
-    Projecting the outputs, less `center`, on the first r directions is the best map of rank r in the metric; its error
-    is the sum of the squared strengths beyond r.
+    Projecting the outputs minus `center` onto the first r directions is the optimal rank-r map in the metric; its
+    squared error is the sum of the squared strengths beyond r.
     """
 
     strength: Float[Tensor, "directions"]
@@ -69,8 +69,8 @@ class MapDirections:
 class MapDiagnosis:
     """One linear map of the MLP: the number of its inputs, and its directions by metric.
 
-    "weights" are the singular directions of the weight, whose center is the bias; "centered" are those of the mean
-    square of the outputs about their mean on the data, where the diagnostic `Moments` measured it.
+    "weights" are the singular directions of the weight, with the bias as center; "centered" are the principal
+    directions of the outputs on the data, about their mean (only with the diagnostic `Moments`).
     """
 
     inputs: int
@@ -79,27 +79,27 @@ class MapDiagnosis:
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """One layer: its spectrum, readings whose first axis is the head, and the maps of its MLP if they were watched."""
+    """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP maps if any."""
 
     spectrum: Spectrum
     readings: Mapping[str, Tensor]
     mlp: tuple[MapDiagnosis | None, ...] = ()
 
     def reading(self, name: str) -> Tensor:
-        """Returns one reading, or says which ones there are."""
+        """Returns one reading; raises InvalidInput with the available names for any other name."""
         if name not in self.readings:
             raise InvalidInput(
                 f"the diagnosis has no reading {name!r}; it has {', '.join(sorted(self.readings))}. "
-                "Diagnose the model again with calibration data and the diagnostic that gives it."
+                "Diagnose the model again with calibration data and the diagnostic that measures it."
             )
         return self.readings[name]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Every layer of one model (identified by its fingerprint), and how the readings were taken.
+    """The layers of one model (identified by its fingerprint), and the measurement settings.
 
-    `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's knobs.
+    `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's parameters.
     """
 
     layers: tuple[LayerDiagnosis, ...]
@@ -107,7 +107,7 @@ class Diagnosis:
     about: Mapping[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes a JSON file, which a person can read, and its tensors beside it (`storage.write_with_tensors`)."""
+        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             for field in ("query", "key", "strength", "used"):
@@ -129,7 +129,7 @@ class Diagnosis:
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
-        """Reads what `save` wrote."""
+        """Reads a file written by `save`."""
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
@@ -139,13 +139,14 @@ class Diagnosis:
         try:
             layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
         except KeyError as error:
-            raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; diagnose again.") from None
+            message = f"{path} needs the tensor {error}, which is not in its folder; diagnose again."
+            raise CheckpointError(message) from None
         except InvalidInput as error:
-            raise CheckpointError(f"{path} and the tensors beside it disagree: {error}") from error
+            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Refuses to be used with another model."""
+        """Raises FingerprintMismatch if the diagnosis belongs to another model."""
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
@@ -154,13 +155,13 @@ class Diagnosis:
 
 
 def _require_layers(tensors: Mapping[str, Tensor], layers: int, path: Path) -> None:
-    """Refuses tensors of other layers than those of the JSON file, and spectra that are not finite."""
+    """Raises CheckpointError if the layers of the tensors and of the JSON file differ, or a spectrum is not finite."""
     found = {name.split(".")[1] for name in tensors}
     if found != set(map(str, range(layers))):
         raise CheckpointError(
-            f"{path}: layers has {layers} values, and the tensors beside it are of {len(found)} layers; diagnose again."
+            f"{path}: layers has {layers} values, and its tensors are of {len(found)} layers; diagnose again."
         )
-    require_finite({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
+    require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
 
 
 def _summary(layer: LayerDiagnosis) -> dict[str, Any]:

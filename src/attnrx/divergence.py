@@ -1,4 +1,4 @@
-"""The price of every rank, measured: how far a head's attention moves when only its first directions stay."""
+"""Measured sensitivity to the rank: KL divergence of a head's attention when only its first directions are kept."""
 
 from dataclasses import replace
 
@@ -19,21 +19,21 @@ from attnrx.shapes import Float, Tensor
 def measure_divergence(
     model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
 ) -> Diagnosis:
-    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis of the model, in one more pass.
+    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
 
     Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
-    the last one is zero to rounding. `TotalRank(by="divergence")` shares ranks out by it.
+    the last one is zero up to rounding. `TotalRank(by="divergence")` allocates ranks by it.
 
     Raises:
-        FingerprintMismatch: for a diagnosis of another model.
-        DataError: without images, or for images that the model cannot read.
+        FingerprintMismatch: The diagnosis belongs to another model.
+        DataError: There are no images, or they do not fit the model.
     """
     require_all_tokens(model, "measure the divergence of")
     if model_fingerprint(model) != diagnosis.fingerprint:
         raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
     rewritten_diagnosis, bases = rewritten(diagnosis, metric)
     sums = [torch.zeros(spectrum_shape(layer), dtype=torch.float64) for layer in rewritten_diagnosis.layers]
-    seen = 0
+    num_images = 0
 
     def observe(index: int, observation: Observation) -> None:
         sums[index] += (
@@ -45,36 +45,37 @@ def measure_divergence(
     with evaluating([model]), observing(model, family_of(model), observe):
         for batch in shown.batches(batch_size, device=weight.device):
             model(input_validation.take(batch.images))
-            seen += len(batch.images)
-    input_validation.notes()  # warns
-    if not seen:
+            num_images += len(batch.images)
+    input_validation.notes()  # warns about images on another scale
+    if not num_images:
         raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
     layers = tuple(
-        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / seen})
+        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / num_images})
         for layer, total in zip(diagnosis.layers, sums, strict=True)
     )
     return replace(diagnosis, layers=layers)
 
 
 def spectrum_shape(layer: LayerDiagnosis) -> tuple[int, int]:
-    """Heads, and ranks that each may have."""
+    """Returns (heads, directions + 1): the possible ranks of a head are 0..directions."""
     heads, directions = layer.spectrum.strength.shape
     return heads, directions + 1
 
 
-def _divergences(seen: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
+def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
     """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
-    wide = torch.promote_types(seen.query.dtype, torch.float32)
-    left, right = (table.to(seen.query.device, wide) for table in (basis.left, basis.right))
-    strength = layer.spectrum.strength.to(seen.query.device, wide)
-    # [directions, batch, heads, tokens]: the rows of one direction lie together.
-    query = torch.einsum("bthd,hrd->rbht", seen.query.to(wide), left) * strength.T[:, None, :, None] * seen.scale
-    key = torch.einsum("bthd,hrd->rbht", seen.key.to(wide), right)
-    attention = seen.attention.to(wide)
-    own = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
+    dtype = torch.promote_types(observation.query.dtype, torch.float32)
+    left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
+    strength = layer.spectrum.strength.to(observation.query.device, dtype)
+    # [directions, batch, heads, tokens]: the rows of one direction are contiguous.
+    query = torch.einsum("bthd,hrd->rbht", observation.query.to(dtype), left)
+    query = query * strength.T[:, None, :, None] * observation.scale
+    key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
+    attention = observation.attention.to(dtype)
+    negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
     scores = torch.zeros_like(attention)
-    found = [own - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
+    divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
     for rows, columns in zip(query, key, strict=True):
         scores.addcmul_(rows[..., None], columns[..., None, :])
-        found.append(own - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
-    return torch.stack(found, dim=-1).clamp_min(0).double().cpu()
+        divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
+    return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()

@@ -1,15 +1,15 @@
-"""Every error that attnrx raises on purpose: what was requested, what was found, what to do."""
+"""The exceptions of attnrx. Messages state what was passed, what was found and what to do."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class AttnrxError(Exception):
-    """The base of all errors a user can cause; anything else that escapes is a defect of attnrx."""
+    """Base class of all errors caused by user input; any other exception is a bug of attnrx."""
 
 
 class UnknownName(AttnrxError):
-    """A name that no part, model, dataset or recipe carries."""
+    """An unknown name of a model, dataset, rule, option or recipe."""
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]):
         known = sorted(valid)
@@ -17,55 +17,55 @@ class UnknownName(AttnrxError):
 
 
 class InvalidInput(AttnrxError, ValueError):
-    """An argument, a tensor or a file whose content cannot be right."""
+    """An argument, a tensor or a file with invalid content."""
 
 
 class InvalidRule(InvalidInput):
-    """A rule with a knob outside its range."""
+    """A rule with a parameter outside its range."""
 
 
 class NoOpPrescription(AttnrxError):
-    """A request that would have had no effect, which is never what was meant."""
+    """A prescription or option without any effect."""
 
 
 class FingerprintMismatch(AttnrxError):
-    """A diagnosis or a prescription that was made for another model."""
+    """A diagnosis, a prescription or evidence that belongs to another model."""
 
 
 class NotSupported(AttnrxError):
-    """A model or a combination that attnrx does not model, refused by name."""
+    """A model or a combination of options that attnrx does not support."""
 
 
 class DataError(AttnrxError):
-    """A dataset that cannot be found, read or trusted."""
+    """A dataset that is missing, unreadable or invalid."""
 
 
 class ScaleWarning(UserWarning):
-    """Images that do not seem to be on the scale that the model was trained with."""
+    """Images whose values do not seem to be normalized as in the model's training."""
 
 
 class KernelWarning(UserWarning):
-    """The C++ attention kernel cannot be used; PyTorch's attention, which is slower, runs in its place."""
+    """The C++ attention kernel is not available; the slower PyTorch attention is used instead."""
 
 
 class CacheWarning(UserWarning):
-    """A file of the cache folder that is damaged, and is made anew."""
+    """A damaged file in the cache folder, which is created again."""
 
 
 class CheckpointError(AttnrxError):
-    """A file of ours that is missing, truncated, tampered with or from another schema."""
+    """A file written by attnrx that is missing, truncated, modified or of another schema version."""
 
 
 class TrainingDiverged(AttnrxError):
-    """A training run whose loss or weights stopped being finite."""
+    """A training run whose loss or weights are no longer finite."""
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A training run that was requested to stop, and did so after saving a checkpoint."""
+    """A training run that was interrupted and saved a checkpoint before it stopped."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Says which valid names are nearest to `name`, or lists them all when none is near."""
+    """Returns a hint with the closest valid names, or with all valid names if none is close."""
     known = sorted(valid)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:

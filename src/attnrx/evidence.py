@@ -1,4 +1,4 @@
-"""What was measured of a candidate against its reference: claims, values, limits, and their outcomes."""
+"""Evidence: the measured claims about a candidate against its reference, with values, limits and outcomes."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "
 
 
 def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
-    """A limit goes with an outcome, and the ends of an interval are in order."""
+    """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
     low, high = finding["low"], finding["high"]
     if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
         limit, outcome = shown(finding["limit"]), shown(finding["outcome"])
@@ -69,10 +69,10 @@ RECORD = Record(
 class Finding:
     """One measured claim.
 
-    A claim has a `limit` and an `outcome`: it holds where the whole interval keeps the limit, fails where none of it
-    does, and is undecided in between, where about `deciding_n` instead of `n` would decide at the same value and
-    spread. A quantity without a limit is reported. `low` and `high` bound a noisy value at 95 %, `n` counts what it was
-    measured on (images, rounds or runs). `details` contains what a reader may want beside it (draws, kernels).
+    A claim has a `limit` and an `outcome`: it holds if the whole interval satisfies the limit, fails if no part of the
+    interval does, and is undecided otherwise; then about `deciding_n` samples would decide it at the same value and
+    spread. A quantity without a limit is reported. `low` and `high` are the 95 % interval, `n` is the sample size
+    (images, rounds or runs). `details` contains further measurements (draws, kernels).
     """
 
     check: str
@@ -97,12 +97,12 @@ class Finding:
 
     @property
     def is_claim(self) -> bool:
-        """Whether it has a limit, and so can fail."""
+        """Whether the finding has a limit."""
         return self.limit is not None
 
     @property
     def outcome_text(self) -> str:
-        """The outcome, with the n that would decide where that is open."""
+        """The outcome; for an undecided claim with the n that would decide it."""
         if self.deciding_n is None:
             return self.outcome
         return f"{self.outcome} (about {self.deciding_n:,} would decide, not {self.n:,})"
@@ -119,10 +119,10 @@ def judged(
 ) -> dict[str, Any]:
     """Returns limit, outcome, interval, n and deciding n as arguments of `Finding`; without a limit it is reported.
 
-    The value is to be at least the limit, or at most. It holds where the whole interval keeps the limit and fails
-    where none of it does; a value without an interval is exact, and NaN fails. With `strict` a value equal to the limit
-    does not keep it. The n that would decide shrinks the half interval towards the limit, as 1 / sqrt(n), to the
-    distance of the value from it.
+    The limit is a lower bound with `at_least`, else an upper bound; `strict` excludes equality. The claim holds if the
+    whole interval satisfies the limit and fails if no part of it does. A value without an interval is exact, and NaN
+    fails. The deciding n is the sample size at which the half interval towards the limit, which shrinks as 1 / sqrt(n),
+    equals the distance of the value from the limit.
     """
     low, high = interval
     fields: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
@@ -141,21 +141,21 @@ def judged(
 
 
 def _rounded_up(count: float) -> int:
-    """Two digits are all that such an estimate has."""
+    """Rounds up to two significant digits, the precision of such an estimate."""
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
     return unit * math.ceil(count / unit)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All findings about one candidate; `about` says what was compared, on which data, with which versions."""
+    """All findings about one candidate; `about` records the models, the data, the settings and the versions."""
 
     findings: tuple[Finding, ...]
     about: Mapping[str, Any]
 
     @property
     def outcome(self) -> str:
-        """That of all claims: one that fails makes all fail, one that is undecided leaves all undecided."""
+        """The overall outcome: the worst outcome of the claims, or reported without claims."""
         found = {finding.outcome for finding in self.findings}
         return next((outcome for outcome in (FAILS, UNDECIDED, HOLDS) if outcome in found), REPORTED)
 
@@ -171,12 +171,12 @@ class Evidence:
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
-        """The claims that more data could decide."""
+        """The claims that are undecided."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
     def summary(self) -> str:
-        """How many claims have which outcome, as a short text."""
+        """The number of claims per outcome, as a short text."""
         counts = {outcome: sum(one.outcome == outcome for one in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
@@ -187,27 +187,26 @@ class Evidence:
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Refuses to be shown beside another model than the candidate that it was measured on."""
+        """Raises FingerprintMismatch if the evidence was measured on another candidate."""
         measured = self.about.get("candidate", fingerprint)
         if measured != fingerprint:
             raise FingerprintMismatch(
                 f"the evidence was measured on the model {measured}, and {what} is {fingerprint}: verify that model, "
-                "or leave the evidence out."
+                "or omit the evidence."
             )
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file."""
         return write_json(path, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
-        """Returns everything as JSON-ready values."""
+        """Returns the evidence as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
         about = dict(self.about)
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
     def load(cls, path: Path | str) -> "Evidence":
-        """Reads what `save` wrote."""
+        """Reads a file written by `save`."""
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
@@ -220,5 +219,5 @@ class Evidence:
 
 
 def _finding(record: Mapping[str, Any]) -> Finding:
-    """JSON has no NaN: a value that could not be measured is stored as null."""
+    """Restores NaN, which JSON stores as null."""
     return Finding(**{**record, "value": math.nan if record["value"] is None else record["value"]})

@@ -1,4 +1,4 @@
-"""What was measured on this machine before, kept in one file of the user's cache folder."""
+"""Measurements of this machine, cached in one file of the user's cache folder."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ KIND, SCHEMA = "attnrx measurements", 1
 
 
 def device_name(device: str) -> str:
-    """Names the hardware behind a device."""
+    """Returns the name of the hardware of a device."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     if torch.device(device).type != "cpu":
@@ -31,23 +31,23 @@ def device_name(device: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder for what can be measured again: $ATTNRX_CACHE, or attnrx in the user's cache folder."""
+    """Returns the cache folder: $ATTNRX_CACHE, or attnrx in the user's cache folder."""
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
 
 
 def may_measure() -> bool:
-    """Whether measuring is allowed: unless ATTNRX_MEASURE is 0."""
+    """Whether measurements are allowed: false if ATTNRX_MEASURE is 0."""
     return os.environ.get(MEASURE, "1") != "0"
 
 
 class Measurements:
-    """Records by key, for the hardware at hand and this version of torch; those of other machines are left alone.
+    """Records by key for this hardware and this version of torch; records of other machines are preserved.
 
-    `path` is a file that may be written by one machine and read by others; None takes that of the cache folder. With
-    `pinned` nothing is ever written: the file says all that is known. Damaged content of the cache folder is ignored
-    with a `CacheWarning` and measured anew; that of a file that was named is refused with a `CheckpointError`.
+    `path` is a file that several machines may share; None selects the file of the cache folder. With `pinned` the file
+    is read-only. Damaged content of the cache folder is ignored with a `CacheWarning` and measured again; damaged
+    content of a file given by `path` raises a `CheckpointError`.
     """
 
     def __init__(self, device: str, path: Path | str | None = None, pinned: bool = False):
@@ -56,12 +56,12 @@ class Measurements:
         self._named = path is not None
         self._machine = f"{device_name(device)}, torch {torch.__version__}"
         if pinned and not self.path.exists():
-            raise CheckpointError(f"{self.path} does not exist, so it cannot say what is to be used; measure first.")
+            raise CheckpointError(f"{self.path} does not exist, so it has no measurements to use; measure first.")
         self._warned = False
         self._records = self._read().get(self._machine, {})
 
     def get(self, key: str, is_valid: Callable[[Mapping[str, Any]], bool] = bool) -> Mapping[str, Any] | None:
-        """Returns the record of a key; None where there is none, or one that is not valid."""
+        """Returns the record of a key; None if there is none or it is not valid."""
         record = self._records.get(key)
         if record is None or is_valid(record):
             return record
@@ -69,17 +69,17 @@ class Measurements:
         return None
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keeps a record, on disk too where that is possible."""
+        """Stores a record in memory and, unless `pinned`, in the file."""
         self._records[key] = dict(record)
         if self.pinned:
             return
-        machines = self._read()  # another process may have written meanwhile
+        machines = self._read()  # another process may have written since
         machines[self._machine] = {**machines.get(self._machine, {}), **self._records}
         try:
             write_json(self.path, {"kind": KIND, "schema": SCHEMA, "machines": machines})
         except CheckpointError:
             if self._named:
-                raise  # a cache folder that cannot be written only costs measuring again
+                raise  # an unwritable cache folder is no error: the next run measures again
 
     def _read(self) -> dict[str, dict[str, Any]]:
         if not self.path.exists():
@@ -95,7 +95,7 @@ class Measurements:
             return {}
 
     def _ignore(self, error: CheckpointError) -> None:
-        """Warns once of damage in the cache folder; raises the error where the file was named."""
+        """Warns once of damage in the cache folder; raises the error for a file given by `path`."""
         if self._named:
             raise error
         if not self._warned:
@@ -104,5 +104,5 @@ class Measurements:
 
 
 def _is_nested(value: object, depth: int) -> bool:
-    """Whether the value is a dictionary of dictionaries, and so on, so many levels deep."""
+    """Whether the value consists of dictionaries nested `depth` levels deep."""
     return depth == 0 or (isinstance(value, dict) and all(_is_nested(each, depth - 1) for each in value.values()))

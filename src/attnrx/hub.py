@@ -1,4 +1,4 @@
-"""Folders with saved models on the Hugging Face hub: put there, and taken from there."""
+"""Upload and download of saved models on the Hugging Face hub."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ from typing import Any
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 
 PREFIX = "hub:"
-# What makes up a model; a folder may hold the checkpoints of its training, too.
+# The files of a saved model; its folder may also hold checkpoints of the training.
 FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "README.md")
 CONNECT_SECONDS = 3.0
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -22,10 +22,10 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @contextmanager
 def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
-    """Restricts Hugging Face's libraries to their local copies while the hub cannot be reached, and yields the reason.
+    """Switches the Hugging Face libraries to offline mode if the hub cannot be reached, and yields the reason.
 
-    They would otherwise retry every file for half a minute. The reason is empty where nothing is restricted: `source`
-    is a local folder, HF_HUB_OFFLINE or a proxy is set, or one connection to the hub could be opened.
+    Otherwise they retry every file for half a minute. The reason is empty if nothing is switched: `source` is a local
+    folder, HF_HUB_OFFLINE or a proxy is set, or a connection to the hub could be opened.
     """
     problem = "" if source and Path(source).exists() else _connection_problem()
     named = (sys.modules.get(name) for name in ("huggingface_hub.constants", "datasets.config"))
@@ -40,7 +40,7 @@ def local_copies_if_unreachable(source: Path | str = "") -> Iterator[str]:
 
 
 def _connection_problem() -> str:
-    """Returns why no connection to the hub can be opened, or an empty text."""
+    """Returns the reason why no connection to the hub can be opened, or an empty text."""
     try:
         constants = importlib.import_module("huggingface_hub.constants")
     except ModuleNotFoundError:
@@ -57,13 +57,13 @@ def _connection_problem() -> str:
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Puts the files of a saved model into a repository, which is made if there is none, and returns its address.
+    """Uploads the files of a saved model to a repository, created if missing, and returns its address.
 
-    The hub's own login is used: `hf auth login`, or its token in the environment.
+    Uses the login of huggingface_hub: `hf auth login`, or the token in the environment.
 
     Raises:
         InvalidInput: The repository is not OWNER/NAME.
-        CheckpointError: The hub cannot be reached, or refuses.
+        CheckpointError: The hub cannot be reached, or rejects the upload.
     """
     _require_name(repository)
     api = _hub().HfApi()
@@ -76,7 +76,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
                 allow_patterns=list(FILES),
                 commit_message="A model saved by attnrx",
             )
-    except Exception as error:  # the hub's errors, those of the connection, and those of its transport
+    except Exception as error:  # huggingface_hub raises its own errors, OSError and those of its HTTP client
         raise CheckpointError(
             f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
             "a token that may write there."
@@ -85,10 +85,10 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def download(name: str) -> Path:
-    """Returns the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, which is fetched where it is missing.
+    """Returns the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, downloading missing files.
 
     Raises:
-        InvalidInput: The name is not like that.
+        InvalidInput: The name has another form.
         CheckpointError: The hub cannot be reached, or has no such repository.
     """
     repository, _, revision = name.partition("@")

@@ -1,4 +1,4 @@
-"""Data for a model: whatever a user has, as the image set or the splits that the model reads."""
+"""Conversion of user data to the image set or the splits of a model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
-from attnrx.data.geometry import SMALL, Geometry
-from attnrx.data.readers.reader import SPLITS
+from attnrx.data.geometry import SMALL, ImageGeometry
 from attnrx.data.splits import VALIDATION_IS_TEST, MissingImages
+from attnrx.data.stored import SPLITS
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import family_of
 from attnrx.optional import required_module
@@ -16,11 +16,11 @@ from attnrx.shapes import Float, Tensor
 
 
 def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
-    """Returns the data as an image set for this model (see `data.image_set`): PIL pictures are preprocessed as the
-    model's library does it, all other images are already on the model's scale.
+    """Returns the data as an image set for this model (see `data.image_set`). PIL images are preprocessed as by the
+    model's library; tensors must already be normalized for the model.
 
     Raises:
-        InvalidInput: The data is of an unknown type, or its images are no float tensors; the message names `argument`.
+        InvalidInput: The data has an unknown type, or its images are not float tensors; the message names `argument`.
         DataError: The data is empty.
     """
     if isinstance(data, ImageSet):
@@ -30,10 +30,10 @@ def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
 
 
 def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "channels height width"]]:
-    """Fits a PIL picture as the named datasets are fitted, on the scale of the model."""
+    """Returns the preprocessing of a PIL image as for the named datasets, with the model's normalization."""
     family = family_of(model)
     channels, size, _ = family.input_shape(model)
-    geometry = Geometry(size, channels, "photo" if size > SMALL else "fill")
+    geometry = ImageGeometry(size, channels, "photo" if size > SMALL else "fill")
     scale = Normalization(*family.normalization(model))
 
     def preprocess(picture: Any) -> Tensor:
@@ -46,8 +46,10 @@ def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "chann
 
 
 def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
-    """Returns the data as splits: `Splits` as they are, a mapping (such as a `datasets.DatasetDict`) by the names of
-    its splits, anything else as the training images alone. Splits that are missing are refused where they are needed.
+    """Returns the data as splits.
+
+    `Splits` are returned unchanged; a mapping (such as a `datasets.DatasetDict`) is read by split name; other data
+    become the training images. A missing split raises an error only when it is used.
     """
     if isinstance(data, Splits):
         return data
@@ -56,7 +58,7 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     if unknown:
         raise InvalidInput(f"{argument} has a split {unknown[0]!r}: name the splits train, validation and test.")
     sets: dict[str, ImageSet] = {
-        SPLITS[name.lower()]: images_for(model, own, f"{argument}[{name!r}]") for name, own in given.items()
+        SPLITS[name.lower()]: images_for(model, images, f"{argument}[{name!r}]") for name, images in given.items()
     }
     notes = ()
     if "test" not in sets and "validation" in sets:
@@ -83,20 +85,20 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
 
 
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
-    """Returns the dataset on the scale that the model was trained with, its labels as numbers of the model's classes.
+    """Returns the splits with the model's normalization and with labels as class indices of the model.
 
-    `label_map` gives the model's class number of every class of the dataset, by name; ImageNet subsets need none (see
-    `data.fit_labels`). Labels that fit no head are refused where they are needed, not here.
+    `label_map` maps class names of the dataset to class indices of the model; ImageNet subsets need none (see
+    `data.fit_labels`). Labels that fit no head raise an error only when they are used.
 
     Raises:
-        DataError: The images have another shape than the model reads, or the map does not fit.
+        DataError: The images do not have the model's input shape, or the map does not fit.
     """
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
     if (splits.channels, splits.image_size) != (channels, height):
         raise DataError(
-            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model wants {channels} "
-            f"at {height}; load the data with image_size={height}, or take a model for this data."
+            f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model needs {channels} "
+            f"at {height}; load the data with image_size={height}, or use a model for this data."
         )
     fitted = splits.renormalized(Normalization(*family.normalization(model)))
     heads = family.heads(model)

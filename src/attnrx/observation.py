@@ -1,4 +1,4 @@
-"""What one attention layer computed for one batch, shown to whoever diagnoses or verifies it."""
+"""The intermediate tensors of one attention layer for one batch, passed to diagnostics and checks."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Observation:
-    """All intermediates of one layer, heads in storage order, directions and what heads read out padded with zeros
-    to the largest rank.
+    """All intermediates of one layer; heads in storage order, directions and value dimensions zero-padded to the
+    largest rank.
 
-    `query` and `key` are the rows as they enter the scores: divided by their norms where the form has norms, before
-    the strength. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @ value;
-    the layer's result is the sum over heads of output @ readout, plus a bias.
+    `query` and `key` are the rows that enter the scores: divided by their norms if the form has norms, before the
+    strength is applied. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @
+    value; the layer's result is the sum over heads of output @ readout, plus a bias.
     """
 
     query: Float[Tensor, "batch tokens heads directions"]

@@ -1,4 +1,4 @@
-"""Libraries that only some functions need: imported when they are used, and installed by an extra of attnrx."""
+"""Import of optional libraries, which the extras of attnrx install."""
 
 import importlib
 from typing import Any

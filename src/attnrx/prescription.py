@@ -1,4 +1,4 @@
-"""What a model can do without: plain data that can be read, compared, reviewed and stored."""
+"""Prescriptions: the pruning plan of a model with its reasons, as plain data that can be reviewed and stored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
-from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite, write_with_tensors
+from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite_tensors, write_with_tensors
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.validation import (
     MOST_DIRECTIONS,
@@ -37,30 +37,30 @@ LINEAR_MAPS = ("fc1", "fc2")
 """The two linear maps of an MLP, in their order."""
 
 OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
-"""Maps that are reduced by their outputs: the value rows with the output projection, and those of the MLP."""
+"""Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
 
 LAYER_MAPS = ("qk", *OUTPUT_MAPS)
-"""The maps of a layer that rules decide about; "qk" are the query rows with the key rows of every head."""
+"""The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
 
 TOKENS = "tokens"
 MAPS = (*LAYER_MAPS, TOKENS)
-"""Everything that a prescription holds a decision about, by the names of its text form."""
+"""The names of all decisions of a prescription, as in its text form."""
 
 
 def _lay_out(part: Any, *fields: str) -> None:
-    """Stores the tensors as a file would give them back: products of other layouts are rounded otherwise."""
+    """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
     for field in fields:
         object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The directions that a decision is about, where they are not the model's own: combinations of its rows.
+    """New directions of a decision, as linear combinations of the model's rows.
 
-    New row r of owner h is left[h, r] @ the stored query rows, right[h, r] @ the stored key rows. Where every head owns
-    its directions, the rows are those of head h; directions that all heads share (one owner) combine the rows of all
-    heads, one head after the other. Before anything is removed the scores are those of the model, unless the basis
-    says how near they are (`about` of the prescription).
+    New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
+    owns its directions, the rows are those of head h; shared directions (one owner) combine the rows of all heads,
+    concatenated. Without pruning the scores equal those of the model, unless `about` of the prescription records an
+    approximation error.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -81,10 +81,10 @@ class Basis:
 class OutputDecision:
     """The decision about one of OUTPUT_MAPS: its outputs y become decode @ encode @ (y - center) + center.
 
-    For the values of a layer y is what its heads read out, one head after the other; for a map of the MLP it is the
-    map's result, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` of them, one unit
-    after the other; they see their own unit only, while `decode` may use all. `strength` are the strengths of all
-    directions, kept or not, for whoever wants to see the spectrum.
+    For "vo", y is the concatenation of the value outputs of the heads, one unit per head; for a map of the MLP it is
+    the output of the map, a single unit. `encode` holds the kept directions of every unit, `ranks[unit]` rows each,
+    concatenated; each row is nonzero on its own unit only, while `decode` may combine all. `strength` are the strengths
+    of all directions, kept or pruned, for plots of the spectrum.
     """
 
     ranks: tuple[int, ...]
@@ -106,11 +106,10 @@ class OutputDecision:
 
 @dataclass(frozen=True)
 class ScoreDecision:
-    """The decision about "qk": the directions that stay, their strengths, the heads that stay, and a reason per head.
+    """The decision about "qk": the kept directions, their strengths, the kept heads, and a reason per head.
 
-    `strength` is what the kept directions get (their old one unless the rule changes it). A head that stays with no
-    directions attends uniformly; a head that does not stay outputs nothing. The directions are the model's own, or
-    those of a `basis`.
+    `strength` is the new strength of the kept directions (unchanged for most rules). A kept head without directions has
+    uniform attention; a pruned head outputs zero. The directions are the model's own, or those of `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]
@@ -136,7 +135,7 @@ class ScoreDecision:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The directions that each head keeps; a removed head keeps none."""
+        """The number of kept directions per head; zero for a pruned head."""
         return tuple((self.keep & self.heads[:, None]).sum(-1).tolist())
 
     @property
@@ -146,9 +145,9 @@ class ScoreDecision:
 
     @property
     def directions(self) -> int:
-        """The directions of the layer before anything is removed, padding of ragged heads included.
+        """The number of directions of the layer before pruning, including the padding of ragged heads.
 
-        Directions that all heads share replace those of all heads, whose rows they combine.
+        Shared directions count once.
         """
         if self.basis is not None and self.basis.shared:
             return self.basis.left.shape[2]
@@ -156,9 +155,9 @@ class ScoreDecision:
 
     @property
     def kept(self) -> int:
-        """The directions that stay; one that several heads share is one direction."""
-        staying = self.keep & self.heads[:, None]
-        return int(staying.any(0).sum() if self.is_shared else staying.sum())
+        """The number of kept directions; a shared direction counts once."""
+        keep = self.keep & self.heads[:, None]
+        return int(keep.any(0).sum() if self.is_shared else keep.sum())
 
 
 Decision = ScoreDecision | OutputDecision
@@ -166,7 +165,7 @@ Decision = ScoreDecision | OutputDecision
 
 @dataclass(frozen=True)
 class LayerPrescription:
-    """The decisions about one layer, by map: "qk" always, and those of OUTPUT_MAPS that are reduced."""
+    """The decisions about one layer by map: always "qk", and the reduced ones of OUTPUT_MAPS."""
 
     decisions: Mapping[str, Decision]
 
@@ -180,23 +179,23 @@ class LayerPrescription:
 
     @property
     def qk(self) -> ScoreDecision:
-        """The decision about the scores."""
+        """The decision about "qk"."""
         found = self.decisions["qk"]
         assert isinstance(found, ScoreDecision)
         return found
 
     def with_scores(self, decision: ScoreDecision) -> "LayerPrescription":
-        """Returns the layer with another decision about qk."""
+        """Returns the layer with another decision about "qk"."""
         return LayerPrescription({**self.decisions, "qk": decision})
 
     @property
     def outputs(self) -> dict[str, OutputDecision]:
-        """The decisions about maps that are reduced by their outputs."""
+        """The decisions about OUTPUT_MAPS."""
         return {name: found for name, found in self.decisions.items() if isinstance(found, OutputDecision)}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored beside the JSON file, by name."""
+        """The tensors that are stored in the safetensors file, by name."""
         basis = self.qk.basis
         found = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
         for name, output in self.outputs.items():
@@ -206,10 +205,10 @@ class LayerPrescription:
 
 @dataclass(frozen=True, eq=False)
 class TokenPrescription:
-    """Which tokens leave on their way through the model: the policy, one reason per stage, and what was learned.
+    """The token policy, one reason per stage, and the weights of trained predictors.
 
-    `predictors` are the weights of the stages by name, as `TokenReduction.stages` holds them; without any, a learned
-    reducer begins with fresh ones, drawn from `seed`, which must be trained.
+    `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them a learned token
+    reducer is initialized from `seed` and must be trained.
     """
 
     policy: TokenPolicy
@@ -229,7 +228,7 @@ class TokenPrescription:
     def of(
         cls, policy: TokenPolicy, predictors: Mapping[str, Tensor] | None = None, seed: int = 0
     ) -> "TokenPrescription":
-        """Says why for every stage."""
+        """Builds the prescription with the policy's reason for every stage."""
         learned = policy.reducer.learned
         state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
         describe = f"; its predictor is {state}" if learned else ""
@@ -237,16 +236,16 @@ class TokenPrescription:
 
     @property
     def must_be_trained(self) -> bool:
-        """Whether it decides with predictors that have learned nothing yet."""
+        """Whether the token reducer is learned and its predictors are untrained."""
         return self.policy.reducer.learned and self.predictors is None
 
 
 @dataclass(frozen=True)
 class Prescription:
-    """Every layer of the model with this fingerprint, the rules that decided, and the data they decided on.
+    """The decisions about all layers of the model with this fingerprint, the rules, and in `about` the data.
 
-    `rules` holds the rule of every map that is prescribed, as the text from which `parse_rules` makes it, with the
-    metric that it decided in. `tokens` is the prescribed token policy, or None.
+    `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
+    prescribed token policy, or None.
     """
 
     layers: tuple[LayerPrescription, ...]
@@ -262,7 +261,7 @@ class Prescription:
         object.__setattr__(self, "rules", rules)
 
     def __str__(self) -> str:
-        """The rules as one text, from which `prescribe` decides the same again."""
+        """The rules as one text, from which `prescribe` reproduces the decisions."""
         return " ".join(f"{name}={rule}" for name, rule in self.rules.items())
 
     @property
@@ -272,24 +271,24 @@ class Prescription:
 
     @property
     def removed_share(self) -> float:
-        """The share of all score directions that is removed ("Dir. pruned" in the paper's tables).
+        """The share of pruned score directions ("Dir. pruned" in the paper's tables).
 
-        It says how much smaller the query and key projections become. A direction that all heads share counts once,
-        though every head computes scores with it, so the products of queries and keys may cost more than before:
-        compare forms by their MACs (`Family.costs`).
+        It measures the reduction of the query and key projections. A shared direction counts once although every head
+        computes scores with it, so the query-key products may cost more than before: compare forms by their MACs
+        (`Family.costs`).
         """
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether any decision is about other directions than the model's own, or about another map than the scores."""
+        """Whether any decision has a basis, or is about another map than "qk"."""
         return any(layer.tensors for layer in self.layers)
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file; floats are written so that they read back bit for bit.
+        """Writes one JSON file whose floats round-trip exactly.
 
-        Where there are bases, or weights of predictors, they go into a safetensors file beside it
+        Bases, output decisions and predictor weights are written to a safetensors file in the same folder
         (`storage.write_with_tensors`).
         """
         record = {
@@ -315,13 +314,13 @@ class Prescription:
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
-        """Reads what `save` wrote."""
+        """Reads a file written by `save`."""
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)
         tensors = read_tensors_of(path, record)
-        require_finite(tensors, f"the tensors beside {path}")
+        require_finite_tensors(tensors, f"the tensors of {path}")
         try:
             layers = tuple(
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
@@ -329,9 +328,10 @@ class Prescription:
             )
             tokens = _tokens_from_record(record, tensors)
         except KeyError as error:
-            raise CheckpointError(f"{path} needs the tensor {error}, which is not beside it; make it again.") from None
+            message = f"{path} needs the tensor {error}, which is not in its folder; make it again."
+            raise CheckpointError(message) from None
         except InvalidInput as error:
-            raise CheckpointError(f"{path} and the tensors beside it disagree: {error}") from error
+            raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
         found = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
         if abs(found.removed_share - record["removed_share"]) > 1e-9:
             raise CheckpointError(
@@ -341,7 +341,7 @@ class Prescription:
         return found
 
     def require(self, fingerprint: str) -> None:
-        """Refuses to be realized on another model."""
+        """Raises FingerprintMismatch if the prescription belongs to another model."""
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the prescription was made for the model {self.fingerprint}, this model is {fingerprint}; "
@@ -432,30 +432,30 @@ def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputD
 
 
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
-    """Checks what the fields must agree on: directions, and the rank of every head."""
+    """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]
     keep = Items(Integer(0, directions - 1), 0, directions, unique=True)
     strength = Items(Number(), directions, directions)
     for index, head in enumerate(scores["heads"]):
-        place = f"{below(where, 'heads')}[{index}]"
-        keep.check(head["keep"], below(place, "keep"))
-        strength.check(head["strength"], below(place, "strength"))
+        path = f"{below(where, 'heads')}[{index}]"
+        keep.check(head["keep"], below(path, "keep"))
+        strength.check(head["strength"], below(path, "strength"))
         rank = len(head["keep"]) if head["stays"] else 0
         if head["rank"] != rank:
             kept = f"keep has {len(head['keep'])} directions and stays is {shown(head['stays'])}"
-            raise Invalid(below(place, "rank"), f"is {head['rank']}; {kept}, so it must be {rank}")
+            raise Invalid(below(path, "rank"), f"is {head['rank']}; {kept}, so it must be {rank}")
 
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
-    """Checks that all units of a map have as many directions, and no rank above that."""
+    """Checks that all units of a map have the same number of directions, and ranks up to that number."""
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
-        place = f"{below(where, 'units')}[{index}]"
-        Items(Number(), directions, directions).check(unit["strength"], below(place, "strength"))
-        Integer(0, directions).check(unit["rank"], below(place, "rank"))
+        path = f"{below(where, 'units')}[{index}]"
+        Items(Number(), directions, directions).check(unit["strength"], below(path, "strength"))
+        Integer(0, directions).check(unit["rank"], below(path, "rank"))
 
 
-# How long lists are and how large their numbers, `then` checks: it depends on the number of directions.
+# `then` checks the lengths and ranges of these lists, which depend on the number of directions.
 RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
 HEAD = Record({"stays": Flag(), "rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
 UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
@@ -470,7 +470,7 @@ POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "t
 
 
 def _require_tokens(record: Mapping[str, Any], where: str) -> None:
-    """Checks that a policy comes with its reasons, and reasons with their policy."""
+    """Checks that `rules.tokens` and `tokens` are either both given or both absent."""
     if (TOKENS in record["rules"]) != (TOKENS in record):
         here, there = ("rules.tokens", "tokens") if TOKENS in record["rules"] else ("tokens", "rules.tokens")
         raise Invalid(below(where, there), f"is missing, and {here} is given")
@@ -488,7 +488,7 @@ LATENCY = Record(
     {"in_subprocess": Flag()},
     open=True,
 )
-# What a plan predicted (`Plan.promises`), which the check `promises` of `verify` compares with what it measures.
+# The predictions of a plan (`Plan.promises`), which the check `promises` of `verify` compares with measurements.
 PLAN = Record(
     {
         "expected": Record(dict.fromkeys(("divergence", "agreement"), MEAN), {"change": MEAN}),
@@ -496,7 +496,7 @@ PLAN = Record(
     },
     open=True,
 )
-# The options of `attnrx realize`, with which the matched controls are realized.
+# The options of `attnrx realize`, which are used for the matched controls too.
 REALIZED = Record(
     {
         "by": Choice(("compress", "mask")),

@@ -1,6 +1,6 @@
-"""The processes that a launcher started: which one this is, and how they put together what each of them found.
+"""Distributed processes started by a launcher: rank, world size and collective operations.
 
-Every function here but `place` and `leave` is for all of them at once: one that stays away lets the others wait.
+All functions except `place` and `leave` are collective: every process must call them, or the others block.
 """
 
 import os
@@ -16,8 +16,8 @@ from attnrx.shapes import Tensor
 Value = TypeVar("Value")
 
 
-def join() -> tuple[int, int]:
-    """Joins the processes that `accelerate launch` or `torchrun` started, if there are several; gives `place`."""
+def join_process_group() -> tuple[int, int]:
+    """Initializes the process group of `accelerate launch` or `torchrun`, if WORLD_SIZE > 1; returns `place()`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _joined():
         from accelerate import PartialState
 
@@ -26,26 +26,26 @@ def join() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Ends the process group, if there is one: a process that exits inside it can abort in gloo's threads."""
+    """Destroys the process group, if there is one: a process that exits inside it can abort in gloo's threads."""
     if _joined():
         distributed.destroy_process_group()
 
 
 def place() -> tuple[int, int]:
-    """Which process this is, of how many; the only one where none were joined."""
+    """Returns (rank, world size); (0, 1) without a process group."""
     return (distributed.get_rank(), distributed.get_world_size()) if _joined() else (0, 1)
 
 
 def all_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Puts the rows of all processes together, those of the first process first; a process may have none."""
-    found = [part for part in gathered(torch.cat(list(parts)) if parts else None) if part is not None]
+    """Concatenates the rows of all processes in the order of ranks; a process may have none."""
+    found = [part for part in all_gathered(torch.cat(list(parts)) if parts else None) if part is not None]
     if not found:
         raise DataError("no process was given any image; give at least one.")
     return torch.cat(found)
 
 
-def gathered(value: Value) -> list[Value]:
-    """Returns what each process has, in their order, to all of them; tensors should lie on the CPU."""
+def all_gathered(value: Value) -> list[Value]:
+    """All-gathers the values of all processes in the order of ranks; tensors should be on the CPU."""
     found: list[Any] = [value] * place()[1]
     if place()[1] > 1:
         distributed.all_gather_object(found, value)
@@ -53,7 +53,7 @@ def gathered(value: Value) -> list[Value]:
 
 
 def from_first(make: Callable[[], Value]) -> Value:
-    """Lets the first process alone make something, and returns it to all."""
+    """Calls `make` in the process of rank 0 only, and broadcasts the result to all."""
     if place()[1] == 1:
         return make()
     value: list[Any] = [make() if place()[0] == 0 else None]

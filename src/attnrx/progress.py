@@ -1,4 +1,4 @@
-"""Progress messages: a function that takes them, one line each."""
+"""The type of log callbacks: functions that take one line of text."""
 
 from collections.abc import Callable
 
@@ -6,4 +6,4 @@ Log = Callable[[str], None]
 
 
 def no_log(_: str) -> None:
-    """Drops the message."""
+    """A log callback that discards the message."""

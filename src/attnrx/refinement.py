@@ -1,4 +1,4 @@
-"""Refinement: the rows of a compressed layer improved on data, until its attention comes nearer to the original's."""
+"""Refinement: optimizes the query and key rows of compressed layers to match the attention of the original."""
 
 import copy
 import warnings
@@ -20,9 +20,9 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Refinement:
-    """The knobs: `steps` of Adam a layer on `batch` images each, at a learning rate that falls to zero in a line.
+    """The settings: `steps` of Adam per layer on `batch` images each; the learning rate decays linearly to zero.
 
-    The learning rate is relative to the root mean square of each tensor that is refined.
+    The learning rate is relative to the root mean square of each refined tensor.
     """
 
     steps: int = 200
@@ -39,8 +39,8 @@ class Refinement:
 
 @dataclass
 class Refined:
-    """A refined model, for each layer the mean divergence per query and head (nats) before and after, and
-    notes on the images.
+    """A refined model, the mean divergence per query and head (nats) of each layer before and after, and notes on the
+    images.
     """
 
     model: nn.Module
@@ -52,15 +52,15 @@ class Refined:
 def refine(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None
 ) -> Refined:
-    """Returns a copy of the candidate whose query and key rows minimise KL(reference's attention || its own), by layer.
+    """Returns a copy of the candidate whose query and key rows minimise KL(reference attention || candidate attention).
 
-    Every layer is refined by itself on what the reference feeds it, so the layers do not wait for one another and no
-    labels are used. A layer whose divergence would not fall keeps its rows. Both models must have the same layers and
-    heads; the calibration images are few enough to keep what every layer is fed (64, say).
+    Every layer is refined independently on the inputs of the reference layer; no labels are used. A layer whose
+    divergence does not decrease keeps its rows. Both models must have the same layers, and the candidate's heads must
+    be among the reference's. The inputs of a layer are held in memory for all calibration images, so give few, e.g. 64.
 
     Raises:
-        InvalidInput: for models of other depth or other heads, and without images.
-        DataError: for images of another shape than the model reads, or with NaN or infinity.
+        InvalidInput: The models have different depths or heads, or there are no images.
+        DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
     knobs = refinement or Refinement()
     result, images = Refined(copy.deepcopy(candidate)), images_for(reference, calibration, "calibration")
@@ -68,14 +68,14 @@ def refine(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )
     _require_alike(reference, result.model)
-    for teacher, own in pairs:
+    for teacher, student in pairs:
         input_validation = InputValidation(reference, family_of(reference), "refine")
         with warnings.catch_warnings(), evaluating((reference, result.model)):
             if result.before:  # the first layer has warned
                 warnings.simplefilter("ignore", ScaleWarning)
-            fed = _what_is_fed(reference, teacher, images, input_validation)
+            inputs = _layer_inputs(reference, teacher, images, input_validation)
             result.notes = input_validation.notes()
-        before, after = _refine_layer_(own, teacher, fed, knobs)
+        before, after = _refine_layer_(student, teacher, inputs, knobs)
         result.before.append(before)
         result.after.append(after)
     return result
@@ -84,14 +84,14 @@ def refine(
 def _require_alike(reference: nn.Module, candidate: nn.Module) -> None:
     first, second = (family_of(model).attention(model) for model in (reference, candidate))
     heads = [[set(layer.spec.heads) for layer in layers] for layers in (first, second)]
-    if len(first) != len(second) or any(not own <= others for own, others in zip(heads[1], heads[0], strict=True)):
+    if len(first) != len(second) or any(not new <= old for old, new in zip(*heads, strict=True)):
         raise InvalidInput(
             f"the candidate has {len(second)} layers of heads {heads[1]}, the reference {len(first)} of {heads[0]}; "
             "refine a model that was made from the reference."
         )
 
 
-def _what_is_fed(
+def _layer_inputs(
     model: nn.Module, layer: Attention, images: ImageSet, input_validation: InputValidation
 ) -> Float[Tensor, "images tokens width"]:
     weight = next(model.parameters())
@@ -113,18 +113,18 @@ def _recording(layer: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refinement) -> tuple[float, float]:
+def _refine_layer_(student: Attention, teacher: Attention, inputs: Tensor, knobs: Refinement) -> tuple[float, float]:
     """Refines one layer in place, and returns its divergence before and after."""
-    order = [teacher.spec.heads.index(head) for head in own.spec.heads]
-    parts = list(fed.split(knobs.batch))
+    order = [teacher.spec.heads.index(head) for head in student.spec.heads]
+    parts = list(inputs.split(knobs.batch))
     with torch.no_grad():
         targets = [_log_attention(teacher, part)[:, order].exp() for part in parts]
-        before = _mean_divergence(own, parts, targets)
-    rows = [parameter for parameter in own.scores.parameters() if parameter.numel()]
+        before = _mean_divergence(student, parts, targets)
+    rows = [parameter for parameter in student.scores.parameters() if parameter.numel()]
     if not rows or before == 0:
         return before, before
-    kept = copy.deepcopy(own.scores.state_dict())
-    requested = [parameter.requires_grad for parameter in rows]
+    original_state = copy.deepcopy(student.scores.state_dict())
+    requires_grad = [parameter.requires_grad for parameter in rows]
     for parameter in rows:
         parameter.requires_grad_()
     groups = [{"params": [row], "lr": knobs.learning_rate * _size(row)} for row in rows]
@@ -134,16 +134,16 @@ def _refine_layer_(own: Attention, teacher: Attention, fed: Tensor, knobs: Refin
     for _ in range(knobs.steps):
         chosen = int(torch.randint(len(parts), (), generator=generator))
         optimizer.zero_grad()
-        _divergence(own, parts[chosen], targets[chosen]).backward()
+        _divergence(student, parts[chosen], targets[chosen]).backward()
         optimizer.step()
         schedule.step()
-    for parameter, wanted in zip(rows, requested, strict=True):
+    for parameter, flag in zip(rows, requires_grad, strict=True):
         parameter.grad = None
-        parameter.requires_grad_(wanted)
+        parameter.requires_grad_(flag)
     with torch.no_grad():
-        after = _mean_divergence(own, parts, targets)
-    if not after < before:  # NaN too
-        own.scores.load_state_dict(kept)
+        after = _mean_divergence(student, parts, targets)
+    if not after < before:  # also true for NaN
+        student.scores.load_state_dict(original_state)
         return before, before
     return before, after
 
@@ -153,7 +153,7 @@ def _size(row: Tensor) -> float:
 
 
 def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the logarithm of the layer's attention; a head without directions attends uniformly."""
+    """Returns the log-attention of the layer; a head without directions has uniform attention."""
     eager = Eager()
     buckets = eager.buckets(layer.spec, AttentionContext.of(tokens))
     found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}

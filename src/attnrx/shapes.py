@@ -1,10 +1,10 @@
-"""The legend of shapes, used by every annotation of the project.
+"""Axis names of the shape annotations.
 
-    batch       images at once                 width       features of a token (embedding dimension)
+    batch       images of a batch              width       embedding dimension of a token
     tokens      tokens of an image             heads       attention heads of a layer
     directions  rank-one terms of a head       layers      transformer blocks
-    queries     query tokens                  keys        key tokens
-    head_dim    features a head reads out      classes     outputs of the classifier
+    queries     query tokens                   keys        key tokens
+    head_dim    value dimensions of a head     classes     outputs of the classifier
     draws       repeated random draws          images      images of a whole dataset
 
 `Float[Tensor, "heads directions"]` is checked at run time in the tests only.

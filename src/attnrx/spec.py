@@ -1,4 +1,4 @@
-"""The static shape of one attention layer: plain data from which the module is built, priced and reloaded."""
+"""The static shape of one attention layer: plain data from which a layer is built, costed and reloaded."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ BIASES = ("query", "key", "value", "output")
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How many directions and features every head of a layer has.
+    """The numbers of directions and value dimensions of every head of a layer.
 
-    `ranks` lists the score directions of each stored head and `heads` which head of the original model it was.
-    `norms` says what the rows of query and key are divided by: nothing (dense and shared), the norm of the directions
-    that were kept, or the norm of all `original_rank` directions, which the projections then still compute. In the
-    shared form (CP SlimAtt) all heads have the same directions, in strengths of their own. `value_ranks` are the
-    features that each stored head reads out (all head_dim of them by default) and `biases` the projections that have
-    one. `scale` is a stored fact: it never follows the rank.
+    `ranks` are the numbers of score directions per stored head, `heads` the indices of these heads in the original
+    model. `norms` is the normalization of the query and key rows: "none" (dense and shared), "kept" (the norm over the
+    kept directions) or "original" (the norm over all `original_rank` directions, which the projections then still
+    compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. `value_ranks`
+    are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias. `scale` is
+    stored: it does not depend on the rank.
     """
 
     form: str
@@ -36,7 +36,7 @@ class AttentionSpec:
 
     def __post_init__(self):
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
-            object.__setattr__(self, "value_ranks", None)  # one way of saying it, so that equal layers are equal
+            object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
         if self.form not in FORMS or self.norms not in NORMS:
             raise InvalidInput(f"form={self.form!r}, norms={self.norms!r}: choose from {FORMS} and {NORMS}.")
         if (self.form != "svda") != (self.norms == "none"):
@@ -70,7 +70,7 @@ class AttentionSpec:
 
     @classmethod
     def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":
-        """The uncompressed layer: every head owns width / heads directions."""
+        """Returns the spec of an uncompressed layer: every head has width / heads directions."""
         if heads < 1 or width % heads:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads
@@ -79,15 +79,15 @@ class AttentionSpec:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The features that each stored head reads out."""
+        """The value dimensions of each stored head."""
         return (self.head_dim,) * len(self.heads) if self.value_ranks is None else self.value_ranks
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of the query projection that each owner of directions computes.
+        """The rows of the query projection per owner of directions.
 
-        They are the ranks of the heads, or all rows where the original norms are needed; shared directions have a
-        single owner.
+        These are the ranks of the heads, or all rows if the original norms are needed; shared directions have one
+        owner.
         """
         if self.form == "shared":
             return self.ranks[:1]
@@ -97,17 +97,17 @@ class AttentionSpec:
 
     @property
     def is_full(self) -> bool:
-        """Whether the layer still has every direction and every feature of every head."""
-        complete = self.heads == tuple(range(len(self.heads)))
-        whole = all(rank == self.original_rank for rank in self.ranks)
-        return complete and whole and all(rank == self.head_dim for rank in self.reads)
+        """Whether every head still has all its directions and value dimensions."""
+        has_all_heads = self.heads == tuple(range(len(self.heads)))
+        has_all_directions = all(rank == self.original_rank for rank in self.ranks)
+        return has_all_heads and has_all_directions and all(rank == self.head_dim for rank in self.reads)
 
     def has_bias(self, projection: str) -> bool:
         """Whether the projection "query", "key", "value" or "output" has a bias."""
         return projection in self.biases
 
     def with_ranks(self, ranks: Sequence[int], heads: Sequence[int], norms: str) -> "AttentionSpec":
-        """The same layer with other ranks, heads (some of its own) and norms; the scale stays, and what heads read."""
+        """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept."""
         reads = dict(zip(self.heads, self.reads, strict=True))
         values = tuple(reads[head] for head in heads)
         return replace(self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=values)

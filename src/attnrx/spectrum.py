@@ -1,4 +1,4 @@
-"""The spectrum of one layer: its score directions as three tables."""
+"""The spectrum of one layer: query rows, key rows and strengths of its score directions."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,12 @@ from attnrx.shapes import Bool, Float, Tensor
 
 @dataclass(frozen=True)
 class Spectrum:
-    """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, x carrying a trailing 1.
+    """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, x with an appended 1.
 
-    `owners` is the number of heads, or 1 where all heads share their directions (`shared`). Rows are padded to the
-    largest rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of
-    query and key: over the kept directions ("kept") or over all original ones ("original"). `heads` names the original
-    head of every row. Rules see the other maps of a layer as the same tables; `of` is
-    the name of the map.
+    `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest
+    rank; `used` is False on the padding. With `norms` other than "none" a score is divided by the row norms of query
+    and key: over the kept directions ("kept") or over all original ones ("original"). `heads` are the indices of the
+    heads in the original model. Rules receive the other maps of a layer in the same form; `of` is the name of the map.
     """
 
     query: Float[Tensor, "owners directions augmented"]
@@ -46,14 +45,12 @@ class Spectrum:
 
     @property
     def energy(self) -> Float[Tensor, "heads directions"]:
-        """Strength squared as a share of its head (Eq. 22); a head whose strengths are all zero has no energy
-        anywhere.
-        """
+        """Squared strengths, normalized per head (Eq. 22); all zero for a head whose strengths are zero."""
         square = self.strength.square() * self.used
         total = square.sum(-1, keepdim=True)
         return torch.where(total > 0, square / total, torch.zeros_like(square))
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:
-        """The number of directions that each head uses, as a float so that it can be averaged."""
+        """The number of used directions per head, as a float so that it can be averaged."""
         return self.used.sum(-1).to(self.strength.dtype)

@@ -1,6 +1,6 @@
-"""Files that are whole or absent: JSON and safetensors, written atomically and read with suspicion.
+"""JSON and safetensors files, written atomically and validated when they are read.
 
-Every file carries a marker of its kind inside: the `kind` of a JSON object, the `kind` in the header of safetensors.
+Every file contains its kind: the field `kind` of the JSON object, or `kind` in the header of safetensors.
 """
 
 import hashlib
@@ -39,17 +39,17 @@ def write_text(path: Path | str, content: str) -> Path:
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record as `json_text`."""
+    """Writes a record in the format of `json_text`."""
     return write_text(path, json_text(record))
 
 
 def json_text(record: Mapping[str, Any] | list[Any]) -> str:
-    """Returns a record as indented JSON; NaN and infinity become null, which JSON can hold."""
+    """Returns a record as indented JSON; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """Reads JSON; refuses a file that is missing, no regular file, too large, too deeply nested or no JSON."""
+    """Reads JSON; raises CheckpointError for a missing, irregular, too large, too deeply nested or invalid file."""
     path = require_regular(path)
     size = path.stat().st_size
     if size > most_bytes:
@@ -75,7 +75,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
-    """Reads safetensors; with `sha256`, refuses a file whose content is not the one that was written."""
+    """Reads safetensors; raises CheckpointError if the file is damaged or its hash differs from `sha256`."""
     path = require_regular(path)
     try:
         content = path.read_bytes()
@@ -94,11 +94,11 @@ def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tenso
 
 
 def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a record as JSON, and its tensors beside it, which the JSON names by their hash; gives the JSON's path.
+    """Writes a record as JSON and its tensors as safetensors in the same folder; returns the path of the JSON file.
 
-    The tensors' file is named after the JSON and its own content, so that it never takes the place of another file,
-    and the JSON, which is replaced at once, decides which of two versions is read. Tensors of earlier versions of this
-    JSON are deleted afterwards.
+    The JSON refers to the tensors by their hash, and their file name contains the name of the JSON and the hash. So no
+    other file is overwritten, and the atomic replacement of the JSON selects the version that is read. Tensors of
+    earlier versions of this JSON are deleted afterwards.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
     earlier = [each for each in _tensors_files(path) if file_kind(each) == kind]
@@ -119,7 +119,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
 
 
 def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads the tensors that `write_with_tensors` wrote beside a JSON file; none where its record names none."""
+    """Reads the tensors that `write_with_tensors` wrote with a JSON file; empty if its record refers to none."""
     sha256 = record.get("tensors_sha256")
     if sha256 is None:
         return {}
@@ -127,28 +127,28 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
         raise CheckpointError(f"{path}: tensors_sha256 is {sha256!r} and not a sha256; the file was edited.")
     file = tensors_path(path, sha256)
     if not file.exists():
-        raise CheckpointError(f"{path} belongs with {file.name}, which is not beside it; move or copy both together.")
+        raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
     return read_tensors(file, sha256)
 
 
 def tensors_path(path: Path | str, sha256: str) -> Path:
-    """Returns the file of the tensors that belong to a JSON file."""
+    """Returns the path of the tensors of a JSON file."""
     path = Path(path)
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
 
 
 def _tensors_files(path: Path) -> list[Path]:
-    """Finds the files of all versions of the tensors that belong to a JSON file."""
+    """Returns the tensor files of all versions of a JSON file."""
     name = re.compile(rf"{re.escape(path.name)}\.tensors-[0-9a-f]{{12}}\.safetensors")
     return [each for each in path.parent.iterdir() if name.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
-# How files begin that are neither JSON nor safetensors.
+# Markers at the beginning of files that are neither JSON nor safetensors.
 _CARD, _PAGE = b"---\nlibrary_name: attnrx\n", b'<meta name="generator" content="attnrx report">'
 
 
 def file_kind(path: Path | str) -> str | None:
-    """Returns the kind that is marked inside a file which attnrx wrote; None for any other file."""
+    """Returns the kind stored in a file written by attnrx; None for any other file."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -175,12 +175,12 @@ def file_sha256(path: Path | str) -> str:
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record with a hash of itself, by which `check_seal` later sees that it was not edited."""
+    """Returns the record with a hash of its content, which `check_seal` verifies."""
     return {**record, SEAL: _seal(record)}
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Refuses a record whose content is not what was sealed."""
+    """Raises CheckpointError if the content of a record does not match its hash."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
 
@@ -191,7 +191,7 @@ def _seal(record: Mapping[str, Any]) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a short hash of names, shapes, dtypes and values: two models share it only if they are the same."""
+    """Returns a 16-digit hash of names, shapes, dtypes and values, which identifies a model."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -201,7 +201,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
-    """Refuses a record that is not of this kind or was written by a newer schema."""
+    """Raises CheckpointError if a record is of another kind or another schema version."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
         raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
@@ -209,8 +209,8 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
         raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
 
 
-def require_finite(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Refuses NaN and infinity, naming the first tensor that holds one."""
+def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Raises InvalidInput for NaN or infinity; the message names the first such tensor."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InvalidInput(

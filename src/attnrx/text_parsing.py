@@ -1,4 +1,4 @@
-"""Small languages, such as those of rules and of policies: text cut into tokens, which a reader takes one by one."""
+"""Tokenizer and recursive-descent reader for the small languages of rules, token policies and checks."""
 
 import dataclasses
 import re
@@ -13,13 +13,13 @@ WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
 def share(text: str) -> float:
-    """Returns the number that a text states, where `50%` is 0.5. Raises ValueError for other text."""
+    """Parses a number, where `50%` is 0.5; raises ValueError for other text."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text; its kind is "number", "name", "end" or the sign itself."""
+    """A lexical token; its kind is "number", "name", "end" or the sign itself."""
 
     kind: str
     text: str
@@ -28,7 +28,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Language:
-    """What a text is called, examples of it, the signs between its numbers and names, and the error for all else."""
+    """A language: its noun for messages, examples, the signs between numbers and names, and the error class."""
 
     noun: str
     plural: str
@@ -37,13 +37,13 @@ class Language:
     error: type[InvalidInput]
 
     def problem(self, text: str, start: int, problem: str) -> InvalidInput:
-        """Makes the error that tells where in a text the problem is, and what texts look like."""
+        """Returns the error with the position of the problem and examples of valid texts."""
         return self.error(
             f"the {self.noun} {text!r}, at character {start + 1}: {problem}. {self.plural} read like {self.examples}."
         )
 
     def tokens(self, text: str) -> Iterator[Token]:
-        """Cuts a text into tokens, or says what cannot be read."""
+        """Yields the tokens of a text; raises the language's error for unreadable characters."""
         pattern = re.compile(
             r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
             rf"|(?P<sign>[{re.escape(self.signs)}]))"
@@ -63,7 +63,7 @@ class Language:
 
 
 class Reader:
-    """Reads a text of its language from left to right; a method of a subclass takes the tokens of its part."""
+    """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule."""
 
     language: ClassVar[Language]
 
@@ -71,31 +71,31 @@ class Reader:
         self.text, self.tokens, self.position = text, tuple(self.language.tokens(text)), 0
 
     def take(self, kind: str) -> bool:
-        """Takes the next token if it is of this kind."""
+        """Consumes the next token if it is of this kind; returns whether it did."""
         found = self.tokens[self.position].kind == kind
         self.position += found
         return found
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Takes the next token, which must be of this kind."""
+        """Consumes the next token, which must be of this kind, and returns it."""
         token = self.tokens[self.position]
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
         return token
 
     def problem(self, start: int, problem: str) -> InvalidInput:
-        """Makes the error for a problem at this place in the text."""
+        """Returns the error for a problem at this position of the text."""
         return self.language.problem(self.text, start, problem)
 
 
-Kinds = tuple[type, ...]  # the types that a value may have
+Kinds = tuple[type, ...]  # the allowed types of a value
 
 
 class KnobReader(Reader):
-    """Reads knobs in brackets, `(knob=value,knob=value)`, whose values are those of the fields of a dataclass."""
+    """Reads knobs in brackets, `(knob=value,knob=value)`, for the fields of a dataclass."""
 
     def read_knobs(self, name: Token, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes the knobs of a part, if any are given; `knobs` are their annotations."""
+        """Reads the knobs of the named part, if any are given; `knobs` maps their names to annotations."""
         given: dict[str, Any] = {}
         if self.take("("):
             self._read_knob(name, knobs, given)
@@ -105,7 +105,7 @@ class KnobReader(Reader):
         return given
 
     def read_value(self, kinds: Kinds) -> Any:
-        """Takes one value: a number, true, false, none or a word."""
+        """Reads one value: a number, true, false, none or a word."""
         here = self.tokens[self.position]
         if self.take("number"):
             return int(here.text) if re.fullmatch(r"[-+]?\d+", here.text) else share(here.text)
@@ -143,7 +143,7 @@ class KnobReader(Reader):
 
 
 def knobs_of(kind: type) -> dict[str, Any]:
-    """Names the fields of a dataclass that can be written as text, with their annotations."""
+    """Returns the annotations of the fields of a dataclass that have a text form."""
     plain = [bool, int, float, str, type(None), Ellipsis]  # a list: arguments of a Callable have no hash
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     return {name: own for name, own in fields.items() if all(one in plain for one in get_args(own) or (own,))}

@@ -1,4 +1,4 @@
-"""Validation of what is read from files: one declarative vocabulary, and errors that name the file and the field.
+"""Declarative validation of JSON files; errors name the file and the field.
 
 A field describes one JSON value. `validated(value, field, path)` returns the value or raises a CheckpointError such as
 `prescription.json: layers[3].heads[1].keep[0] is -1; it must be an integer in 0..63.`
@@ -21,7 +21,7 @@ SHOWN = 60  # characters of a wrong value in a message
 
 
 class Invalid(Exception):
-    """A value that its field does not allow: where it is, and what is wrong; `validated` adds the file."""
+    """A value that its field does not allow, with its path and the problem; `validated` adds the file."""
 
     def __init__(self, where: str, problem: str):
         super().__init__(f"{where} {problem}" if where else problem)
@@ -33,31 +33,29 @@ class Field(ABC):
     @property
     @abstractmethod
     def described(self) -> str:
-        """The allowed values in words."""
+        """The allowed values as text."""
 
     @abstractmethod
     def check(self, value: Any, where: str) -> None:
         """Raises Invalid for a value that is not allowed."""
 
     def refuse(self, value: Any, where: str) -> Invalid:
-        """The error for this value."""
+        """Returns the error for this value."""
         return Invalid(where, f"is {shown(value)}; it must be {self.described}")
 
 
 @dataclass(frozen=True)
 class Integer(Field):
-    """A whole number in a closed range; true, false and 3.0 are none."""
+    """An integer in a closed range; true, false and 3.0 are not integers."""
 
     least: int = 0
     most: int = 2**63 - 1
 
     @property
     def described(self) -> str:
-        """The range."""
         return f"an integer in {self.least}..{self.most}"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses other types and other ranges."""
         if not isinstance(value, int) or isinstance(value, bool) or not self.least <= value <= self.most:
             raise self.refuse(value, where)
 
@@ -71,28 +69,24 @@ class Number(Field):
 
     @property
     def described(self) -> str:
-        """The range."""
         return f"a finite number in {self.least:g}..{self.most:g}"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses other types, other ranges, NaN and infinity."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not self.least <= value <= self.most:
             raise self.refuse(value, where)
 
 
 @dataclass(frozen=True)
 class Text(Field):
-    """A text, with `parse` one that this function reads without an error of ours."""
+    """A text; with `parse`, one for which this function raises no AttnrxError."""
 
     parse: Callable[[str], object] | None = None
 
     @property
     def described(self) -> str:
-        """The type."""
         return "a text"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses other types, and texts that cannot be parsed."""
         if not isinstance(value, str):
             raise self.refuse(value, where)
         if self.parse is not None:
@@ -108,11 +102,9 @@ class Flag(Field):
 
     @property
     def described(self) -> str:
-        """The two values."""
         return "true or false"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses everything else, 0 and 1 too."""
         if not isinstance(value, bool):
             raise self.refuse(value, where)
 
@@ -125,11 +117,9 @@ class Choice(Field):
 
     @property
     def described(self) -> str:
-        """The values."""
         return f"one of {', '.join(map(repr, self.values))}"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses everything else."""
         if isinstance(value, list | dict | bool) or value not in self.values:
             raise self.refuse(value, where)
 
@@ -140,26 +130,23 @@ class Anything(Field):
 
     @property
     def described(self) -> str:
-        """No limits."""
         return "any value"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses nothing."""
+        """Accepts every value."""
 
 
 @dataclass(frozen=True)
 class Bounded(Field):
-    """An object whose integers, nested ones too, are small enough to build something from."""
+    """An object whose integers, including nested ones, have an absolute value of at most `most`."""
 
     most: int
 
     @property
     def described(self) -> str:
-        """The range of integers."""
         return f"an integer in -{self.most}..{self.most}"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses other types than objects, and larger integers."""
         if not isinstance(value, Mapping):
             raise Invalid(where, f"is {shown(value)}; it must be an object")
         self._check_within(value, where)
@@ -183,18 +170,16 @@ class Optional(Field):
 
     @property
     def described(self) -> str:
-        """Both."""
         return f"{self.inner.described}, or null"
 
     def check(self, value: Any, where: str) -> None:
-        """Checks what is not null."""
         if value is not None:
             self.inner.check(value, where)
 
 
 @dataclass(frozen=True)
 class Items(Field):
-    """A list of values of one field; `unique` refuses the second of two equal ones."""
+    """A list of values of one field; with `unique`, without duplicates."""
 
     inner: Field
     least: int = 0
@@ -203,13 +188,12 @@ class Items(Field):
 
     @property
     def described(self) -> str:
-        """The number of values."""
         if self.least == self.most:
             return f"a list of {self.least}"
         return f"a list of {self.least} or more" if self.most == 2**31 else f"a list of {self.least} to {self.most}"
 
     def check(self, value: Any, where: str) -> None:
-        """Checks the length before the values, and their number before their kinds."""
+        """Checks the type, the length, the values, then uniqueness."""
         if not isinstance(value, list):
             raise self.refuse(value, where)
         if not self.least <= len(value) <= self.most:
@@ -229,9 +213,9 @@ class Items(Field):
 
 @dataclass(frozen=True)
 class Record(Field):
-    """An object with these fields; `more` are fields that may be absent, `then` compares fields with one another.
+    """An object with required `fields` and optional fields `more`; `then` checks the fields together.
 
-    Names that are in neither are refused unless the record is `open`.
+    Other names are allowed only if the record is `open`.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -241,11 +225,10 @@ class Record(Field):
 
     @property
     def described(self) -> str:
-        """The type."""
         return "an object"
 
     def check(self, value: Any, where: str) -> None:
-        """Refuses missing and unknown names, then checks every field, then all of them together."""
+        """Checks for missing and unknown names, then every field, then calls `then`."""
         if not isinstance(value, Mapping):
             raise self.refuse(value, where)
         missing = [name for name in self.fields if name not in value]
@@ -262,19 +245,19 @@ class Record(Field):
 
 
 JSON_OBJECT = Record(open=True)
-"""An object of which nothing more is known."""
+"""Any JSON object."""
 
 
 def below(where: str, name: str) -> str:
-    """The path of a field of a record."""
+    """Returns the path of a field of a record."""
     return f"{where}.{name}" if where else name
 
 
 def validated(value: Any, expected: Field, path: Path | str) -> Any:
-    """Returns the value if the field allows it.
+    """Returns the value if `expected` allows it.
 
     Raises:
-        CheckpointError: It does not; the message names the file, the field and the allowed values.
+        CheckpointError: The value is not allowed; the message names the file, the field and the allowed values.
     """
     try:
         expected.check(value, "")
@@ -284,7 +267,7 @@ def validated(value: Any, expected: Field, path: Path | str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as short text for a message."""
+    """Returns a value as short text for a message."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list):
@@ -298,10 +281,10 @@ def shown(value: Any) -> str:
 
 
 def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError) -> Path:
-    """Returns the path of a regular file; a pipe or a device could block or never end when it is read.
+    """Returns the path of a regular file; reading a pipe or a device could block forever.
 
     Raises:
-        error: There is no such file, or it is a folder, a pipe, a socket or a device.
+        error: The file is missing, or is a folder, a pipe, a socket or a device.
     """
     path = Path(path)
     try:
@@ -326,7 +309,7 @@ KINDS: tuple[tuple[str, Callable[[int], bool]], ...] = (
 
 
 def nesting(value: Any) -> int:
-    """The depth of nested lists and objects, found without recursion."""
+    """Returns the nesting depth of lists and objects; iterative, so that it cannot exceed the recursion limit."""
     depth, level = 0, [value]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1

@@ -85,7 +85,7 @@ def demo(
 
 
 class _Stages:
-    """Says which of how many stages begins."""
+    """Logs the stage that begins."""
 
     def __init__(self, log: Log, total: int):
         self._say, self._total, self._number = log, total, 0

@@ -138,7 +138,7 @@ def test_every_named_backend_equals_eager_in_float32(
     with torch.no_grad():
         truth = rx.use_backend(small, "eager")(inputs)
         built = ("native",) if native_library() else ()
-        for name in ("auto", "chosen", "explicit", "fused", *built, "ragged"):
+        for name in ("auto", "autotuned", "explicit", "fused", *built, "ragged"):
             layers = family_of(rx.use_backend(small, name)).attention(small)
             assert {type(layer.backend).__name__.lower() for layer in layers} == {name}
             torch.testing.assert_close(small(inputs), truth, rtol=0, atol=1e-4 * float(truth.abs().max()))

@@ -7,7 +7,7 @@ import cases
 from attnrx.checks import Bounds
 from attnrx.checks.theorems import (
     FLOOR,
-    Bounded,
+    BoundedQuantity,
     Rows,
     head_scores,
     proposition_1,
@@ -96,7 +96,7 @@ def test_the_spectral_norm_is_the_largest_singular_value():
 
 
 def test_a_bound_below_rounding_is_no_violation():
-    assert float(Bounded(torch.full((1, 1), 1e-13), torch.zeros(1, 1)).ratio) == pytest.approx(1e-13 / FLOOR)
+    assert float(BoundedQuantity(torch.full((1, 1), 1e-13), torch.zeros(1, 1)).ratio) == pytest.approx(1e-13 / FLOOR)
 
 
 def test_equation_25_is_reached_at_both_ends():

@@ -17,6 +17,7 @@ from cases import CONFIGS, PATTERNS, images, model, prescription
 BACKENDS: tuple[type[Backend], ...] = (Fused, Explicit, Autotuned)
 
 
+@pytest.mark.slow
 def test_compressed_models_are_one_graph() -> None:
     """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

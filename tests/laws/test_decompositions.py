@@ -8,19 +8,19 @@ import torch
 from attnrx.decompositions import (
     BlockTerms,
     Canonical,
+    CorrectionSchedule,
     FactoredTensor,
-    Schedule,
     als,
     cpd_epc,
     deflate,
     epc,
-    sensitivity,
+    term_sensitivity,
     tied_als,
     truncated_blocks,
     water_filled_blocks,
 )
 
-QUICK = Schedule(sweeps=10, correction_sweeps=5)
+QUICK = CorrectionSchedule(sweeps=10, correction_sweeps=5)
 
 
 def drawn(kind: str, seed: int) -> FactoredTensor:
@@ -69,7 +69,7 @@ def test_a_correction_keeps_the_error_of_its_start(kind: str) -> None:
     start = als(tensor, 8, start="random", sweeps=10)
     found = epc(tensor, start, sweeps=10)
     assert error(tensor, found) <= error(tensor, start) * (1 + 1e-9)
-    assert sensitivity(found) < sensitivity(start.balanced())
+    assert term_sensitivity(found) < term_sensitivity(start.balanced())
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e6])

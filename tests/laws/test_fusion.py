@@ -13,7 +13,7 @@ from attnrx.losses import FusionOwnership, LossContext, Task
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, load_model, save_model
 from attnrx.realization import realize
-from attnrx.rules import EnergyRetention, FusionOwner, SharedRank, prescribe
+from attnrx.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
 from attnrx.training import TrainingConfig, train
 from attnrx.training.fusion import constrain_, turn_
 from comparisons import pixels
@@ -33,7 +33,7 @@ def shared() -> VisionTransformer:
     """A CP SlimAtt of five directions a layer."""
     dense = cases.model(DENSE)
     rule = SharedRank(5, form="cp", joint="centered", sweeps=20)
-    small = realize(dense, prescribe(diagnose(dense, IMAGES, batch_size=8), rule))
+    small = realize(dense, prescribe_maps(diagnose(dense, IMAGES, batch_size=8), rule))
     assert isinstance(small, VisionTransformer)
     return small
 
@@ -44,7 +44,7 @@ def fusions(model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rule", [FusionOwner(), EnergyRetention(0.9)], ids=str)
 def test_the_mask_of_shared_directions_is_realized_as_heads_with_rows_of_their_own(rule, shared) -> None:
-    prescription = prescribe(diagnose(shared, IMAGES, batch_size=8), rule)
+    prescription = prescribe_maps(diagnose(shared, IMAGES, batch_size=8), rule)
     masked, small = (realize(shared, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked), logits(small), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(small), logits(shared), rtol=1e-6)
@@ -64,7 +64,7 @@ def test_a_fusion_with_one_head_a_direction_is_squeezed_exactly(shared, tmp_path
     with torch.no_grad():
         for fusion in fusions(shared):
             fusion.mul_(fusion.abs() == fusion.abs().amax(0))
-    small = realize(shared, prescribe(diagnose(shared, IMAGES, batch_size=8), FusionOwner()))
+    small = realize(shared, prescribe_maps(diagnose(shared, IMAGES, batch_size=8), FusionOwner()))
     torch.testing.assert_close(logits(small), logits(shared), rtol=1e-10, atol=1e-10)
     again = load_model(save_model(tmp_path, small))
     assert torch.equal(logits(again), logits(small))
@@ -73,7 +73,7 @@ def test_a_fusion_with_one_head_a_direction_is_squeezed_exactly(shared, tmp_path
 def test_heads_of_their_own_have_nothing_to_be_squeezed() -> None:
     dense = cases.model(DENSE)
     with pytest.raises(NotSupported, match="fusion_rank"):
-        prescribe(diagnose(dense, IMAGES, batch_size=8), FusionOwner())
+        prescribe_maps(diagnose(dense, IMAGES, batch_size=8), FusionOwner())
 
 
 def test_turning_changes_nothing_and_the_constraint_holds_at_once(shared) -> None:
@@ -98,6 +98,7 @@ def test_the_penalty_counts_heads_and_grows_over_the_run(shared) -> None:
     assert FusionOwnership()(context).item() == 0
 
 
+@pytest.mark.slow
 def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared, tmp_path: Path) -> None:
     scale = Normalization(DENSE.mean, DENSE.std)
     names = tuple(map(str, range(DENSE.classes)))
@@ -106,7 +107,7 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
     )
 
     def squeezed_apart(model) -> float:
-        small = realize(model, prescribe(diagnose(model, IMAGES, batch_size=8), FusionOwner()))
+        small = realize(model, prescribe_maps(diagnose(model, IMAGES, batch_size=8), FusionOwner()))
         return float((logits(small) - logits(model)).norm() / logits(model).norm())
 
     def off_block(model) -> float:

@@ -173,6 +173,7 @@ def exit_at(last: int, event: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.slow
 def test_processes_that_end_within_a_save_leave_one_of_two_models_and_the_next_save_deletes_their_files(
     inputs: SimpleNamespace, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ class Subject:
 @pytest.fixture(scope="module")
 def subjects() -> list[Subject]:
     shape: dict[str, Any] = {"width": 12, "depth": 3, "heads": 3, **cases.TINY}
-    readings = (*rx.diagnostics.standard(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
     own = {form: cases.model(cases.ViTConfig.uniform(form, **shape)) for form in SCORES}
     found = [
         Subject(form, model, rx.diagnose(model, pixels(model.config, 12), diagnostics=readings))
@@ -116,6 +116,7 @@ def kept(prescription: Prescription) -> list[Any]:
     return [*(tensor.tolist() for tensor in tensors), prescription.tokens and str(prescription.tokens.policy)]
 
 
+@pytest.mark.slow
 def test_controls_of_100_random_prescriptions_cost_equal_integers(subjects: list[Subject]) -> None:
     draw = random.Random(0)
     counts: dict[str, int] = dict.fromkeys(CONTROLS, 0)

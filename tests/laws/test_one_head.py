@@ -58,7 +58,7 @@ def images() -> ImageSet:
 
 @pytest.fixture(scope="module")
 def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[str, Diagnosis]:
-    readings = (*rx.diagnostics.standard(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
     return {form: rx.diagnose(model, images, diagnostics=readings) for form, model in models.items()}
 
 
@@ -73,6 +73,7 @@ def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("form", "name"), CASES, ids=lambda value: value)
+@pytest.mark.slow
 def test_a_one_head_layer_is_realized_as_any_other(
     form: str,
     name: str,

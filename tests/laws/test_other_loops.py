@@ -44,6 +44,7 @@ def noise(model: nn.Module, count: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.slow
 def test_it_loads_where_the_original_was_never_seen(name: str, tmp_path: Path) -> None:
     small = compressed(name)
     images = noise(small)
@@ -110,6 +111,7 @@ def test_the_pipeline_of_transformers_runs_it(tmp_path: Path) -> None:
     assert found[0]["score"] == pytest.approx(float(wanted.max()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_evaluates_it(tmp_path: Path) -> None:
     rx.save(compressed("transformers"), tmp_path / "small")
     small = rx.load(tmp_path / "small")

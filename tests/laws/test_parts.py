@@ -75,7 +75,7 @@ def test_written_out_equals_eager_with_any_number_of_images_at_once(
 
 
 @pytest.mark.parametrize("sized", [False, True])
-@pytest.mark.parametrize("together", [1, 2, 9])
+@pytest.mark.parametrize("fused_qkv", [1, 2, 9])
 @pytest.mark.parametrize("reads", [(4, 4, 4), (1, 4, 2)])
 @pytest.mark.parametrize("ranks", [(3, 3, 3), (2, 2, 1), (4, 0, 2)])
 def test_heads_of_any_widths_are_written_out_some_images_at_a_time(

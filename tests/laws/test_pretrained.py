@@ -16,7 +16,7 @@ from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of, load_model, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.rules import TotalRank, UniformRank, prescribe
+from attnrx.rules import TotalRank, UniformRank, prescribe_maps
 from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 from rewriting import whole
 
@@ -63,7 +63,7 @@ def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -
         getattr(linear, "bias", None) is not None for pair in family.mlp(model) or ((None,),) for linear in pair
     ):
         del requested["fc1"], requested["fc2"]
-    prescription = prescribe(found, requested)
+    prescription = prescribe_maps(found, requested)
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-3)
@@ -82,15 +82,16 @@ def test_twins_have_one_diagnosis_and_one_compressed_model() -> None:
         assert first.readings.keys() == second.readings.keys()
         for name, reading in first.readings.items():
             torch.testing.assert_close(reading, second.reading(name), rtol=1e-9, atol=1e-9, msg=name)
-    small = [realize(model, prescribe(each, RULES)) for model, each in zip(models, found, strict=True)]
+    small = [realize(model, prescribe_maps(each, RULES)) for model, each in zip(models, found, strict=True)]
     torch.testing.assert_close(logits(small[0], images), logits(small[1], images), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2, registers", "hf vit"])
+@pytest.mark.slow
 def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: Path) -> None:
     _, _, adopted = adopted_once(name)
     images = images_for(adopted)
-    small = realize(adopted, prescribe(diagnose(adopted, images, batch_size=8), RULES))
+    small = realize(adopted, prescribe_maps(diagnose(adopted, images, batch_size=8), RULES))
     save_model(tmp_path / "small", small)
     assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(small, images))
     script = (

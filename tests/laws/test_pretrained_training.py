@@ -61,7 +61,7 @@ def test_a_teacher_alone_needs_no_labels(name: str, tmp_path: Path) -> None:
         epochs=6, batch_size=8, learning_rate=1e-3, weight_decay=0.0, losses=losses, precision="fp32", warmup_epochs=0.0
     )
     first, second = disturbed(name), disturbed(name)
-    with pytest.raises(InvalidInput, match=r"5 classes and noise has 3.*teacher alone"):
+    with pytest.raises(InvalidInput, match=r"5 classes and noise has 3.*teacher only"):
         train(first, splits(first), replace(config, losses=(Task(), *losses)), tmp_path / "no", reporter=At())
     made = train(first, splits(first), config, tmp_path / "run", reporter=At())
     told = [record["losses"]["distillation"] for record in made.history]

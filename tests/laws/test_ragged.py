@@ -75,6 +75,7 @@ def interpreted() -> None:
             torch.testing.assert_close(logits, truth, rtol=0, atol=1e-5 * max(1.0, float(truth.abs().max())))
 
 
+@pytest.mark.slow
 def test_kernels_equal_eager_in_the_interpreter() -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(

@@ -58,6 +58,7 @@ def test_other_knobs_resume_too(knobs: dict, tmp_path: Path) -> None:
     assert same(run(tmp_path / "stopped", **knobs), run(tmp_path / "whole", **knobs))
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_the_middle_of_an_epoch(whole: TrainingRun, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     killed = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), "5"], env=environment, check=False)

@@ -27,7 +27,7 @@ from attnrx.rules import (
     TotalRank,
     UniformRank,
     in_metric,
-    prescribe,
+    prescribe_maps,
 )
 from comparisons import pixels
 from rewriting import whole
@@ -74,7 +74,7 @@ def test_all_directions_in_any_metric_are_the_original(
 def test_mask_equals_compress(
     metric: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe(found, in_metric(rule, metric))
+    prescription = prescribe_maps(found, in_metric(rule, metric))
     masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(masked, logits(model, images), rtol=1e-6)
@@ -85,7 +85,7 @@ def test_mask_equals_compress(
 def test_other_maps_masked_equal_compressed(
     name: str, rule: Rule, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe(found, {name: rule})
+    prescription = prescribe_maps(found, {name: rule})
     masked, small = (realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked, images), logits(small, images), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-6)
@@ -94,10 +94,11 @@ def test_other_maps_masked_equal_compressed(
 
 @pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
 @pytest.mark.parametrize("form", ["cp", "epc", "tied", "warm", "literal"])
+@pytest.mark.slow
 def test_shared_directions_run_as_eager_says(
     joint: str, form: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    small = realize(model, prescribe(found, SharedRank(5, form, joint, sweeps=20)))
+    small = realize(model, prescribe_maps(found, SharedRank(5, form, joint, sweeps=20)))
     fused = logits(small, images)
     layers = family_of(small).attention(small)
     with using(layers, [Eager()] * len(layers)):
@@ -109,7 +110,7 @@ def test_enough_shared_directions_are_the_original(
     joint: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
     # All directions of all heads, each used by its own head alone: where least squares starts, it cannot leave.
-    realized = realize(model, prescribe(found, SharedRank(1.0, "cp", joint)))
+    realized = realize(model, prescribe_maps(found, SharedRank(1.0, "cp", joint)))
     expected = model if joint != "weights" else None
     if expected is not None:
         torch.testing.assert_close(logits(realized, images), logits(expected, images), rtol=1e-8, atol=1e-8)
@@ -119,7 +120,7 @@ def test_enough_shared_directions_are_the_original(
 def test_fusion_ranks_are_realized_as_irregular_heads(
     model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    prescription = prescribe(found, FusionRank(6))
+    prescription = prescribe_maps(found, FusionRank(6))
     assert all(sum(ranks) <= 6 for ranks in prescription.ranks)
     masked, small = (logits(realize(model, prescription, by=by), images) for by in ("mask", "compress"))
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
@@ -128,7 +129,7 @@ def test_fusion_ranks_are_realized_as_irregular_heads(
 def test_ragged_values_cost_what_their_closed_form_says(
     model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
-    small = realize(model, prescribe(found, {"qk": TotalRank(0.6), "vo": TotalRank(0.6, minimum=0)}))
+    small = realize(model, prescribe_maps(found, {"qk": TotalRank(0.6), "vo": TotalRank(0.6, minimum=0)}))
     family, layers = family_of(small), family_of(small).attention(small)
     assert any(len(set(layer.spec.reads)) > 1 for layer in layers)
     with using(layers, [Eager()] * len(layers)):
@@ -140,7 +141,7 @@ def test_everything_at_once_survives_the_disk(
     tmp_path, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
     rule = UniformRank(0.5)
-    prescription = prescribe(found, {"qk": TotalRank(0.75), **dict.fromkeys(OUTPUT_MAPS, rule)})
+    prescription = prescribe_maps(found, {"qk": TotalRank(0.75), **dict.fromkeys(OUTPUT_MAPS, rule)})
     again = Prescription.load(prescription.save(tmp_path / "prescription.json"))
     first, second = (logits(realize(model, each), images) for each in (prescription, again))
     assert torch.equal(first, second)
@@ -155,7 +156,7 @@ def test_measured_divergences_fall_to_zero_and_price_the_ranks(
         assert price.shape == (3, 5)
         assert float(price[:, -1].max()) < 1e-12 < float(price[:, 0].min())
     rule = TotalRank(0.5, by="divergence")
-    ranks = prescribe(measured, rule).ranks
+    ranks = prescribe_maps(measured, rule).ranks
     assert all(sum(own) == 6 for own in ranks)
     for own, layer in zip(ranks, measured.layers, strict=True):
         price = layer.reading("divergence_mix")
@@ -173,7 +174,7 @@ def test_a_divergence_is_that_of_the_realized_layer(
     """Column r is what the first layer loses when all its heads are cut at rank r."""
     measured = measure_divergence(model, found, images).layers[0].reading("divergence_mix")
     for rank in (0, 2):
-        small = realize(model, prescribe(found, TopRank(rank, metric="mix")))
+        small = realize(model, prescribe_maps(found, TopRank(rank, metric="mix")))
         attention = [sampled(each, images) for each in (model, small)]
         order = family_of(small).attention(small)[0].spec.heads
         change = (attention[0] * (attention[0].log() - attention[1][:, list(order)].log())).sum(-1).mean((0, 2))
@@ -189,4 +190,4 @@ def sampled(model: nn.Module, images: ImageSet) -> torch.Tensor:
 
 def test_without_the_measurement_the_rule_says_what_is_missing(found: Diagnosis) -> None:
     with pytest.raises(InvalidInput, match="divergence_mix"):
-        prescribe(found, TotalRank(0.5, by="divergence"))
+        prescribe_maps(found, TotalRank(0.5, by="divergence"))

@@ -15,6 +15,8 @@ from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.sweeps import Job, Result, Sweep, SweepStudy
 from sweep_work import notes, run, sweep
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(sweep_work.__file__)
 EVERY = [str(number) for number in range(6)]
 

@@ -42,6 +42,7 @@ def test_exported_equals_eager(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STAGED)
+@pytest.mark.slow
 def test_one_export_is_for_batches_of_any_size(kind: str) -> None:
     model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")
     program = exported(model, dynamic=True)
@@ -49,6 +50,7 @@ def test_one_export_is_for_batches_of_any_size(kind: str) -> None:
     require_same(model, program, 7)
 
 
+@pytest.mark.slow
 def test_a_model_that_lost_directions_heads_and_tokens_is_exported() -> None:
     small = realize(deep(), cases.prescription(deep(), PATTERNS["head-removed"]))  # type: ignore[arg-type]
     assert family_of(small).attention(small)[0].spec.heads == (1, 2)
@@ -56,6 +58,7 @@ def test_a_model_that_lost_directions_heads_and_tokens_is_exported() -> None:
     require_same(small, exported(small.eval(), dynamic=True), 5)
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_in_one_graph() -> None:
     """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -17,7 +17,15 @@ from attnrx.costs import count_params, count_product_macs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.model_diagnosis import diagnose
-from attnrx.models import attach_tokens_, evaluating, family_of, load_model, model_fingerprint, save_model, unfused
+from attnrx.models import (
+    attach_tokens_,
+    counted_by_spec,
+    evaluating,
+    family_of,
+    load_model,
+    model_fingerprint,
+    save_model,
+)
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.tokens import TokenPolicy, parse_policy
@@ -94,7 +102,7 @@ def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
     costs = family.costs(small)
     assert costs == prescribed_costs(DEEP, prescription)
     assert costs.params == count_params(small)
-    with evaluating([small]), unfused(small, family):
+    with evaluating([small]), counted_by_spec(small, family):
         assert costs.product_macs == count_product_macs(small, images(small))
     assert costs.tokens[0] == 17 and costs.tokens[-1] == 1 + 5 + REDUCTIONS[kind].extra
     assert sum(part.macs for part in costs.parts.values()) == costs.macs
@@ -106,7 +114,7 @@ def test_a_mask_costs_what_the_original_costs_and_its_predictors(kind: str) -> N
     masked, family = realize(DEEP, both(DEEP, "full", policy), by="mask"), family_of(DEEP)
     costs, before = family.costs(masked), family.costs(DEEP)
     assert (costs.tokens, costs.macs - costs.predictors.macs) == (before.tokens, before.macs)
-    with evaluating([masked]), unfused(masked, family):
+    with evaluating([masked]), counted_by_spec(masked, family):
         assert costs.product_macs == count_product_macs(masked, images(masked))
 
 
@@ -133,7 +141,7 @@ def test_predictors_travel_from_one_model_to_another() -> None:
     assert not taken.must_be_trained and "trained" in taken.reasons[0]
     again = realize(DEEP, replace(cases.prescription(DEEP, PATTERNS["full"]), tokens=taken))  # type: ignore[arg-type]
     assert torch.equal(logits(again), logits(taught))
-    with pytest.raises(InvalidInput, match="no token leaves"):
+    with pytest.raises(InvalidInput, match="prunes and merges no tokens"):
         prescribed_tokens(DEEP)
 
 
@@ -201,5 +209,5 @@ def test_a_model_whose_tokens_leave_is_not_diagnosed_again(found: Diagnosis) -> 
         lambda: family_of(small).costs(small, tokens=parse_policy("random:0.5@2")),
         lambda: Bounds()(Comparison(small, small, pixels(CLASSLESS.config, 8))),
     ):
-        with pytest.raises(NotSupported, match="the original, and let tokens leave last"):
+        with pytest.raises(NotSupported, match="the original, and apply the token policy last"):
             ask()

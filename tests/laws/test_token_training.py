@@ -95,6 +95,7 @@ def run(folder: Path, reducer, *losses, reporter=None, ratio: float = 0.5, **kno
 
 @pytest.mark.parametrize("reducer", [Spot(), DynamicViT()], ids=["spot", "dynamicvit"])
 @pytest.mark.parametrize("ratio", [0.8, 0.3])
+@pytest.mark.slow
 def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tmp_path: Path) -> None:
     made = run(tmp_path, reducer, KeepRatio(), ratio=ratio, epochs=40, predictor_learning_rate=10.0)
     told = [record["losses"]["keep_ratio"] for record in made.history]
@@ -245,6 +246,7 @@ def test_where_all_would_stay_the_worst_leaves_for_the_token_of_the_rest() -> No
 
 
 @pytest.mark.parametrize("reducer", [SPViT(Spot()), DTPS(Spot())], ids=["spvit-spot", "dtps-spot"])
+@pytest.mark.slow
 def test_a_soft_reducer_is_trained(reducer, tmp_path: Path) -> None:
     teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
     made = run(tmp_path / "run", reducer, Task(), KeepRatio(), TokenSimilarity(teacher), ratio=0.3)

@@ -264,9 +264,9 @@ def test_stages_can_share_one_predictor(reducer: Reducer) -> None:
     [
         (lambda reducer: TokenPolicy.staged(reducer, 0.0, (2,)), "keep ratio of 0"),
         (lambda reducer: TokenPolicy.staged(reducer, 1.2, (2,)), "keep ratio of 1.2"),
-        (lambda reducer: TokenPolicy(reducer, (3, 2), (0.7, 0.5)), "must rise"),
-        (lambda reducer: TokenPolicy(reducer, (1,), (0.7,)), "nothing to decide by"),
-        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5, 0.7)), "cannot rise"),
+        (lambda reducer: TokenPolicy(reducer, (3, 2), (0.7, 0.5)), "must increase"),
+        (lambda reducer: TokenPolicy(reducer, (1,), (0.7,)), "stage needs a previous layer"),
+        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5, 0.7)), "not increase"),
         (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5,)), "one for each stage"),
         (lambda reducer: TokenPolicy(reducer, (), ()), "at least one"),
     ],
@@ -282,10 +282,10 @@ def test_images_of_another_size_are_refused_by_name(name: str) -> None:
     model = reduced(name, TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)), "compress")
     channels, height, width = family_of(model).input_shape(model)
     images = torch.zeros(2, channels, 2 * height, 2 * width, dtype=torch.float64)
-    with pytest.raises(InvalidInput, match="wants"):
+    with pytest.raises(InvalidInput, match="takes"):
         model(images)
     if name in ("vit, positions resampled", "hf dinov2"):
-        with pytest.raises(InvalidInput, match=r"16 patches where random.* was attached for images of 4"):
+        with pytest.raises(InvalidInput, match=r"16 patches, and random.* was attached for 4"):
             model.source(images)  # type: ignore[operator]
 
 
@@ -293,7 +293,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused() -> None:
     model = original("vit")
     with pytest.raises(InvalidInput, match="a model that has 2"):
         attach_tokens_(model, family_of(model), TokenPolicy.staged(REDUCTIONS["random"], 0.7, (2, 3)))
-    with pytest.raises(InvalidInput, match="leaves no patch"):
+    with pytest.raises(InvalidInput, match="keeps no patch"):
         attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.1,)))
     attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)))
     with pytest.raises(InvalidInput, match="already"):

@@ -119,6 +119,7 @@ def test_every_form_gives_the_same_diagnosis_and_evidence(form: str) -> None:
     assert [finding.value for finding in first.findings] == [finding.value for finding in second.findings]
 
 
+@pytest.mark.slow
 def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> None:
     vit = model()
     diagnosis = rx.diagnose(vit, IMAGES)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attnrx.rules import EnergyRetention, Threshold, prescribe
+from attnrx.rules import EnergyRetention, Threshold, prescribe_maps
 from diagnoses import diagnosis, of_strengths
 
 
@@ -79,6 +79,6 @@ def test_a_strength_equal_to_the_threshold_stays() -> None:
 def test_pruned_share_falls_with_rho() -> None:
     """Table 2: a lower rho removes more."""
     found = diagnosis(heads=4, directions=64, layers=4)
-    shares = [prescribe(found, EnergyRetention(rho)).removed_share for rho in (0.85, 0.90, 0.95)]
+    shares = [prescribe_maps(found, EnergyRetention(rho)).removed_share for rho in (0.85, 0.90, 0.95)]
     assert shares == sorted(shares, reverse=True)
     assert len(set(shares)) == 3

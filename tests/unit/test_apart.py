@@ -8,6 +8,8 @@ from attnrx.errors import NotSupported
 from attnrx.planning import Target
 from attnrx.subprocess_runner import run_in_subprocess
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_value_comes_from_another_process() -> None:
     assert run_in_subprocess(divmod, 7, 2) == (3, 1)
@@ -32,5 +34,5 @@ def test_a_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    with pytest.raises(NotSupported, match="cannot be sent"):
+    with pytest.raises(NotSupported, match="cannot be pickled"):
         run_in_subprocess(len, lambda: None)

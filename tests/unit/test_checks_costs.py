@@ -52,6 +52,7 @@ def test_latency_and_memory_name_their_conditions():
     json.dumps([asdict(time), asdict(memory)])
 
 
+@pytest.mark.slow
 def test_a_latency_limit_fails_only_beyond_the_interval():
     setting = Setting.of("svda")
     comparison, protocol = setting.comparison(setting.compressed), LatencyProtocol(rounds=3, warmup=1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.checks import Accuracy, Calibration, Comparison, Fidelity, standard
+from attnrx.checks import Accuracy, Calibration, Comparison, Fidelity, standard_checks
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
 from attnrx.models import VisionTransformer
@@ -156,11 +156,11 @@ def test_calibration_of_a_sharpened_model_is_worse(setting: Setting):
 
 
 def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):
-    with pytest.raises(InvalidInput, match="candidate answers 40 of 40 images with NaN"):
+    with pytest.raises(InvalidInput, match="candidate returns NaN or infinity for 40 of 40 images"):
         _ = setting.comparison(poisoned(setting.reference)).predictions
     data = pixels(setting.reference.config, 8)
     data.store.labels.fill_(7)
-    with pytest.raises(DataError, match="label 7, the reference tells 3 classes"):
+    with pytest.raises(DataError, match="label 7, the reference distinguishes 3 classes"):
         _ = Comparison(setting.reference, setting.reference, data).predictions
     more = cases.model(replace(setting.reference.config, classes=4))
     with pytest.raises(InvalidInput, match="different numbers of classes"):
@@ -184,7 +184,7 @@ def test_knobs_outside_their_range_are_refused(make):
 
 
 def test_the_standard_checks_describe_themselves(setting: Setting):
-    described = [check.describe() for check in standard(setting.masked)]
+    described = [check.describe() for check in standard_checks(setting.masked)]
     assert {record["check"] for record in described} >= {"accuracy", "fidelity", "bounds", "latency"}
     assert next(record for record in described if record["check"] == "accuracy")["most_drop"] == 1.0
     assert all("masked" not in record for record in described)

@@ -1,4 +1,4 @@
-"""Robustness: both models see the same spoilt images, and what they lose is paired."""
+"""Robustness: both models see the same corrupted images, and what they lose is paired."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_a_finding_is_what_the_models_answer_to_those_images(setting: Setting):
     assert finding.value == pytest.approx(finding.details["candidate_accuracy"] - finding.details["reference_accuracy"])
 
 
-def test_the_images_are_spoilt_alike_in_batches_of_any_size(setting: Setting):
+def test_the_images_are_corrupted_alike_in_batches_of_any_size(setting: Setting):
     check = Robustness(("gaussian_noise", "shot_noise", "glass_blur", "fog", "contrast"), (5,))
     small, large = (check(setting.comparison(setting.compressed, 32, batch_size=size)) for size in (3, 32))
     assert [f.details for f in small] == [f.details for f in large]

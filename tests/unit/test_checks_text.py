@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnrx.checks import CHECKS, all_checks, parse_checks, standard
+from attnrx.checks import CHECKS, all_checks, parse_checks, standard_checks
 from attnrx.errors import AttnrxError
 from attnrx_lab.checks import Robustness
 
@@ -42,7 +42,7 @@ def test_a_check_is_made_of_what_was_read() -> None:
         ("acuracy", "did you mean 'accuracy'"),
         ("accuracy,", "the name of a check"),
         ("accuracy costs", "',' and another check"),
-        ("accuracy,accuracy", "asked for twice"),
+        ("accuracy,accuracy", "given twice"),
         ("robustness(severity=3)", "did you mean 'severities'"),
         ("robustness(severities=2.5)", "severities of robustness is int, not 2.5"),
         ("robustness(severities=3,severities=4)", "severities is given twice"),
@@ -61,4 +61,6 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 def test_what_is_only_on_request_is_not_standard() -> None:
     assert {name for name, check in all_checks().items() if check.on_request} == {"controls", "promises", "transfer"}
-    assert {check.name for check in standard()} == {name for name, check in CHECKS.items() if not check.on_request}
+    assert {check.name for check in standard_checks()} == {
+        name for name, check in CHECKS.items() if not check.on_request
+    }

@@ -112,7 +112,7 @@ def test_label_mismatches(tmp_path: Path) -> None:
 
     mixed = rows(30)
     mixed[7]["label_name"] = "eel"
-    with pytest.raises(DataError, match=r"label mismatch.*label 1 is 'dog' in one place and 'eel' in another"):
+    with pytest.raises(DataError, match=r"label mismatch.*label 1 is 'dog' in one row and 'eel' in another"):
         load_data(write_parquet(tmp_path / "b.parquet", mixed))
 
     with pytest.raises(DataError, match="class 'eel' occurs in test but never in train"):

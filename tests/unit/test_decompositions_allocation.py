@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from attnrx.decompositions.allocation import uniform, water_fill
+from attnrx.decompositions.allocation import uniform_ranks, water_fill
 from attnrx.decompositions.balanced import balance
 from attnrx.decompositions.dynamic_programme import allocate_by_loss
 from attnrx.errors import InvalidInput
@@ -142,7 +142,7 @@ def test_a_cheap_direction_is_taken_before_an_equally_strong_expensive_one():
 def test_no_layers_and_no_units_take_nothing():
     assert water_fill([], 0) == ()
     assert water_fill([torch.zeros(0, 4), torch.ones(1, 4)], 2) == ((), (2,))
-    assert uniform(0, 0, 4) == ()
+    assert uniform_ranks(0, 0, 4) == ()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_strengths_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("total", range(0, 25, 2))
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_uniform_ranks_sum_to_the_total_and_differ_by_one_step(total: int, multiple: int):
-    ranks = uniform(total, 3, 8, multiple=multiple)
+    ranks = uniform_ranks(total, 3, 8, multiple=multiple)
     assert sum(ranks) == total and len(ranks) == 3
     assert max(ranks) - min(ranks) <= multiple and all(rank % multiple == 0 for rank in ranks)
     assert list(ranks) == sorted(ranks, reverse=True)
@@ -189,7 +189,7 @@ def test_uniform_ranks_sum_to_the_total_and_differ_by_one_step(total: int, multi
 @pytest.mark.parametrize(("total", "multiple"), [(25, 1), (-1, 1), (7, 2), (6, 3), (4, 0)])
 def test_uniform_ranks_that_do_not_exist_are_refused(total: int, multiple: int):
     with pytest.raises(InvalidInput):
-        uniform(total, 3, 8, multiple=multiple)
+        uniform_ranks(total, 3, 8, multiple=multiple)
 
 
 def by_trying(loss: Tensor, total: int, multiple: int, minimum: int) -> float:

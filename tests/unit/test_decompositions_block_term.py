@@ -9,8 +9,8 @@ from attnrx.decompositions import (
     BlockTerms,
     Canonical,
     ConstrainedFit,
+    CorrectionSchedule,
     FactoredTensor,
-    Schedule,
     als,
     block_terms,
     constrained_blocks,
@@ -26,7 +26,7 @@ from attnrx.decompositions import (
 )
 from attnrx.errors import InvalidInput, UnknownName
 
-QUICK = Schedule(sweeps=15, correction_sweeps=5)
+QUICK = CorrectionSchedule(sweeps=15, correction_sweeps=5)
 
 
 def heads(slices: int = 4, inner: int = 6, width: int = 16, seed: int = 0, reach: float = 1.0) -> FactoredTensor:

@@ -8,12 +8,12 @@ import torch
 
 from attnrx.decompositions import (
     Canonical,
+    CorrectionSchedule,
     FactoredTensor,
-    Schedule,
     als,
     cpd_epc,
     least_sensitivity,
-    sensitivity,
+    term_sensitivity,
     water_filled,
 )
 from attnrx.errors import InvalidInput, UnknownName
@@ -104,7 +104,7 @@ def test_equal_heads_do_not_hold_the_fit_at_a_saddle() -> None:
     stuck = als(tensor, 16, start="water_filling", sweeps=100)
     assert stuck.trace.errors[-1] > 0.1
     assert als(tensor, 16, sweeps=100).trace.errors[-1] < 1e-6
-    quick = Schedule(sweeps=100, correction_sweeps=5)
+    quick = CorrectionSchedule(sweeps=100, correction_sweeps=5)
     assert tensor.relative_error(*cpd_epc(tensor, 16, schedule=quick).factors) < 2e-6
 
 
@@ -158,7 +158,7 @@ def test_the_sensitivity_is_the_squared_change_under_small_noise() -> None:
     moved = [factor + change for factor, change in zip(found.factors, noise, strict=True)]
     change = torch.einsum("bir,bjr,bhr->bijh", *moved) - found.dense()
     measured = float(change.square().sum((1, 2, 3)).mean()) / size**2
-    assert sensitivity(found) == pytest.approx(measured, rel=0.02)
+    assert term_sensitivity(found) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,19 +166,19 @@ def test_balanced_terms_are_the_same_tensor_at_least_sensitivity(seed: int) -> N
     found = terms(seed=seed)
     balanced = found.balanced()
     torch.testing.assert_close(balanced.dense(), found.dense(), rtol=1e-12, atol=1e-12)
-    assert sensitivity(balanced) == pytest.approx(least_sensitivity(found), rel=1e-10)
-    assert sensitivity(balanced) < sensitivity(found)
+    assert term_sensitivity(balanced) == pytest.approx(least_sensitivity(found), rel=1e-10)
+    assert term_sensitivity(balanced) < term_sensitivity(found)
     for step in (0.99, 1.01):  # any other scaling is worse
         for left, right, mix in ((step, 1 / step, 1), (1, step, 1 / step), (step, 1, 1 / step)):
             scaled = Canonical(balanced.left * left, balanced.right * right, balanced.mix * mix)
-            assert sensitivity(scaled) > sensitivity(balanced)
+            assert term_sensitivity(scaled) > term_sensitivity(balanced)
 
 
 def test_a_term_of_zeros_stays_zero_when_balanced() -> None:
     found = terms()
     silent = Canonical(found.left * torch.tensor([1.0, 0.0, 1.0]), found.right, found.mix)
     assert bool(torch.isfinite(silent.balanced().dense()).all())
-    assert sensitivity(silent.balanced()) == pytest.approx(least_sensitivity(silent), rel=1e-10)
+    assert term_sensitivity(silent.balanced()) == pytest.approx(least_sensitivity(silent), rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_term_of_zeros_stays_zero_when_balanced() -> None:
         ({"rank": 13}, "give 1 to 12"),
         ({"rank": 3, "sweeps": -1}, "sweeps=-1"),
         ({"rank": 3, "tolerance": float("nan")}, "tolerance=nan"),
-        ({"rank": 3, "start": terms(10, 9, 3, 4)}, "4 terms, 3 were asked for"),
+        ({"rank": 3, "start": terms(10, 9, 3, 4)}, "4 terms, 3 were requested"),
         ({"rank": 3, "start": terms()}, "do not fit"),
     ],
 )

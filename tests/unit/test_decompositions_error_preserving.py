@@ -8,13 +8,13 @@ from scipy.optimize import minimize
 
 from attnrx.decompositions import (
     Canonical,
+    CorrectionSchedule,
     FactoredTensor,
-    Schedule,
     als,
     cpd_epc,
     epc,
     least_sensitivity,
-    sensitivity,
+    term_sensitivity,
 )
 from attnrx.decompositions.bounded_least_squares import bounded_update
 from attnrx.decompositions.error_preserving import OBJECTIVES as OBJECTIVE_PARTS
@@ -49,7 +49,7 @@ def test_collinear_terms_become_far_less_sensitive_at_the_same_error() -> None:
     start = als(tensor, 5, start="random", sweeps=50, tolerance=0.0)
     found = epc(tensor, start, sweeps=100)
     assert tensor.relative_error(*found.factors) <= start.trace.errors[-1] * (1 + 1e-9)
-    assert sensitivity(found) <= least_sensitivity(start) / 5
+    assert term_sensitivity(found) <= least_sensitivity(start) / 5
     assert found.strength.max() <= start.strength.max() / 5
     # From there least squares gets further too.
     onwards, instead = (als(tensor, 5, start=terms, sweeps=100, tolerance=0.0) for terms in (found, start))
@@ -70,7 +70,7 @@ def test_the_bound_is_kept_and_the_objective_never_goes_up(seed: int, rank: int,
     assert found.trace.objectives[0] == pytest.approx(value(objective, start), rel=1e-10)
     assert found.trace.objectives[-1] == pytest.approx(value(objective, found), rel=1e-10)
     assert found.trace.objectives[-1] < found.trace.objectives[0]
-    assert sensitivity(found) == pytest.approx(least_sensitivity(found), rel=1e-10)  # balanced
+    assert term_sensitivity(found) == pytest.approx(least_sensitivity(found), rel=1e-10)  # balanced
     assert found.trace.errors[-1] == pytest.approx(tensor.relative_error(*found.factors), rel=1e-8)
 
 
@@ -148,7 +148,7 @@ def test_errors_that_rounding_hides_may_rise_to_the_smallest_bound() -> None:
 @pytest.mark.parametrize("finish", [False, True])
 def test_least_squares_gets_further_through_a_correction(finish: bool) -> None:
     tensor = collinear()
-    schedule = Schedule(sweeps=50, tolerance=0.0, correction_sweeps=100, finish=finish)
+    schedule = CorrectionSchedule(sweeps=50, tolerance=0.0, correction_sweeps=100, finish=finish)
     alone = als(tensor, 5, start="random", sweeps=100, tolerance=0.0)
     found = cpd_epc(tensor, 5, start="random", schedule=schedule)
     assert tensor.relative_error(*found.factors) < alone.trace.errors[-1]
@@ -158,15 +158,15 @@ def test_least_squares_gets_further_through_a_correction(finish: bool) -> None:
 def test_a_last_correction_lowers_the_sensitivity_and_not_the_error() -> None:
     tensor = collinear()
     without, corrected = (
-        cpd_epc(tensor, 5, schedule=Schedule(sweeps=20, correction_sweeps=20, finish=finish))
+        cpd_epc(tensor, 5, schedule=CorrectionSchedule(sweeps=20, correction_sweeps=20, finish=finish))
         for finish in (False, True)
     )
-    assert sensitivity(corrected) < least_sensitivity(without)
+    assert term_sensitivity(corrected) < least_sensitivity(without)
     assert corrected.trace.errors[-1] <= without.trace.errors[-1] * (1 + 1e-9)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
-    schedule = Schedule(sweeps=10, correction_sweeps=10)
+    schedule = CorrectionSchedule(sweeps=10, correction_sweeps=10)
     first, again = (cpd_epc(heads(), 5, start="random", schedule=schedule, seed=4) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.factors, again.factors, strict=True))
 
@@ -187,7 +187,7 @@ def test_another_objective_is_named() -> None:
     with pytest.raises(UnknownName, match="sensitivity"):
         epc(heads(), als(heads(), 3, sweeps=1), objective="sensitivty")
     with pytest.raises(UnknownName, match="norm"):
-        Schedule(objective="nrom")
+        CorrectionSchedule(objective="nrom")
 
 
 def test_a_start_of_another_shape_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_a_start_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_weights_of_columns_are_how_the_objective_grows_with_them(name: str) -> None:
     left, right, mix = drawn = [torch.randn(size, 3) for size in (7, 5, 4)]
-    goal = {"sensitivity": sensitivity, "norm": lambda terms: value("norm", terms)}[name]
+    goal = {"sensitivity": term_sensitivity, "norm": lambda terms: value("norm", terms)}[name]
     before = goal(Canonical(left, right, mix))
     for mode in range(3):
         others = [factor for other, factor in enumerate(drawn) if other != mode]

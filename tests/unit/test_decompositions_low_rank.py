@@ -247,7 +247,7 @@ def test_a_square_matrix_pays_below_half_its_rank_only():
 
 @pytest.mark.parametrize("rank", [-1, 7])
 def test_a_rank_that_is_not_there_is_refused(rank: int):
-    with pytest.raises(InvalidInput, match=f"rank {rank} was asked"):
+    with pytest.raises(InvalidInput, match=f"rank {rank} was requested"):
         plain_svd(torch.randn(6, 10)).truncated(rank)
 
 

@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.realization import realize
-from attnrx.rules import Rule, SharedRank, TotalRank, prescribe
+from attnrx.rules import Rule, SharedRank, TotalRank, prescribe_maps
 from cases import CONFIGS, images, model
 from pictures import speckles
 
@@ -48,21 +48,22 @@ def changed(change: Callable[[Attention], None]) -> Any:
 @pytest.mark.parametrize("change", [lowered, dead])
 def test_directions_that_do_nothing_are_removed_exactly(change: Callable[[Attention], None], metric: str) -> None:
     vit, shown = changed(change), images(CONFIG)
-    given = prescribe(diagnose(vit, speckles(CONFIG)), TotalRank(9, metric=metric))
+    given = prescribe_maps(diagnose(vit, speckles(CONFIG)), TotalRank(9, metric=metric))
     assert list(given.ranks) == [(1, 4, 4)] * 2
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("change", [lowered, dead])
+@pytest.mark.slow
 def test_shared_directions_of_deficient_heads_are_exact(change: Callable[[Attention], None]) -> None:
     vit, shown = changed(change), images(CONFIG)
-    given = prescribe(diagnose(vit, speckles(CONFIG)), SharedRank(9, form="tied", sweeps=40))
+    given = prescribe_maps(diagnose(vit, speckles(CONFIG)), SharedRank(9, form="tied", sweeps=40))
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-8)
 
 
 def test_a_head_that_reads_out_nothing_loses_nothing() -> None:
     vit, shown = changed(unread), images(CONFIG)
-    given = prescribe(diagnose(vit, speckles(CONFIG)), "vo=total_rank:9")
+    given = prescribe_maps(diagnose(vit, speckles(CONFIG)), "vo=total_rank:9")
     assert all(layer.outputs["vo"].ranks == (1, 4, 4) for layer in given.layers)
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-8)
 
@@ -75,7 +76,7 @@ def test_one_image_or_one_shade_gives_a_finite_model(shade: int | None, rule: Ru
         pixels = torch.full((5, 1, 8, 8), shade, dtype=torch.uint8)
         data = from_tensors("grey", pixels, torch.arange(5) % 3, Normalization(CONFIG.mean, CONFIG.std))
     found = diagnose(vit, data)
-    given = prescribe(found, {"qk": rule, "vo": TotalRank(0.5), "fc1": TotalRank(3), "fc2": TotalRank(3)})
+    given = prescribe_maps(found, {"qk": rule, "vo": TotalRank(0.5), "fc1": TotalRank(3), "fc2": TotalRank(3)})
     assert bool(realize(vit, given)(images(CONFIG)).isfinite().all())
 
 

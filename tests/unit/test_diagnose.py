@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare
+from attnrx.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare_diagnoses
 from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, model_fingerprint
@@ -148,9 +148,9 @@ def test_an_overflowing_layer_is_named() -> None:
 def test_compare_matches_heads_of_the_original_model() -> None:
     vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
     before = diagnose(vit, images)
-    assert all(change.difference == 0 for change in compare(before, before))
+    assert all(change.difference == 0 for change in compare_diagnoses(before, before))
     slim = realize(vit, prescription(vit, PATTERNS["head-removed"]), by="compress")
-    changes = compare(before, diagnose(slim, images))
+    changes = compare_diagnoses(before, diagnose(slim, images))
     assert len(changes) == 2 * 3 * (len(PER_HEAD) + 1)
     assert asdict(changes[0]) == {"layer": 0, "head": 0, "reading": "rank", "before": 4.0, "after": None}
     assert all((change.after is None) == (change.head == 0) for change in changes)
@@ -161,4 +161,4 @@ def test_compare_matches_heads_of_the_original_model() -> None:
 def test_models_of_other_depth_cannot_be_compared() -> None:
     found = diagnose(model(CONFIGS["svda"]), data(CONFIGS["svda"]))
     with pytest.raises(InvalidInput, match="2 layers, the second 1"):
-        compare(found, replace(found, layers=found.layers[:1]))
+        compare_diagnoses(found, replace(found, layers=found.layers[:1]))

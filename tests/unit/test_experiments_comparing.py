@@ -14,7 +14,7 @@ from attnrx.models import family_of
 from attnrx.prescription import LAYER_MAPS, Prescription
 from attnrx.realization import realize
 from attnrx.storage import read_json
-from attnrx_lab.comparison import Bench, Method, compare_methods
+from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.comparison.differences import ImageResults, paired_differences
 from comparisons import pixels
 
@@ -77,9 +77,9 @@ def test_what_is_no_peer_is_refused() -> None:
         Method.parse("mistyped=baseline:svd maps=fc3")
 
 
-def bench() -> Bench:
+def bench() -> MethodBench:
     model, images = cases.model(DENSE), pixels(DENSE, 24)
-    return Bench(model, diagnose(model, images, batch_size=8), images, images, batch_size=8)
+    return MethodBench(model, diagnose(model, images, batch_size=8), images, images, batch_size=8)
 
 
 def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
@@ -151,6 +151,7 @@ def test_wrong_shares_and_unknown_rules_are_refused() -> None:
         compare_methods(own, [Method("mix", "totl_rank:{share}")], (0.5,))
 
 
+@pytest.mark.slow
 def test_all_methods_meet_the_target_as_nearly_as_they_can(tmp_path: Path) -> None:
     own = bench()
     texts = [

@@ -17,6 +17,8 @@ from attnrx_lab.papers.short_training import patch_size, short_training, small_m
 SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")
 STAGES: list[str] = []
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def single_precision(exact_arithmetic: None) -> None:

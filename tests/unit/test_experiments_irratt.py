@@ -46,6 +46,7 @@ def experiment(model_folder: str) -> IrrattExperiment:
     return IrrattExperiment("small", model_folder, "generated", HALF).as_tiny()  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperiment):
     """IrrAtt alone is written otherwise: as shared directions here, with a fusion of the score maps in the paper."""
     model = experiment.original()
@@ -56,6 +57,7 @@ def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperime
         assert (made["params_percent"] < 100) == method.changes
 
 
+@pytest.mark.slow
 def test_every_method_is_priced_and_what_needs_training_is_not_measured(experiment: IrrattExperiment, tmp_path: Path):
     run = experiment.run(tmp_path)
     for method in HALF:
@@ -147,6 +149,7 @@ def test_fusion_matrices_are_read_off_drawn_and_sorted(model_folder: str, tmp_pa
     assert fusions_page([run], (0.25,)).count('<img class="pixels"') == 4  # two layers, before and after
 
 
+@pytest.mark.slow
 def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: IrrattExperiment, tmp_path: Path):
     model = experiment.original()
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))

@@ -59,7 +59,7 @@ def test_what_cannot_be_reached_is_said_and_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"batches": ()},
         {"batches": (0,)},

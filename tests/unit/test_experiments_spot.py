@@ -78,6 +78,7 @@ def test_what_every_method_learns_by():
     assert not tuning.config(unlabelled, 1, 8, 0).reads_labels
 
 
+@pytest.mark.slow
 def test_the_original_is_trained_once_and_never_changed(tmp_path: Path):
     requested = ((SPOT, 1), (SPOT, 2), (TOME, 1), (ORIGINAL, 1))
     runs = [made(tiny(method, seed), tmp_path) for method, seed in requested]

@@ -11,7 +11,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import CheckpointError
 from attnrx.evidence import Evidence, Finding
 from attnrx.prescription import Prescription
-from attnrx.rules import parse_rule, prescribe
+from attnrx.rules import parse_rule, prescribe_maps
 from attnrx.storage import read_json, read_tensors, write_json
 from diagnoses import diagnosis
 from edits import ABSENT, write_edited
@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     made = diagnosis(heads=4, directions=16, layers=3)
     made.save(folder / "diagnosis.json")
-    prescribe(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
+    prescribe_maps(made, parse_rule("top_rank:6")).save(folder / "prescription.json")
     findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
     Evidence(findings, {"rules": {"qk": "top_rank:3"}}).save(folder / "evidence.json")
     return folder
@@ -87,14 +87,14 @@ def test_an_edited_prescription_is_refused_by_field(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("layers[2]", ABSENT, "layers has 2 values, and the tensors beside it are of 3 layers"),
+        ("layers[2]", ABSENT, "layers has 2 values, and its tensors are of 3 layers"),
         ("layers[1].heads", [0, 1, 1, 3], r"layers[1].heads[2] is 1, as layers[1].heads[1] is"),
         ("layers[1].heads", [0, 1], "disagree"),
         ("layers[1].scale", NAN, r"layers[1].scale is nan; it must be a finite number"),
         ("layers[1].norms", "some", r"layers[1].norms is 'some'; it must be one of"),
         ("layers[1].mlp", ABSENT, r"layers[1].mlp is missing"),
         ("fingerprint", None, "fingerprint is null; it must be a text"),
-        ("tensors_sha256", "0" * 64, "which is not beside it"),
+        ("tensors_sha256", "0" * 64, "which is not in its folder"),
     ],
 )  # fmt: skip
 def test_an_edited_diagnosis_is_refused_by_field(

@@ -19,7 +19,7 @@ from attnrx.realization import realize
 from attnrx.refinement import Refinement, refine
 from attnrx.reports import ReportContent
 from attnrx.reports.page import render
-from attnrx.rules import ContributionEnergy, prescribe
+from attnrx.rules import ContributionEnergy, prescribe_maps
 from cases import CONFIGS, model
 from pictures import speckles
 
@@ -79,7 +79,7 @@ def test_the_statistics_are_those_of_all_images_together() -> None:
 def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:
     vit, images = model(CONFIGS["dense"]), speckles(CONFIGS["dense"])
     found = diagnose(vit, images)
-    given = prescribe(found, ContributionEnergy(0.6))
+    given = prescribe_maps(found, ContributionEnergy(0.6))
     slim = realize(vit, given)
     return {
         "diagnose": lambda data: diagnose(vit, data),
@@ -112,7 +112,7 @@ def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.Ca
     (note,) = found.about["notes"]
     assert str(heard[0].message) == note
     found.save(tmp_path / "diagnosis.json")
-    given = prescribe(Diagnosis.load(tmp_path / "diagnosis.json"), ContributionEnergy(0.6))
+    given = prescribe_maps(Diagnosis.load(tmp_path / "diagnosis.json"), ContributionEnergy(0.6))
     assert given.about["notes"] == [note]
     page = render(ReportContent("noted", diagnosis=found, prescription=given))
     assert page.count("<strong>Warning:</strong>") == 1 and "not normalized" in page

@@ -17,7 +17,7 @@ from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Relabelled, Splits, fit_labels, from_tensors, imagenet_indices
 from attnrx.errors import DataError, UnknownName
 from attnrx.models import build_model
-from attnrx_lab.comparison import Bench, Method, compare_methods
+from attnrx_lab.comparison import Method, MethodBench, compare_methods
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}
 CONFIG = cases.CONFIGS["dense"]  # three classes
@@ -52,7 +52,7 @@ def test_labels_of_other_classes_are_refused_where_they_are_needed(vit: nn.Modul
     evidence = rx.verify(vit, vit, splits.test, [Fidelity()])
     assert evidence.of("fidelity")
     diagnosis = rx.diagnose(vit, splits.train)
-    bench = Bench(vit, diagnosis, splits.train, splits.test)
+    bench = MethodBench(vit, diagnosis, splits.train, splits.test)
     with pytest.raises(DataError, match="cannot be compared with the answers"):
         compare_methods(bench, [Method("mix", "total_rank:{share}")], (0.5,))
 

@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
     "scale norm": (TIMM, partial(of_timm, VIT, scale_attn_norm=True), "a norm between"),
     "differential": (TIMM, partial(of_timm, VIT, attn_layer="diff", num_heads=2), "differential attention"),
     "parallel": (TIMM, partial(of_timm, "vit_base_patch16_xp_224"), "attention and MLP in parallel"),
-    "side by side": (TIMM, partial(of_timm, "vit_small_patch16_18x2_224"), "several attentions side by side"),
+    "side by side": (TIMM, partial(of_timm, "vit_small_patch16_18x2_224"), "several parallel attention modules"),
     "map pooling": (TIMM, partial(of_timm, VIT, global_pool="map"), "attention pooling"),
     "dropout": (TIMM, partial(of_timm, VIT, attn_drop_rate=0.1), "attn_drop_rate=0"),
     "hf dropout": (HF, partial(of_hf, "ViTForImageClassification", attention_probs_dropout_prob=0.1), "dropout inside"),
@@ -237,8 +237,11 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda model: setattr(model.blocks[1], "norm1", nn.LayerNorm(12, eps=0.1).double()), "changed after"),
     "epsilon": (lambda model: setattr(model.blocks[1].norm1, "eps", 2e-6), "changed after"),  # too little for logits
     "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, but 1 are described"),
-    "hook": (lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]), "what it seems"),
-    "origin": (lambda model: delattr(model, "pretrained_cfg"), "does not say how it was made"),
+    "hook": (
+        lambda model: model.blocks[0].attn.register_forward_hook(lambda *given: 2 * given[-1]),
+        "something else than plain softmax",
+    ),
+    "origin": (lambda model: delattr(model, "pretrained_cfg"), "has no pretrained_cfg with an architecture"),
     "finite": (lambda model: model.head.weight.data.fill_(float("nan")), "holds NaN or infinity in 'head.weight'"),
 }
 

@@ -190,7 +190,7 @@ def test_what_is_no_peer_or_map_is_refused() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_pruning", None)
-    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[baselines\]'"):
+    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[lab\]'"):
         TorchPruningBaseline(model_of("dense"), pixels(cases.CONFIGS["dense"], 4))
 
 

@@ -23,7 +23,7 @@ from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import AttnrxError, InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.models import VisionTransformer, chunked_forward, family_of, load_model
-from attnrx.planning import AXES, Expected, PlanSettings, Search, Target, plan
+from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.partial_forward import recorded, resumed
@@ -61,6 +61,7 @@ def space() -> Space:
 
 
 @pytest.mark.parametrize("reducer", [Ward(), ToMe(), AttentionReceived(), Random()], ids=type)
+@pytest.mark.slow
 def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, reducer: Reducer) -> None:
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
     found = measure_sensitivities(own, answers, lambda told: None)
@@ -154,6 +155,7 @@ def every_plan(space: Space) -> Iterator[Choices]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.slow
 def test_no_plan_does_less_damage_at_its_price(space: Space, sensitivities: Sensitivities, seed: int) -> None:
     narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
     random = np.random.default_rng(seed)
@@ -178,7 +180,7 @@ def test_no_plan_does_less_damage_at_its_price(space: Space, sensitivities: Sens
         assert found.sensitivity <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
     cheapest = every[:, 0].min()
     assert frontier.cheapest == pytest.approx(cheapest, abs=0.002)
-    with pytest.raises(NotSupported, match="the cheapest that the prices show"):
+    with pytest.raises(NotSupported, match="the cheapest plan of the cost table"):
         frontier.at(cheapest - 1e-6)
 
 
@@ -198,7 +200,7 @@ def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivit
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
     cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
-    with pytest.raises(NotSupported, match="the cheapest that the prices show"):
+    with pytest.raises(NotSupported, match="the cheapest plan of the cost table"):
         Frontier(space, cost_table, sensitivities, even).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
     flat = replace(cost_table, attention=cost_table.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
@@ -207,6 +209,7 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivi
 
 
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
+@pytest.mark.slow
 def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
 ) -> None:
@@ -247,6 +250,7 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     assert Promises()(broken)[0].outcome == "fails"
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_it_stopped(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path
 ) -> None:
@@ -261,6 +265,7 @@ def test_a_search_goes_on_where_it_stopped(
     assert sought(5) <= 4
 
 
+@pytest.mark.slow
 def test_a_search_varies_the_best_that_it_knows(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, space: Space
 ) -> None:
@@ -335,7 +340,7 @@ def test_a_plan_for_the_clock_is_made_again_until_the_clock_agrees(
 
 
 def test_what_is_expected_of_other_images_is_wider_for_few() -> None:
-    expected = Expected(1.0, 2.0, 100)
+    expected = PredictedQuantity(1.0, 2.0, 100)
     low, high = expected.interval(400)
     assert (low, high) == pytest.approx((1 - 1.96 * 2 * (1 / 100 + 1 / 400) ** 0.5, 1 + 1.96 * 2 * 0.0125**0.5))
     few = expected.interval(10)

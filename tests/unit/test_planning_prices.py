@@ -51,6 +51,7 @@ def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
         assert exact_cost_table(space, of).total(Choices.nothing(3)) == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
     cost_table = measured_cost_table(replace(space, form="uniform_rank", _pieces={}), CLOCK, lambda told: None)
     assert cost_table.total(Choices.nothing(3)) > 0
@@ -70,7 +71,7 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
         assert_close(after(tokens), before(tokens))  # every size is 1
     backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
     assert [type(own) for own in backends] == [AttentionCapture]
-    assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), CLOCK, [8, 17]).leaves
+    assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), CLOCK, [8, 17]).prunes_tokens
 
 
 def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -> None:
@@ -163,7 +164,7 @@ def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, 
 
 
 @pytest.mark.parametrize(
-    ("depth", "patches", "stages", "leaving"),
+    ("depth", "patches", "stages", "num_pruned"),
     [
         (12, 196, 1, {6: 98}),
         (12, 196, 3, {3: 32, 6: 32, 9: 32}),

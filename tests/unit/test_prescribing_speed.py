@@ -2,10 +2,11 @@
 
 import time
 
+import pytest
 import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.rules import prescribe
+from attnrx.rules import prescribe_maps
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
 
@@ -31,9 +32,10 @@ def layer(seed: int) -> LayerDiagnosis:
     return LayerDiagnosis(spectrum, readings)
 
 
+@pytest.mark.slow
 def test_a_deit_base_is_prescribed_in_seconds() -> None:
     found = Diagnosis(tuple(layer(seed) for seed in range(LAYERS)), "a model", {})
     started = time.process_time()
-    prescription = prescribe(found, "qk=total_rank:0.5,scope=model vo=total_rank:0.5")
+    prescription = prescribe_maps(found, "qk=total_rank:0.5,scope=model vo=total_rank:0.5")
     assert time.process_time() - started < LIMIT
     assert sum(sum(ranks) for ranks in prescription.ranks) == HEADS * DIRECTIONS * LAYERS // 2

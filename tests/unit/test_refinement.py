@@ -11,7 +11,7 @@ from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.realization import realize
 from attnrx.refinement import Refinement, refine
-from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe
+from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe_maps
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]
@@ -21,7 +21,7 @@ RULES = {"per head": TotalRank(0.5), "shared": SharedRank(4, sweeps=10), "weight
 @pytest.mark.parametrize("name", RULES)
 def test_every_layer_comes_nearer(name: str) -> None:
     model, images = cases.model(DENSE), pixels(DENSE, 24)
-    small = realize(model, prescribe(diagnose(model, images, batch_size=8), RULES[name]))
+    small = realize(model, prescribe_maps(diagnose(model, images, batch_size=8), RULES[name]))
     refined = refine(small, model, images, Refinement(steps=60, learning_rate=0.02, batch=8))
     assert len(refined.before) == DENSE.depth
     for before, after in zip(refined.before, refined.after, strict=True):
@@ -33,7 +33,7 @@ def test_every_layer_comes_nearer(name: str) -> None:
 
 def test_the_candidate_and_the_reference_stay_as_they_were() -> None:
     model, images = cases.model(DENSE), pixels(DENSE, 8)
-    small = realize(model, prescribe(diagnose(model, images, batch_size=8), TotalRank(0.5)))
+    small = realize(model, prescribe_maps(diagnose(model, images, batch_size=8), TotalRank(0.5)))
     before = [copy.deepcopy(each.state_dict()) for each in (model, small)]
     first, again = (refine(small, model, images, Refinement(steps=5)) for _ in range(2))
     for each, state in zip((model, small), before, strict=True):

@@ -12,7 +12,7 @@ from attnrx.cli import main
 from attnrx.errors import CheckpointError
 from attnrx.reports import ComparisonRecord, ReportContent
 from attnrx.reports.page import render
-from attnrx_lab.comparison.comparing import Trial, Trials
+from attnrx_lab.comparison.comparing import MethodTrial, Trials
 from attnrx_lab.comparison.differences import Difference
 
 ABOUT: dict[str, Any] = {
@@ -33,9 +33,9 @@ def estimate(value: float, spread: float) -> Estimate:
     return Estimate(value, value - spread, value + spread)
 
 
-def trial(name: str, share: float, macs_share: float) -> Trial:
+def trial(name: str, share: float, macs_share: float) -> MethodTrial:
     loss = 1 - share
-    return Trial(
+    return MethodTrial(
         method=name,
         share=share,
         params=int(1e6 * share),
@@ -96,7 +96,7 @@ def test_every_trial_is_a_point_and_a_line_of_the_table(saved: Path) -> None:
     assert len(re.findall(r'class="band style-\d" d="M[^L]*(?:L[^L]*){5}z"', page)) == 2 * 3
     assert page.count(">logarithmic<") == 1
     assert len(re.findall(r'<th scope="row">(?:mix|&lt;b&gt;wide)</th>', page)) == 6
-    assert "2 methods were measured beside the original in 6 trials on 200 images" in page
+    assert "2 methods were compared with the original in 6 trials on 200 images" in page
     for words in ("64 images, pets/train:64:ab", "200 images, pets/test:200:cd", "rule: total_rank:{share}"):
         assert words in page
 

@@ -13,9 +13,9 @@ from attnrx.reports.figures import (
     LEVELS,
     Chart,
     Curve,
+    CurvePoint,
     HeatMap,
     IntervalRow,
-    Point,
     SpectrumBars,
     as_uri,
     colour,
@@ -23,7 +23,7 @@ from attnrx.reports.figures import (
     overlay,
     span,
 )
-from attnrx.reports.figures.scale import Scale, log_span
+from attnrx.reports.figures.scale import AxisScale, log_span
 
 NASTY = "</svg><script>alert(1)</script>"
 
@@ -34,7 +34,7 @@ def shapes(svg: str, name: str) -> list[ElementTree.Element]:
 
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_a_scale_maps_its_ends_and_keeps_order(logarithmic):
-    scale = Scale(0.01, 5.0, 190, 20, logarithmic)
+    scale = AxisScale(0.01, 5.0, 190, 20, logarithmic)
     assert scale(0.01) == pytest.approx(190)
     assert scale(5.0) == pytest.approx(20)
     assert scale(0.1) > scale(1.0)
@@ -42,7 +42,7 @@ def test_a_scale_maps_its_ends_and_keeps_order(logarithmic):
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.7, 0.3), (1e-7, 3e-7), (4.0, 90_000.0), (0.9999, 1.0001)])
 def test_ticks_are_inside_and_told_apart(low, high):
-    labels = Scale(low, high, 0, 100).labels()
+    labels = AxisScale(low, high, 0, 100).labels()
     assert 2 <= len(labels) <= 7
     assert all(low - 1e-9 * abs(high) <= tick <= high * (1 + 1e-9) for tick, _ in labels)
     if high > 1e-5:
@@ -51,7 +51,7 @@ def test_ticks_are_inside_and_told_apart(low, high):
 
 def test_logarithmic_ticks_are_inside():
     low, high = log_span([0.0021, 0.031])
-    ticks = Scale(low, high, 0, 1, logarithmic=True).ticks()
+    ticks = AxisScale(low, high, 0, 1, logarithmic=True).ticks()
     assert ticks == pytest.approx([0.002, 0.005, 0.01, 0.02])
 
 
@@ -101,7 +101,7 @@ def test_a_head_without_energy_or_directions_is_drawn():
 
 
 def test_charts_stay_in_their_frame():
-    points = tuple(Point(x, 10.0**-x, 0.5 * 10.0**-x, 2 * 10.0**-x, f"point {x}") for x in range(1, 5))
+    points = tuple(CurvePoint(x, 10.0**-x, 0.5 * 10.0**-x, 2 * 10.0**-x, f"point {x}") for x in range(1, 5))
     for logarithmic in (False, True):
         picture = Chart("t", "x", "y", (Curve("a", points, "style-0", 0),), logarithmic).draw()
         markers = shapes(picture, "marker")
@@ -113,8 +113,8 @@ def test_charts_stay_in_their_frame():
 
 
 def test_a_single_point_and_a_long_curve_are_drawn():
-    assert shapes(Chart("t", "x", "y", (Curve("a", (Point(1, 1),), "style-0", 0),)).draw(), "marker")
-    long = tuple(Point(x, math.sin(x), tip="here") for x in range(80))
+    assert shapes(Chart("t", "x", "y", (Curve("a", (CurvePoint(1, 1),), "style-0", 0),)).draw(), "marker")
+    long = tuple(CurvePoint(x, math.sin(x), tip="here") for x in range(80))
     picture = Chart("t", "x", "y", (Curve("a", long, "style-0", 1),)).draw()
     assert len(shapes(picture, "marker")) <= 12
     assert len(shapes(picture, "marker")) + len(shapes(picture, "target")) == 80
@@ -130,7 +130,7 @@ def test_an_interval_row_reaches_from_low_to_high():
 
 
 def test_words_cannot_break_out_of_a_picture():
-    curve = Curve(NASTY, (Point(0, 1, tip=NASTY), Point(1, 2)), "style-0", 0)
+    curve = Curve(NASTY, (CurvePoint(0, 1, tip=NASTY), CurvePoint(1, 2)), "style-0", 0)
     pictures = [
         Chart(NASTY, NASTY, NASTY, (curve,)).draw(),
         HeatMap(NASTY, [[1.0]], 0, 2, write=lambda value: NASTY).draw(),
@@ -172,7 +172,7 @@ def test_an_overlay_shows_the_map_where_the_image_is_flat():
 
 
 def test_whole_numbers_are_labelled_as_such():
-    assert [words for _, words in Scale(0.96, 2.04, 0, 100, whole=True).labels(5)] == ["1", "2"]
+    assert [words for _, words in AxisScale(0.96, 2.04, 0, 100, whole=True).labels(5)] == ["1", "2"]
 
 
 def test_values_that_differ_by_rounding_are_one_value():

@@ -219,9 +219,11 @@ def test_what_could_not_be_measured_is_shown_as_such():
 
 
 def test_single_corruptions_stand_in_their_own_section():
-    page = render(ReportContent("spoilt", evidence=report_content.evidence()))
+    page = render(ReportContent("corrupted", evidence=report_content.evidence()))
     main, corrupted = page.index('id="evidence"'), page.index('id="robustness"')
-    assert main < page.index("6 findings on spoilt images") < corrupted < page.index("noise of severity 1, candidate")
+    assert (
+        main < page.index("6 findings on corrupted images") < corrupted < page.index("noise of severity 1, candidate")
+    )
     curves = re.findall(r'<path class="marker style-\d"[^>]*><title>([^<]*)', page[corrupted:])
     assert len(curves) == 6
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.diagnostics import suited
+from attnrx.diagnostics import suited_diagnostics
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
@@ -16,7 +16,7 @@ from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
 from attnrx.reports.ranks import Kept, prescribed_ranks
 from attnrx.reports.sections.ranks import ranks
-from attnrx.rules import SharedRank, TotalRank, prescribe
+from attnrx.rules import SharedRank, TotalRank, prescribe_maps
 from cases import CONFIGS, model
 from pictures import speckles
 
@@ -24,7 +24,7 @@ from pictures import speckles
 def diagnosed(name: str = "dense") -> tuple[torch.nn.Module, Diagnosis]:
     vit = model(CONFIGS[name])
     spectra = tuple(layer.spectrum() for layer in family_of(vit).attention(vit))
-    return vit, diagnose(vit, speckles(CONFIGS[name]), diagnostics=suited(spectra))
+    return vit, diagnose(vit, speckles(CONFIGS[name]), diagnostics=suited_diagnostics(spectra))
 
 
 def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int | None, int]]]]:
@@ -33,7 +33,7 @@ def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int
 
 def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
     vit, found = diagnosed()
-    given = prescribe(found, "qk=total_rank:0.6 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3")
+    given = prescribe_maps(found, "qk=total_rank:0.6 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3")
     told = prescribed_ranks(given, found)
     assert [each.name for each in told] == ["Query and key", "Value and output", "MLP"]
     assert [each.columns for each in told] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
@@ -48,7 +48,7 @@ def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
 
 def test_shared_directions_are_one_rank_for_all_heads() -> None:
     vit, found = diagnosed()
-    given = prescribe(found, SharedRank(5, form="tied", joint="centered", sweeps=5))
+    given = prescribe_maps(found, SharedRank(5, form="tied", joint="centered", sweeps=5))
     assert [layer.qk.kept for layer in given.layers] == [5, 5]
     assert given.removed_share == 1 - 5 / 12
     for told in (prescribed_ranks(given), prescribed_ranks(given, found), model_ranks(realize(vit, given))):
@@ -70,13 +70,13 @@ def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
 
 def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
     vit, found = diagnosed()
-    given = prescribe(found, TotalRank(0.6))
+    given = prescribe_maps(found, TotalRank(0.6))
     layers = [layer.with_scores(replace(layer.qk, heads=torch.tensor([False, True, True]))) for layer in given.layers]
     slim = realize(vit, replace(given, layers=tuple(layers)))
     rows = model_ranks(slim)[0].layers
     assert [row[0].rank for row in rows] == [None, None]
     again = diagnose(slim, speckles(CONFIGS["dense"]))
-    second = prescribe(again, TotalRank(0.5))
+    second = prescribe_maps(again, TotalRank(0.5))
     for told, row, spectrum in zip(prescribed_ranks(second, again)[0].layers, rows, again.layers, strict=True):
         assert told[0].rank is None
         assert [told[head].full for head in spectrum.spectrum.heads] == [int(r) for r in spectrum.spectrum.rank]

@@ -15,7 +15,7 @@ from attnrx.errors import InvalidInput
 from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model
 from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
 from attnrx.reports.figures import PatchPicture
-from attnrx.reports.figures.scale import Scale
+from attnrx.reports.figures.scale import AxisScale
 from attnrx.reports.page import render
 from attnrx.tokens import AttentionReceived, ClassAttention, DynamicViT, EViT, Random, Reducer, TokenPolicy, ToMe
 from pictures import write_folder
@@ -130,7 +130,7 @@ def test_parts_that_disagree_are_refused(change: dict) -> None:
 
 def test_models_that_cannot_be_sampled_are_refused() -> None:
     model = model_of("vit")
-    with pytest.raises(InvalidInput, match="no token ever leaves"):
+    with pytest.raises(InvalidInput, match="has no token policy"):
         sample_tokens(model, images(model))
     small = reduced(model_of("vit"), Random())
     with pytest.raises(InvalidInput, match="sample_tokens"):
@@ -148,7 +148,7 @@ def test_attention_maps_are_of_the_patches(name: str) -> None:
 
 
 def test_whole_numbers_are_labelled_by_whole_numbers() -> None:
-    assert Scale(0.5, 12.5, 0, 100, whole=True).ticks() == [5, 10]
+    assert AxisScale(0.5, 12.5, 0, 100, whole=True).ticks() == [5, 10]
 
 
 def test_the_command_shows_tokens(tmp_path: Path) -> None:

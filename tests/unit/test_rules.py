@@ -29,7 +29,7 @@ from attnrx.rules import (
     UniformMatched,
     UniformRank,
     parse_rule,
-    prescribe,
+    prescribe_maps,
     readings_needed,
 )
 from diagnoses import diagnosis, layer, of_strengths, spectrum
@@ -232,7 +232,7 @@ def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
     for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5), rule & UniformHeads()):
         with pytest.raises(
-            NotSupported, match=r"goes by strength, but layer 0 is dense attention.*contribution_energy"
+            NotSupported, match=r"ranks by strength, but layer 0 is dense attention.*contribution_energy"
         ):
             refused.decide(dense, 0)
     assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
@@ -271,7 +271,7 @@ def test_missing_and_broken_readings_are_refused() -> None:
     rule = EnergyRetention(0.9) & ContributionEnergy(0.9)
     assert readings_needed(RandomMatched(rule)) == ("query_moment", "key_moment")
     with pytest.raises(InvalidRule, match="needs query_moment and key_moment, which the diagnosis of layer 0"):
-        prescribe(bare, rule)
+        prescribe_maps(bare, rule)
     with pytest.raises(InvalidRule, match="cannot decide about layer 0: the diagnosis has no reading 'selectivity'"):
         UniformHeads().decide(bare, 0)
     with pytest.raises(InvalidInput, match=r"needs selectivity of shape \(1,\) in layer 0, found \(3,\)"):
@@ -281,14 +281,14 @@ def test_missing_and_broken_readings_are_refused() -> None:
     with pytest.raises(InvalidInput, match="negative second moment"):
         ContributionEnergy(0.9).decide(with_readings(found, key_moment=torch.tensor([[1.0, -1.0]])), 0)
     with pytest.raises(InvalidInput, match="the spectrum of layer 0 holds NaN"):
-        prescribe(of_strengths([1.0, math.nan]), TopRank(1))
-    with pytest.raises(InvalidInput, match=r"asked about layer 1; the diagnosis has layers 0\.\.0"):
+        prescribe_maps(of_strengths([1.0, math.nan]), TopRank(1))
+    with pytest.raises(InvalidInput, match=r"applied to layer 1; the diagnosis has layers 0\.\.0"):
         TopRank(1).decide(found, 1)
 
 
 def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
     found, rule = diagnosis(), EnergyRetention(0.8) & RemoveHeads(0.9, 0.9)
-    given = prescribe(found, rule)
+    given = prescribe_maps(found, rule)
     assert given.fingerprint == found.fingerprint
     assert given.rules == {"qk": str(rule)} and parse_rule(str(rule)) == rule
     assert given.about["data"] == {"name": "noise", "images": 3}
@@ -321,12 +321,12 @@ def test_changing_nothing_is_an_error(rule: Rule) -> None:
     with pytest.raises(
         NoOpPrescription, match=r"would change nothing: all 8 heads of 2 layers keep everything \(\|strength\|"
     ):
-        prescribe(diagnosis(), rule)
+        prescribe_maps(diagnosis(), rule)
 
 
 @pytest.mark.parametrize("rule", [Shrinkage(1e-6), NormClip(1.0), UniformHeads(0.2), RemoveHeads(0.9, 0.9)], ids=str)
 def test_a_small_change_is_a_change(rule: Rule) -> None:
-    assert prescribe(diagnosis(), rule).layers
+    assert prescribe_maps(diagnosis(), rule).layers
 
 
 def test_heads_without_directions_are_fine() -> None:
@@ -336,9 +336,9 @@ def test_heads_without_directions_are_fine() -> None:
     for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1)), RemoveHeads()):
         assert rule.decide(nobody, 0).reasons == ()
         with pytest.raises(NoOpPrescription):
-            prescribe(nobody, rule)
+            prescribe_maps(nobody, rule)
 
 
 def test_prescribe_refuses_what_is_no_rule_and_no_diagnosis() -> None:
     with pytest.raises(InvalidInput, match="without layers"):
-        prescribe(Diagnosis((), "f", {}), TopRank(1))
+        prescribe_maps(Diagnosis((), "f", {}), TopRank(1))

@@ -11,7 +11,7 @@ from attnrx.storage import (
     fingerprint,
     read_json,
     read_tensors,
-    require_finite,
+    require_finite_tensors,
     write_atomically,
     write_json,
     write_tensors,
@@ -92,4 +92,6 @@ def test_fingerprints_tell_models_apart() -> None:
 
 def test_infinite_tensors_are_named() -> None:
     with pytest.raises(InvalidInput, match="'b'"):
-        require_finite({"a": torch.zeros(2), "b": torch.tensor([1.0, torch.inf]), "c": torch.arange(3)}, "the model")
+        require_finite_tensors(
+            {"a": torch.zeros(2), "b": torch.tensor([1.0, torch.inf]), "c": torch.arange(3)}, "the model"
+        )

@@ -171,5 +171,5 @@ def test_models_that_do_not_fit_are_refused() -> None:
     model = deep()
     with pytest.raises(InvalidInput, match="give the original"):
         token_relevance(num_pruned(model, Random()), inputs(model))
-    with pytest.raises(InvalidInput, match="no token ever leaves"):
+    with pytest.raises(InvalidInput, match="has no token policy"):
         patches_left(model, inputs(model))

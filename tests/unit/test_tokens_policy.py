@@ -22,7 +22,7 @@ def test_every_layer_loses_as_many(patches: int) -> None:
         assert counts == tuple(patches - num_pruned * stage for stage in range(1, 12))
 
 
-@pytest.mark.parametrize(("leaving", "depth"), [(18, 12), (1, 1)])
+@pytest.mark.parametrize(("num_pruned", "depth"), [(18, 12), (1, 1)])
 def test_what_would_leave_nothing_is_refused(num_pruned: int, depth: int) -> None:
-    with pytest.raises(InvalidInput, match="so that one is left"):
+    with pytest.raises(InvalidInput, match="so that one remains"):
         TokenPolicy.every_layer(ToMe(), num_pruned).on(VIT, depth)

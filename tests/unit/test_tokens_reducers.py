@@ -29,7 +29,7 @@ from attnrx.tokens import (
     Ward,
     ZeroTPrune,
 )
-from attnrx.tokens.pitome import energy
+from attnrx.tokens.pitome import energy_scores
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.zero_tprune import page_rank, redundant
 
@@ -196,7 +196,7 @@ def test_soft_reducers_are_what_their_scores_are() -> None:
         (lambda: ZeroTPrune(least=0.7, most=0.7), "least < most"),
         (lambda: TokenPolicy.every_layer(ToMe(), 4).on(TokenLayout(1, 16, True, "class"), 5), "1 to 3 patches"),
         (lambda: TokenPolicy.every_layer(ToMe(), 0), "0 patches"),
-        (lambda: TokenPolicy.every_layer(ToMe(), 1).on(TokenLayout(1, 16, True, "class"), 1), "takes two layers"),
+        (lambda: TokenPolicy.every_layer(ToMe(), 1).on(TokenLayout(1, 16, True, "class"), 1), "at least two layers"),
     ],
 )
 def test_impossible_knobs_are_refused(make, said: str) -> None:
@@ -247,14 +247,14 @@ def test_pitome_protects_isolated_patches_and_merges_within_groups() -> None:
     assert found.kept[0].tolist()[1:] == [3, 4, 5]
     assert found.sizes is not None and found.sizes.tolist() == [[3.0, 1.0, 1.0, 1.0]]
     cosines = torch.tensor(keys) @ torch.tensor(keys).T
-    order = energy(cosines[None], 0.9, 1.0)[0].argsort(descending=True)
+    order = energy_scores(cosines[None], 0.9, 1.0)[0].argsort(descending=True)
     assert set(order[:3].tolist()) == {0, 1, 2} and order[-1].item() == 5
 
 
 def test_the_margin_of_pitome_falls_with_depth() -> None:
     cosines = torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
-    assert energy(cosines, 0.9, 1.0)[0, 0].item() == pytest.approx((1 + math.exp(-0.4) - 1) / 2)
-    assert energy(cosines, 0.45, 1.0)[0, 0].item() == pytest.approx(0.75)
+    assert energy_scores(cosines, 0.9, 1.0)[0, 0].item() == pytest.approx((1 + math.exp(-0.4) - 1) / 2)
+    assert energy_scores(cosines, 0.45, 1.0)[0, 0].item() == pytest.approx(0.75)
     # Three patches with cosines of 0.6, and a pair that is the same: only late do the three have the highest energy.
     shared, own = math.sqrt(0.6), math.sqrt(0.4)
     keys = [[shared if axis == 0 else own * (axis == number) for axis in range(5)] for number in (1, 2, 3)]

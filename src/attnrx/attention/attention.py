@@ -21,10 +21,10 @@ MOST_PLANS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a layer is computed in one context: by which backend, in which buckets, and how far rows are padded.
+class LayerPlan:
+    """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
-    `widths` says how far the values of every bucket are, of which `reads` has a number for every head.
+    `reads` are the padded value dimensions per head, `widths` those per bucket.
     """
 
     backend: Backend
@@ -35,10 +35,9 @@ class Plan:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of any form, with its own rank in every head.
+    """Multi-head attention of any form, with its own rank and value dimension in every head.
 
-    The heads lie in storage order (`spec.heads` names the original ones), and each may read out fewer features than
-    it once did.
+    Heads are in storage order; `spec.heads` are their indices in the original model.
     """
 
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
@@ -50,12 +49,14 @@ class Attention(nn.Module):
         self.backend: Backend = backend or Auto()
         self._fused_qkv = FusedQKV()
         self._plans_of: Backend | None = None
-        self._plans: dict[AttentionContext, Plan] = {}
+        self._plans: dict[AttentionContext, LayerPlan] = {}
 
     def forward(
         self, tokens: Float[Tensor, "batch tokens width"], among: Float[Tensor, "batch keys width"] | None = None
     ) -> Float[Tensor, "batch tokens width"]:
-        """Mixes the tokens, or lets them attend to all those that they are `among`."""
+        """Returns the mixed tokens. Keys and values are computed from the key/value tokens where they are given, else
+        from `tokens`.
+        """
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
         plan, scores = self.plan(tokens if among is None else among), self.scores
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 
-    def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> Plan:
+    def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:
@@ -79,12 +80,12 @@ class Attention(nn.Module):
             self._plans[context] = self._planned(context)
         return self._plans[context]
 
-    def _planned(self, context: AttentionContext) -> Plan:
+    def _planned(self, context: AttentionContext) -> LayerPlan:
         backend = self.backend.at(self.spec, context)
         buckets = backend.buckets(self.spec, context)
         reads = backend.reads(self.spec, context)
         widths = tuple([reads[bucket.start] for bucket in buckets])
-        return Plan(backend, buckets, reads, self.scores.rows(buckets), widths)
+        return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths)
 
     def factors(
         self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
@@ -107,9 +108,10 @@ class Attention(nn.Module):
         return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads, shared=shared)
 
     def value_factors(self) -> dict[str, Tensor]:
-        """Reads what the plain SVD of every head's values is made of, in float64.
+        """Returns the factors of the plain SVD of every head's values, in float64.
 
-        value_factor and readout_factor [heads, _, reads] are R of V = Q R, V being the transposed value rows of a head
+        value_factor and readout_factor [heads, _, reads] are R of V = Q R, where V are the transposed value rows of a
+        head
         or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
         """
         reads, most = self.spec.reads, max((*self.spec.reads, 1))
@@ -131,7 +133,7 @@ def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], most
 
 @contextmanager
 def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[None]:
-    """Runs the layers on other backends for a while, one each, and puts theirs back afterwards."""
+    """Runs the layers on other backends inside the context, one each, and restores theirs afterwards."""
     layers = tuple(layers)
     before = [layer.backend for layer in layers]
     try:

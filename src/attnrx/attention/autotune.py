@@ -22,7 +22,7 @@ CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
 }
 """What is measured on a device, by name; what is not listed there runs on `Auto`."""
 
-# A backend that can be named, and what makes it.
+# The backends by name, with their factories.
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "auto": Auto,
     "eager": Eager,
@@ -38,8 +38,8 @@ ERROR = 40
 
 
 @dataclass(frozen=True)
-class Trial:
-    """How long a candidate took, and how far it was from the truth; what failed has no time."""
+class BackendTrial:
+    """The seconds of a candidate and its error against the reference backend; a failed candidate has no time."""
 
     seconds: float | None
     error: float | None
@@ -47,10 +47,10 @@ class Trial:
 
 
 class Autotuned(Auto):
-    """Runs the fastest candidate that is right, measured once for every machine, layer, context; else `Auto`.
+    """Runs the fastest verified candidate, measured once per machine, layer and context; otherwise `Auto`.
 
-    What was measured is kept in the user's cache folder (ATTNRX_CACHE), or in the file `table`; a `pinned` table is
-    only read. With `measure=False`, or ATTNRX_MEASURE=0, what is not known runs on `Auto`. Nothing is measured where
+    Measurements are stored in the user's cache folder (ATTNRX_CACHE), or in the file `table`; a `pinned` table is
+    read-only. With `measure=False`, or ATTNRX_MEASURE=0, unmeasured layers run on `Auto`. Nothing is measured while
     gradients or a graph are recorded.
     """
 
@@ -62,21 +62,21 @@ class Autotuned(Auto):
             self._measurements("cpu")  # a missing table raises before the model runs
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns the candidate to run."""
+        """Returns the fastest verified backend for this layer and context."""
         candidates = CANDIDATES.get(context.device)
         if not context.free or candidates is None:
             return super().at(spec, context)
         known, key = self._measurements(context.device), key_of(spec, context)
         record = known.get(key, _is_whole)
         if self._is_wanting(record, candidates):
-            record = chosen(trials(spec, context, candidates))
+            record = fastest_record(trials(spec, context, candidates))
             known.put(key, record)
         if record is None:
             return super().at(spec, context)
         return candidates.get(record["backend"], Auto)().at(spec, context)
 
     def _is_wanting(self, record: Mapping[str, Any] | None, candidates: Mapping[str, object]) -> bool:
-        """Whether there is something to measure: nothing is known, or nothing of a candidate that came later."""
+        """Whether to measure: there is no record, or the record lacks a candidate."""
         whole = record is not None and candidates.keys() <= record["trials"].keys()
         return not whole and self.measure and may_measure()
 
@@ -87,7 +87,7 @@ class Autotuned(Auto):
 
 
 def key_of(spec: AttentionSpec, context: AttentionContext) -> str:
-    """Says in one line all that the time of a layer depends on."""
+    """Returns a text of everything that the latency of a layer depends on."""
     parts = (
         f"{spec.form} {spec.norms} width={spec.width} original={spec.original_rank}",
         f"ranks={','.join(map(str, spec.ranks))} reads={','.join(map(str, spec.reads))}",
@@ -101,8 +101,8 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
-def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:
-    """Returns the record of the fastest trial that is right."""
+def fastest_record(found: Mapping[str, BackendTrial]) -> dict[str, Any]:
+    """Returns the record of the fastest trial whose output is right."""
     right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
     best = min(right, key=lambda name: right[name], default="fused")
     trials = {name: {"seconds": trial.seconds, "error": trial.error} for name, trial in found.items()}
@@ -113,8 +113,8 @@ def chosen(found: Mapping[str, Trial]) -> dict[str, Any]:
 @torch.no_grad()
 def trials(
     spec: AttentionSpec, context: AttentionContext, candidates: Mapping[str, Callable[[], Backend]]
-) -> dict[str, Trial]:
-    """Runs a fresh layer of this shape on every candidate in turns; draws from no generator of the user's."""
+) -> dict[str, BackendTrial]:
+    """Times a fresh layer of this shape on every candidate in turns; uses no global random generator."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = Attention(spec).to(context.device, context.dtype).eval()
@@ -126,7 +126,7 @@ def trials(
         errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
         right = {name for name, error in errors.items() if error is not None and error <= allowed}
         seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
-    return {name: Trial(seconds.get(name), errors[name], name in right) for name in candidates}
+    return {name: BackendTrial(seconds.get(name), errors[name], name in right) for name in candidates}
 
 
 def _reference(layer: Attention, tokens: Tensor) -> Tensor:
@@ -141,14 +141,12 @@ def _error(
     layer.backend = make()
     try:
         return float((layer(tokens).double() - reference).abs().max())
-    except (
-        Exception
-    ):  # kernels refuse shapes, devices and versions with errors of their own: such a one is no candidate
+    except Exception:  # kernels raise errors of many types for unsupported shapes, devices and versions
         return None
 
 
 def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) -> dict[str, float]:
-    """Returns the median of the rounds in which all took turns."""
+    """Returns the median seconds over the rounds."""
     found: dict[str, list[float]] = {name: [] for name in backends}
     for count in range(WARMUP + ROUNDS):
         for name, backend in backends.items():
@@ -158,7 +156,7 @@ def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) 
 
 
 def _timed(layer: Attention, tokens: Tensor) -> float:
-    """Runs the layer twice, because the first run makes its plan and its buffers anew, and times the second."""
+    """Runs the layer twice and times the second run, because the first one allocates its plan and buffers."""
     layer(tokens)
     _finish(tokens)
     start = time.perf_counter()
@@ -172,15 +170,15 @@ def _finish(tokens: Tensor) -> None:
         torch.cuda.synchronize(tokens.device)
 
 
-BACKENDS |= {"ragged": Ragged, "chosen": Autotuned}
+BACKENDS |= {"ragged": Ragged, "autotuned": Autotuned}
 
 
 def backend_of(name: str) -> Backend:
-    """Makes the backend of this name, one of BACKENDS.
+    """Returns the backend of this name, one of BACKENDS.
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: Its kernel could not be built here.
+        NotSupported: Its kernel cannot be built here.
     """
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)

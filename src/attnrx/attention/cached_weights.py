@@ -1,4 +1,4 @@
-"""Values that follow from parameters, computed once while no gradients are needed and no parameter changes."""
+"""Values derived from parameters, cached while no gradients are needed and no parameter changes."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class _Steps:
-    """The steps that all optimizers of this process have made."""
+    """Counts the steps of all optimizers in this process."""
 
     def __init__(self):
         self.count = 0
@@ -26,18 +26,19 @@ _steps = _Steps()
 
 
 class CachedWeights(Generic[Value]):
-    """One value that `build` makes from parameters, kept until one of them, or `key`, is another.
+    """A value that `build` computes from parameters, cached until one of them, or `key`, changes.
 
-    With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be seen, it is built
-    every time. Nor can those of fused optimizers be seen, which do not count a tensor's versions: a value is not kept
-    over the step of any optimizer, nor over a pass with gradients. A copy of the module that owns it builds its own.
+    With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be detected, it is
+    computed
+    every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step of any
+    optimizer and after a pass with gradients. A copy of the owning module has its own cache.
     """
 
     def __init__(self):
         self._kept: tuple[list[object], Value] | None = None
 
     def __call__(self, key: Hashable, parameters: Sequence[Tensor | None], build: Callable[[], Value]) -> Value:
-        """Returns the value, from memory where that is safe; a parameter may be absent."""
+        """Returns the value, from the cache if that is safe; a parameter may be None."""
         if not self.possible(parameters):
             self._kept = None
             return build()
@@ -47,14 +48,14 @@ class CachedWeights(Generic[Value]):
                 state += (part.data_ptr(), part._version, part.dtype, part.device)
         kept = self._kept
         if kept is None or kept[0] != state:
-            # Outside inference mode, so that the value serves both kinds of callers.
+            # Outside inference mode, so that callers in and out of inference mode can use the value.
             with torch.inference_mode(mode=False), torch.no_grad():
                 kept = self._kept = (state, build())
         return kept[1]
 
     @staticmethod
     def possible(parameters: Iterable[Tensor | None]) -> bool:
-        """Whether a value would be kept now."""
+        """Whether a value would be cached now."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         for part in parameters:

@@ -1,4 +1,4 @@
-"""What every form of attention hands to a backend: the two factors of its scores."""
+"""The score factors that every form passes to a backend."""
 
 from dataclasses import dataclass, replace
 
@@ -41,14 +41,14 @@ class ScoreFactors:
     def folded(
         self,
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key as the fused kernels want them: heads first, the strength folded into the query."""
+        """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
 
 
 def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:
-    """Groups neighbouring heads of equal rank, which read out as many features each, so that nothing is padded."""
+    """Groups neighbouring heads of equal rank and equal value dimension, so that nothing is padded."""
     buckets: list[Bucket] = []
     for head, rank in enumerate(ranks):
         if buckets and buckets[-1].rank == rank and (reads is None or reads[head] == reads[head - 1]):

@@ -18,7 +18,7 @@ Keys = Float[Tensor, "batch keys rows"]
 
 
 class ScoreForm(nn.Module, ABC):
-    """A pathway from tokens to score factors: two projections, and what the form does between them and the scores."""
+    """Computes score factors from tokens: two projections and the operations of the form."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -30,11 +30,11 @@ class ScoreForm(nn.Module, ABC):
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the factors of every bucket that has directions, in order; heads of rank 0 have none.
 
-        `query` and `key` are what the two projections give, padded to `rows`.
+        `query` and `key` are the outputs of the two projections, padded to `rows`.
         """
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns how many rows of query and key every owner must be projected to."""
+        """Returns the number of projected rows of query and key per owner."""
         wanted = zip(buckets, self._wanted(buckets), strict=True)
         return tuple(rows for bucket, rows in wanted for _ in range(bucket.start, bucket.stop))
 
@@ -53,7 +53,7 @@ class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the projected rows as they are, followed by zeros up to the width of their bucket."""
+        """Returns the projected rows, followed by zeros up to the width of their bucket."""
         return tuple(
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
             for bucket, q, k in self.parts(query, key, buckets)
@@ -61,14 +61,14 @@ class DenseForm(ScoreForm):
 
 
 class SharedForm(ScoreForm):
-    """CP SlimAtt (Eqs. 3-4): all heads share their directions, each in strengths of its own, the fusion matrix."""
+    """CP SlimAtt (Eqs. 3-4): all heads share their directions, and each has its own strengths (the fusion matrix)."""
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns how many rows all heads share, padded to the width of the bucket; none are projected for rank 0."""
+        """Returns the number of shared rows, padded to the width of the bucket; zero for rank 0."""
         (bucket,) = buckets
         return (bucket.width if bucket.rank else 0,)
 
@@ -107,7 +107,7 @@ class SvdaForm(ScoreForm):
         return unit_rows(rows, bucket.width)
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
-        """Splits the strengths by bucket, those of every head followed by zeros up to the width of its bucket."""
+        """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
         ranks = self.spec.ranks
         owns = self.strength.split([sum(ranks[bucket.heads]) for bucket in buckets])
         return {

@@ -29,20 +29,20 @@ class HeadLinear(nn.Module):
         self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
-        """Projects tokens to the features of all heads, one after the other."""
+        """Returns the features of all heads, concatenated."""
         return F.linear(tokens, self.weight, self.bias)
 
     def padded(
         self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Projects tokens to `rows[h]` features for every head, those beyond its own being zero."""
+        """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
         if rows == self.rows:
             return self(tokens)
         weight, bias = self._kept(rows, (self.weight, self.bias), lambda: self.spread(rows))
         return F.linear(tokens, weight, bias)
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
-        """Returns the rows with their bias, or zero, as the last column, in float64 on the CPU."""
+        """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
@@ -60,18 +60,19 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 
 
 class FusedQKV:
-    """Several projections of the same tokens as one matrix product, where no gradients are needed.
+    """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
-    One wide product is faster than several narrow ones, most of all for few tokens. Its weight is a copy of theirs,
-    kept beside them.
+    One wide product is faster than several narrow ones, especially for few tokens. Its weight is a copy of theirs,
+    which
+    is cached.
     """
 
     def __init__(self):
         self._kept: CachedWeights[tuple[Tensor, Tensor | None, list[int]]] = CachedWeights()
 
     def __call__(self, tokens: Float[Tensor, "batch tokens width"], sides: Sequence[Side]) -> list[Tensor]:
-        """Returns what `padded` of every side gives."""
-        # With few tokens, what Python does here takes as long as the arithmetic: nothing is made that is not needed.
+        """Returns the result of `padded` for every projection."""
+        # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
         own: list[Tensor | None] = []
         for side, _ in sides:
             own += (side.weight, side.bias)
@@ -97,7 +98,7 @@ def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None, list[int]]:
 def in_buckets(
     features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
 ) -> list[Float[Tensor, "batch tokens _ _"]]:
-    """Splits what was projected by bucket, every owner having `rows` of it: [batch, tokens, owners, rows] each."""
+    """Splits projected rows by bucket, with `rows` per owner: [batch, tokens, owners, rows] each."""
     if len(buckets) == 1:
         return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
     shapes = [(bucket.stop - bucket.start, own) for bucket, own in zip(buckets, rows, strict=True)]
@@ -106,7 +107,7 @@ def in_buckets(
 
 
 class OutputProjection(nn.Module):
-    """The output projection: sums what all heads read out, `reads[h]` features of head h, stored unpadded."""
+    """The output projection of concatenated heads with `reads[h]` features of head h, stored unpadded."""
 
     def __init__(self, reads: tuple[int, ...], width: int, bias: bool = True):
         super().__init__()
@@ -118,13 +119,13 @@ class OutputProjection(nn.Module):
         self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-        """Sums the heads' features, one head after the other."""
+        """Projects the concatenated features of the heads."""
         return F.linear(features, self.weight, self.bias)
 
     def padded(
         self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Sums heads that were padded to `reads[h]` features, those beyond their own being ignored."""
+        """Projects heads that are padded to `reads[h]` features; features beyond the head's own are ignored."""
         if reads == self.reads:
             return self(features)
         return F.linear(features, self._kept(reads, (self.weight,), lambda: self.spread(reads)), self.bias)
@@ -136,8 +137,8 @@ class OutputProjection(nn.Module):
 
 
 def padding_index(own: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
-    """Maps every padded row to its stored row, or to the zero row that follows the last one."""
-    # A tensor that is made while a model is exported stands for a value and has none: it must not be found again.
+    """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
+    # A tensor created during export is symbolic and must not be cached.
     return _padding_index(own, wanted) if torch.compiler.is_compiling() else _kept_padding_index(own, wanted)
 
 

@@ -1,7 +1,7 @@
-"""Row normalization with its backward pass written out: few passes over memory, and safe at zero.
+"""Row normalization with a hand-written backward pass: few passes over memory, and safe at zero.
 
-Autograd's own graph for x / |x| makes about twice as many passes, which is what a plain SVDA layer loses against
-fused dense attention in eager mode.
+Autograd's own graph for x / |x| makes about twice as many passes, which is the overhead of an SVDA layer over fused
+dense attention in eager mode.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from attnrx.shapes import Float, Tensor
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (Eq. 4); given a `width`, zeros follow up to it.
+    """Divides every row by its Euclidean norm (Eq. 4); with a `width`, zeros follow up to it.
 
-    A zero row stays zero and receives no gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed
-    in float32 or better, so float16 rows cannot overflow.
+    A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
+    float32 or better, so float16 rows cannot overflow.
     """
     missing = 0 if width is None else width - rows.shape[-1]
     if torch.is_grad_enabled():
@@ -26,7 +26,7 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
     inverse = inverse_norms(rows).to(rows.dtype)
     if not missing:
         return rows * inverse
-    # The products are written where they are wanted: padding them afterwards would be one more copy.
+    # The products are written into the padded buffer: padding them afterwards would be one more copy.
     padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + missing)
     padded[..., rows.shape[-1] :] = 0
     torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
@@ -34,10 +34,10 @@ def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None
 
 
 def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Returns one over the Euclidean norm of every row, in float32 or better; a zero row gives zero."""
+    """Returns one over the Euclidean norm of every row, in float32 or better; zero for a zero row."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
-    # Below the smallest normal number the reciprocal overflows: such a row counts as zero.
+    # Below the smallest normal number the reciprocal overflows: such a row is treated as zero.
     return torch.where(norms > torch.finfo(wide).tiny, norms.reciprocal(), torch.zeros_like(norms))
 
 

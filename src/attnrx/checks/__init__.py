@@ -1,4 +1,4 @@
-"""Checks: a candidate and its reference in, findings out. Each is a frozen dataclass whose fields are its knobs.
+"""Checks compare a candidate with its reference and return findings. Each is a frozen dataclass of knobs.
 
 comparison = Comparison(candidate, reference, splits.test, masked=masked, prescription=prescription)
 findings = [finding for check in standard() for finding in check(comparison)]
@@ -44,25 +44,25 @@ __all__ = [
     "aggregate",
     "all_checks",
     "parse_checks",
-    "standard",
+    "standard_checks",
 ]
 
 
 @cache
 def all_checks() -> Mapping[str, type[Check]]:
-    """Returns CHECKS and the checks of other packages: entry points of the group `attnrx.checks`, by name."""
+    """Returns CHECKS and the checks of other packages (entry points of the group `attnrx.checks`) by name."""
     return CHECKS | {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
 
 
 def parse_checks(text: str) -> tuple[RequestedCheck, ...]:
-    """Reads checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
+    """Parses checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
     return parse_checks_text(text, all_checks())
 
 
-def standard(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
-    """Returns every check with its defaults; controls take part when given, since they must be prescribed and realized.
+def standard_checks(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
+    """Returns the standard checks with their defaults, and `controls` if given.
 
-    `masked`, the reference with the prescription realized as zeros, lets fidelity and bounds speak of it too.
+    `masked`, the reference with the pruned directions set to zero, is included in fidelity and bounds.
     """
     checks = (Accuracy(), Fidelity(masked), Calibration(), Costs(), Latency(), Bounds(masked))
     return checks if controls is None else (*checks, controls)

@@ -1,4 +1,4 @@
-"""Accuracy: how many images each model gets right, and what the candidate loses on the same images."""
+"""Accuracy: top-1 accuracy of both models, and its paired change."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,9 +14,9 @@ from attnrx.evidence import Finding, judged
 class Accuracy(Check):
     """The paired change of top-1 accuracy, in points, with the accuracy of both models.
 
-    The claim is that the candidate loses at most `most_drop` points. It holds where the whole interval of the change
-    keeps that limit, fails where none of it does, and is undecided in between: a small set of images cannot show that
-    little is lost. None only reports.
+    The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
+    satisfies the limit, fails if no part of it does, and is undecided otherwise: a small image set cannot show a small
+    loss. With None the change is only reported.
     """
 
     name: ClassVar[str] = "accuracy"
@@ -28,7 +28,7 @@ class Accuracy(Check):
             raise InvalidInput(f"Accuracy(most_drop={self.most_drop}): a drop is given in points and is 0 or more.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Counts right answers, image by image."""
+        """Compares the correct predictions of both models, paired by image."""
         predictions = comparison.predictions
         own = [self._of(role, predictions) for role in ("reference", "candidate")]
         return (*own, self._change(predictions, comparison.seed))
@@ -63,9 +63,9 @@ class Accuracy(Check):
 
 
 def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: float | None, n: int) -> Finding:
-    """Reports a paired change of accuracy, in points, as a claim where `most_drop` limits it.
+    """Returns the finding for a paired change of accuracy, in points; a claim unless `most_drop` is None.
 
-    `n` counts the images. `where` follows the claim, e.g. " over all corruptions".
+    `n` is the number of images. `where` is appended to the claim, e.g. " over all corruptions".
     """
     change = change.scaled(100.0)
     claim = f"change of accuracy{where}, candidate minus reference"

@@ -1,4 +1,4 @@
-"""Evidence over several runs, e.g. seeds: what holds of the method and not of one training."""
+"""Aggregation of the evidence of several runs, e.g. of several seeds."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -10,10 +10,10 @@ from attnrx.evidence import REPORTED, Evidence, Finding
 
 
 def aggregate(runs: Sequence[Evidence]) -> Evidence:
-    """Returns one finding per claim: the mean over the runs with its t interval, their deviation and every value.
+    """Returns one finding per claim: the mean over the runs with its t interval, standard deviation and all values.
 
-    A claim holds where it held in every run, fails where it failed in one, and is undecided otherwise. The runs are to
-    be independent (other seeds of the training) and verified by the same checks; `n` counts the runs.
+    A claim holds if it holds in every run, fails if it fails in any, and is undecided otherwise. The runs must be
+    independent (different training seeds) and verified by the same checks; `n` is the number of runs.
     """
     if not runs:
         raise InvalidInput("aggregate was given no evidence; give the evidence of at least one run.")
@@ -75,7 +75,7 @@ def _outcome_of_all(findings: Sequence[Finding]) -> str:
 
 
 def _shared(abouts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Keeps what all runs have in common as it is, and lists what differs run by run."""
+    """Merges the records: equal values are kept, different ones become a list with one entry per run."""
     names = dict.fromkeys(name for about in abouts for name in about)
     merged: dict[str, Any] = {}
     for name in names:

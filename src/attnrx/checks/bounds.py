@@ -1,4 +1,4 @@
-"""Bounds: the paper's theorems, held against what the reference really computes."""
+"""Bounds: the paper's theorems, checked on the activations of the reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.spectral_change import SpectralChange, spectral_changes
 from attnrx.checks.theorems import (
-    Bounded,
+    BoundedQuantity,
     Rows,
     head_scores,
     proposition_1,
@@ -36,25 +36,24 @@ CLAIMS = {
     "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
 }
 
-# Rows computed in float32 are of unit length to about 1e-7 only, and every bound inherits that.
+# Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
 ROUNDING = 1e-5
-AT_ONCE = 16  # images; every score of every head is held in float64
+AT_ONCE = 16  # images per batch; every score of every head is held in float64
 
 
 @dataclass(frozen=True)
 class Bounds(Check):
     """Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
 
-    The theorems are about one layer and one input: each layer sees the reference's own activations, and only its
-    strengths change. (A masked model's second layer sees other inputs already.) A finding's value is the worst ratio
-    of what was measured to its bound, over images, layers and heads: at most 1, and the nearer to 1 the less the
-    bound gives away.
+    The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
+    strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
+    largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
 
-    What was removed is read from the comparison's prescription, else from `masked` or the comparison's own masked
-    model. Without any of them, and in layers without strengths, Theorem 1 and Proposition 1 have nothing to say and
-    are left out. Heads that lose nothing are not counted. Eq. 13 speaks only of heads that lost their weakest
-    directions; its threshold is the smallest strength that was kept. Proposition 4 perturbs the images with Gaussian
-    noise of deviation `noise`, on the model's scale.
+    The pruned directions are taken from the comparison's prescription, else from `masked` or the comparison's masked
+    model. Without any of them, and in layers without strengths, Theorem 1 and Proposition 1 are skipped. Unchanged
+    heads are not counted. Eq. 13 applies only to heads whose weakest directions were pruned; its threshold is the
+    smallest kept strength. Proposition 4 perturbs the images with Gaussian noise of standard deviation `noise`, in
+    normalized units.
     """
 
     name: ClassVar[str] = "bounds"
@@ -69,7 +68,7 @@ class Bounds(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Observes the reference on clean and on perturbed images."""
+        """Evaluates the reference on clean and on perturbed images."""
         comparison = comparison.with_masked(self.masked).taking(self.images)
         tally = Tally(spectral_changes(comparison))
         generator = torch.Generator().manual_seed(comparison.seed)
@@ -90,7 +89,7 @@ class Bounds(Check):
         return self._bounded(name, CLAIMS[name], worst, comparison, _where(ratios))
 
     def _effective_rank(self, comparison: Comparison) -> Finding:
-        """Eq. 25 for every head that has any energy."""
+        """Returns the finding for Eq. 25 over all heads with nonzero energy."""
         spectra = [layer.spectrum() for layer in family_of(comparison.reference).attention(comparison.reference)]
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
@@ -99,7 +98,7 @@ class Bounds(Check):
         details = {"effective_ranks": ranks.tolist(), "directions": directions.tolist()}
         claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
         finding = self._bounded("Eq. 25", claim, float(worst), comparison, details)
-        return replace(finding, n=len(ranks), seed=None)  # heads, not images: nothing was run for it
+        return replace(finding, n=len(ranks), seed=None)  # n counts heads: this finding needs no images
 
     def _bounded(
         self, name: str, claim: str, worst: float, comparison: Comparison, details: Mapping[str, Any]
@@ -119,24 +118,25 @@ class Bounds(Check):
 
 @dataclass
 class Tally:
-    """Collects the ratios of measured to bound: for every claim and layer, per image and counted head."""
+    """Collects the ratios of measurement to bound by claim and layer, per image and counted head."""
 
     changes: Mapping[int, SpectralChange]
     ratios: dict[str, dict[int, list[Float[Tensor, "batch counted"]]]] = field(default_factory=dict)
 
-    def observe(self, layer: int, seen: Observation) -> None:
-        """Measures one layer on a batch whose second half is the first half, perturbed."""
-        query, key = seen.query.double().chunk(2), seen.key.double().chunk(2)
-        strength = torch.ones_like(query[0][0, 0]) if seen.strength is None else seen.strength.double()
+    def observe(self, layer: int, observation: Observation) -> None:
+        """Measures one layer on a batch whose second half is the perturbed first half."""
+        query, key = observation.query.double().chunk(2), observation.key.double().chunk(2)
+        ones = torch.ones_like(query[0][0, 0])
+        strength = ones if observation.strength is None else observation.strength.double()
         clean, perturbed = Rows(query[0], key[0]), Rows(query[1], key[1])
-        self._add("Proposition 4", layer, proposition_4(clean, perturbed, strength, seen.scale))
-        if seen.strength is not None and layer in self.changes:
-            self._observe_change(layer, clean, strength, seen.scale)
+        self._add("Proposition 4", layer, proposition_4(clean, perturbed, strength, observation.scale))
+        if observation.strength is not None and layer in self.changes:
+            self._observe_change(layer, clean, strength, observation.scale)
 
     def _observe_change(self, layer: int, rows: Rows, strength: Tensor, scale: float) -> None:
         change = self.changes[layer].on(strength)
         scores = head_scores(rows.query, rows.key, strength, scale)
-        # The difference is computed by itself: as one of two scores it would drown in their rounding.
+        # The change is computed directly: the difference of two scores would be dominated by their rounding.
         lost = head_scores(rows.query, rows.key, change.lost, scale)
         moved = (scores - lost).softmax(-1) - scores.softmax(-1)
         most = scale * change.lost.abs().amax(-1)
@@ -146,14 +146,14 @@ class Tally:
         self._add("Proposition 1, half range", layer, proposition_1_half_range(lost, moved), change.counted)
         self._add("Proposition 1 with Theorem 1", layer, proposition_1_prior(moved, most), change.counted)
 
-    def _add(self, name: str, layer: int, bounded: Bounded, heads: Tensor | None = None) -> None:
+    def _add(self, name: str, layer: int, bounded: BoundedQuantity, heads: Tensor | None = None) -> None:
         ratio = bounded.ratio if heads is None else bounded.ratio[:, heads]
         if ratio.numel():
             self.ratios.setdefault(name, {}).setdefault(layer, []).append(ratio.cpu())
 
 
 def _where(ratios: Mapping[int, Float[Tensor, "images counted"]]) -> dict[str, Any]:
-    """Says how near the bound is reached: on average, and at worst per layer."""
+    """Returns the mean ratio, the largest ratio per layer, and the number of compared values."""
     return {
         "mean_ratio": float(torch.cat([ratio.flatten() for ratio in ratios.values()]).mean()),
         "worst_per_layer": {str(layer): float(ratio.max()) for layer, ratio in ratios.items()},

@@ -1,4 +1,4 @@
-"""Calibration: whether the confidence of a model is what its accuracy deserves."""
+"""Calibration: the expected calibration error of both models and its change."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,9 +17,9 @@ from attnrx.shapes import Float, Tensor
 class Calibration(Check):
     """The expected calibration error (ECE) of both models and its paired change, in points.
 
-    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The estimate of
-    an ECE is never below zero and so too large on few images; most of that cancels in the change. `most_rise` limits
-    the change, in points, and is only reported when None.
+    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE estimate is
+    non-negative and therefore biased upwards on few images; most of the bias cancels in the change. `most_rise` limits
+    the change, in points; with None the change is only reported.
     """
 
     name: ClassVar[str] = "calibration"
@@ -35,11 +35,11 @@ class Calibration(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Bins the answers of both models by confidence."""
+        """Bins the predictions of both models by confidence."""
         predictions, seed = comparison.predictions, comparison.seed
         gaps = [self._gaps(role, predictions) for role in ("reference", "candidate")]
         values = [100 * calibration_error(gap.mean(0)) for gap in gaps]
-        # One resampling of both models together, so that the change is paired.
+        # Both models share the resamples, so that the change is paired.
         draws = 100 * calibration_error(resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)))
         change = estimate(float(values[1] - values[0]), draws[:, 1] - draws[:, 0])
         own = [

@@ -1,4 +1,4 @@
-"""The contract of a check: a comparison in, findings out."""
+"""The base class of checks, which map a comparison to findings."""
 
 from abc import ABC, abstractmethod
 from dataclasses import is_dataclass
@@ -13,23 +13,23 @@ from attnrx.evidence import Finding
 class Check(ABC):
     """One kind of evidence. Every check is a final frozen dataclass whose fields are its knobs.
 
-    The claim of a finding never holds a measured number, so the same claim can be followed over several runs; the
-    short name of what was measured stands in `details["quantity"]`.
+    The claim of a finding contains no measured number, so that the same claim can be compared over several runs;
+    `details["quantity"]` is the short name of the measured quantity.
     """
 
     name: ClassVar[str]
     on_request: ClassVar[bool] = False
-    """Whether it must be requested by name: it needs an input of its own, or takes long."""
+    """Whether the check runs only if it is requested by name: it needs its own input, or takes long."""
 
     needs_labels: ClassVar[bool] = False
-    """Whether labels are compared with the answers, so that they must be numbers of the model's classes."""
+    """Whether the check compares labels with predictions, so that labels must be class indices of the model."""
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Measures the candidate against the reference."""
 
     def describe(self) -> dict[str, Any]:
-        """The name and the knobs, for the record: of images their fingerprint; models and functions are left out."""
+        """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""
         knobs = {name: _plain(knob) for name, knob in vars(self).items()}
         return {"check": self.name, **{name: knob for name, knob in knobs.items() if knob is not None}}
 
@@ -40,5 +40,5 @@ def _plain(knob: Any) -> Any:
     if is_dataclass(knob):
         return to_dict(knob)
     if isinstance(knob, tuple):
-        return list(knob)  # as JSON reads it back
+        return list(knob)  # JSON has no tuples
     return knob if isinstance(knob, bool | int | float | str) else None

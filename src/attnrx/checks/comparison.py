@@ -1,4 +1,4 @@
-"""What every check sees: the candidate, its reference, the data, and what they answered, computed once."""
+"""The input of every check: candidate, reference, data, and their cached predictions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from attnrx.shapes import Bool, Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Predictions:
-    """What several models, named by their role, answered to the same images in the same order."""
+    """The logits of several models by role, on the same images in the same order."""
 
     logits: Mapping[str, Float[Tensor, "images classes"]]
     labels: Int[Tensor, "images"]
@@ -27,7 +27,7 @@ class Predictions:
         return len(self.labels)
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
-        """Whether each image was classified as labelled."""
+        """Whether the predicted class of each image equals its label."""
         return self.classes(role) == self.labels
 
     def classes(self, role: str) -> Int[Tensor, "images"]:
@@ -36,8 +36,8 @@ class Predictions:
 
 
 @dataclass
-class _Answers:
-    """What was answered so far, by model, to the images with these labels."""
+class _PredictionCache:
+    """The cache of labels and of logits by model."""
 
     labels: Int[Tensor, "images"] | None = None
     logits: dict[nn.Module, Float[Tensor, "images classes"]] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class _Answers:
 class Comparison:
     """A candidate and its reference on one set of images.
 
-    `masked` is the reference with the prescription realized as zeros, `prescription` and `diagnosis` are those the
-    candidate was made from; each is needed by some findings only. The models lie on `device`; `seed` feeds every
-    random draw of the checks. With `together` every process that a launcher started makes this same comparison, and
-    each answers a part of the images; the findings are those of one process.
+    `masked` is the reference with the pruned directions set to zero, `prescription` and `diagnosis` are those the
+    candidate was made from; each is needed by some findings only. The models are on `device`; `seed` seeds all random
+    draws of the checks. With `together` all processes of a launcher make the same comparison, each evaluates a part of
+    the images, and the predictions are gathered.
     """
 
     candidate: nn.Module
@@ -63,7 +63,7 @@ class Comparison:
     batch_size: int = 256
     device: torch.device | str = "cpu"
     together: bool = False
-    _answers: _Answers = field(default_factory=_Answers, repr=False)
+    _cache: _PredictionCache = field(default_factory=_PredictionCache, repr=False)
 
     def __post_init__(self):
         if self.batch_size < 1 or self.seed < 0:
@@ -81,62 +81,64 @@ class Comparison:
 
     @property
     def predictions(self) -> Predictions:
-        """The answers of all models, from one pass over the data that is made on first use."""
-        answers = self._answers
-        missing = {role: model for role, model in self.models.items() if model not in answers.logits}
-        if missing or answers.labels is None:
+        """The predictions of all models, computed in one pass over the data on first use."""
+        cache = self._cache
+        missing = {role: model for role, model in self.models.items() if model not in cache.logits}
+        if missing or cache.labels is None:
             found = predict(missing, self)
-            answers.logits.update({model: found.logits[role] for role, model in missing.items()})
-            answers.labels = found.labels
-        classes = {role: answers.logits[model].shape[1] for role, model in self.models.items()}
+            cache.logits.update({model: found.logits[role] for role, model in missing.items()})
+            cache.labels = found.labels
+        classes = {role: cache.logits[model].shape[1] for role, model in self.models.items()}
         if len(set(classes.values())) > 1:
             raise InvalidInput(
                 f"the models distinguish different numbers of classes ({classes}); compare models of the same task."
             )
-        return Predictions({role: answers.logits[model] for role, model in self.models.items()}, answers.labels)
+        return Predictions({role: cache.logits[model] for role, model in self.models.items()}, cache.labels)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which process this is, of how many that compare together."""
+        """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
         return processes.place() if self.together else (0, 1)
 
     def with_masked(self, masked: nn.Module | None) -> "Comparison":
-        """The same comparison, its answers included, with a masked model; None leaves it as it is."""
+        """Returns the comparison, with its cached predictions, for another masked model; unchanged for None."""
         return self if masked is None else replace(self, masked=masked)
 
     def taking(self, images: int | None) -> "Comparison":
-        """The same comparison on the first images only; None, or more than there are, leaves it as it is."""
+        """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _answers=_Answers())
+        return replace(self, data=self.data.take(images), _cache=_PredictionCache())
 
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    """Runs the models over the data side by side; logits are kept on the CPU."""
-    answers: dict[str, list[Tensor]] = {role: [] for role in models}
+    """Runs all models on each batch of the data; the logits are moved to the CPU."""
+    batches_by_role: dict[str, list[Tensor]] = {role: [] for role in models}
     labels = []
-    own = comparison.data.part(*comparison.place, comparison.batch_size)
+    data = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
-        for batch in own.batches(comparison.batch_size, device=comparison.device) if len(own) else ():
+        for batch in data.batches(comparison.batch_size, device=comparison.device) if len(data) else ():
             labels.append(batch.labels.cpu())
             for role, model in models.items():
-                answers[role].append(answer(model, batch.images).cpu())
-    whole = processes.all_rows if comparison.together else torch.cat
-    predictions = Predictions({role: whole(parts) for role, parts in answers.items()}, whole(labels))
+                batches_by_role[role].append(answer(model, batch.images).cpu())
+    concatenate = processes.all_rows if comparison.together else torch.cat
+    predictions = Predictions(
+        {role: concatenate(parts) for role, parts in batches_by_role.items()}, concatenate(labels)
+    )
     for role, logits in predictions.logits.items():
         _require_finite(role, logits)
-        if own.label_problem is None:
+        if data.label_problem is None:
             _require_known(role, logits, predictions.labels)
     return predictions
 
 
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-    """Returns the logits of one batch, at the precision of the model's weights."""
+    """Returns the logits of one batch, computed in the dtype of the model's weights."""
     return model(images.to(next(model.parameters()).dtype))
 
 
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
-    """Returns a warning where a reference's accuracy, in %, may be that of always guessing the most frequent class."""
+    """Returns a warning if the reference's accuracy, in %, is not above that of guessing the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
     if accuracy.low > guessing:
         return []
@@ -151,7 +153,7 @@ def _require_finite(role: str, logits: Tensor) -> None:
     if not bool(torch.isfinite(logits).all()):
         bad = int((~torch.isfinite(logits).all(-1)).sum())
         raise InvalidInput(
-            f"the {role} answers {bad} of {len(logits)} images with NaN or infinity; "
+            f"the {role} returns NaN or infinity for {bad} of {len(logits)} images; "
             "check its weights and the normalization of the data."
         )
 

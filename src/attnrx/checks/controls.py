@@ -1,4 +1,4 @@
-"""Controls: whether the prescription is worth more than removing as many other directions."""
+"""Controls: the candidate against controls with the same number of directions, chosen by other criteria."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,15 +22,14 @@ BEATEN = ("largest",)
 
 @dataclass(frozen=True)
 class Controls(Check):
-    """The candidate against matched controls, which remove as many directions without asking its rule which ones.
+    """The candidate against matched controls, which prune the same number of directions by another criterion.
 
-    `prescriptions` holds, per kind ("random", "largest", "uniform"), one prescription or many draws of it, and
-    `realize` makes a model of each in the very way the candidate was made. Two findings per kind: by how much the
-    candidate is nearer to the reference (the control's discrepancy minus its own, Eq. 46), and by how many points
-    more accurate. Above 0 the candidate is better. Intervals resample the images, paired, and the draws too where
-    there are several. For the kinds in `must_beat` (by default "largest", where there is one), being nearer is a
-    claim: it holds where the whole interval lies above 0 and fails where none of it does. The details name the rules
-    and the token policy of the control: the maps that are decided anew have a rule, the others are the candidate's.
+    `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
+    each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's (Eq.
+    46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate. Intervals
+    resample the images, paired, and the draws if there are several. For the kinds in `must_beat` (by default "largest",
+    if given) the smaller discrepancy is a claim: it holds if the whole interval is above 0 and fails if no part of it
+    is. The details contain the rules and the token policy of the control; maps without a rule are the candidate's.
     """
 
     name: ClassVar[str] = "controls"
@@ -53,7 +52,7 @@ class Controls(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Realizes one control after another, so that memory holds only one, and compares."""
+        """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
         predictions = comparison.predictions
         reference, labels = predictions.logits["reference"], predictions.labels
         candidate = tallied(reference, predictions.logits["candidate"], labels)
@@ -113,22 +112,22 @@ def _decided(control: Prescription) -> dict[str, Any]:
 def tallied(
     reference: Float[Tensor, "images classes"], logits: Float[Tensor, "images classes"], labels: Int[Tensor, "images"]
 ) -> Float[Tensor, "images 3"]:
-    """Gives, per image, the two sums of Eq. 46 and whether the answer is right."""
+    """Returns the two sums of Eq. 46 and the correctness of the prediction, per image."""
     correct = (logits.argmax(-1) == labels).double()
     return torch.cat([squared_distances(reference, logits), correct[:, None]], dim=1)
 
 
 def resample_draws(controls: Float[Tensor, "samples draws 3"], seed: int) -> Float[Tensor, "samples draws 3"]:
-    """Draws the controls of every bootstrap sample anew from those at hand: they too are only a sample."""
+    """Resamples the draws of the control in every bootstrap sample, because the draws are a sample too."""
     samples, draws, columns = controls.shape
     chosen = torch.randint(draws, (samples, draws, 1), generator=torch.Generator().manual_seed(seed))
     return controls.gather(1, chosen.expand(-1, -1, columns))
 
 
 def spread(quantity: str, values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
-    """Describes the candidate (the first value) among the draws of its control.
+    """Describes the candidate (the first value) relative to the draws of its control.
 
-    `p` is the share of draws that do at least as well, the candidate counted among them: no draw can make it 0.
+    `p` is the share of values at least as good as the candidate's, including the candidate, so that p > 0.
     """
     candidate, draws = values[0], values[1:]
     as_good = sum(draw <= candidate if lower_is_better else draw >= candidate for draw in draws)

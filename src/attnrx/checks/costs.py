@@ -9,21 +9,21 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding, judged
-from attnrx.models import evaluating, family_of, unfused
+from attnrx.models import counted_by_spec, evaluating, family_of
 from attnrx.shapes import Float, Tensor
 
 
 @dataclass(frozen=True)
 class Costs(Check):
-    """What the candidate saves in parameters and MACs, and that the closed forms are what is counted on the models.
+    """The savings in parameters and MACs, and claims that the closed forms equal the counts on both models.
 
-    Parameters are counted with numel, MACs by torch's counter of operations on the eager backend, which pads nothing.
+    Parameters are counted with numel, MACs with torch's FLOP counter on the unpadded eager backend.
     """
 
     name: ClassVar[str] = "costs"
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Prices both models, then counts."""
+        """Computes the closed-form costs of both models, then counts them on one image."""
         reference = family_of(comparison.reference).costs(comparison.reference)
         candidate = family_of(comparison.candidate).costs(comparison.candidate)
         saving = reference.saving(candidate)
@@ -40,7 +40,7 @@ class Costs(Check):
         return Finding(self.name, f"{what} saved by the candidate", 100 * share, "%", details=details)
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
-        # All of them, not only the trainable ones: a frozen reference has parameters too.
+        # All parameters, not only the trainable ones: the reference may be frozen.
         params, macs = sum(parameter.numel() for parameter in model.parameters()), _counted_macs(model, images)
         details: dict[str, Any] = {
             "quantity": "counted costs",
@@ -50,12 +50,12 @@ class Costs(Check):
             "parts": closed.to_record()["parts"],
         }
         off = abs(params - closed.params) + abs(macs - closed.product_macs)
-        claim = f"parameters and MACs of the {role} are what its closed form says"
+        claim = f"parameters and MACs of the {role} equal its closed form"
         return Finding(
             self.name, claim, float(off), "difference", **judged(float(off), 0.0, n=1, at_least=False), details=details
         )
 
 
 def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
-    with evaluating([model]), unfused(model, family_of(model)):
+    with evaluating([model]), counted_by_spec(model, family_of(model)):
         return count_product_macs(model, images.to(next(model.parameters()).dtype))

@@ -1,4 +1,4 @@
-"""Fidelity: how far the logits of one model are from those of another, and how often they agree."""
+"""Fidelity: logit discrepancy, prediction agreement and KL divergence between two models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ STABILIZER = 1e-12
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models by role: how far `other` is from `base`. The limits are None where a quantity is only reported."""
+    """Two models by role: `other` is compared with `base`. A limit of None means that the quantity is only reported."""
 
     base: str
     other: str
@@ -29,19 +29,18 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """The pair in words."""
+        """The pair as text."""
         return f"{self.other} against {self.base}"
 
 
 @dataclass(frozen=True)
 class Fidelity(Check):
-    """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of the models in pairs.
+    """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of pairs of models.
 
-    The paper compares the compressed model with the masked one; that alone says nothing about the original, so masked
-    and candidate are compared with the reference too. `masked` stands in for the comparison's own masked model.
-    `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference,
-    `most_from_masked` is one for the discrepancy of the candidate from the masked model, e.g. 1e-5 where the
-    compression is meant to be exact.
+    The paper compares the compressed model with the masked one only; here both are compared with the reference too.
+    `masked` replaces the masked model of the comparison. `most_discrepancy` (a share) and `least_agreement` (in %) are
+    limits for the candidate against the reference; `most_from_masked` limits the discrepancy between candidate and
+    masked model, e.g. 1e-5 for an exact compression.
     """
 
     name: ClassVar[str] = "fidelity"
@@ -54,10 +53,10 @@ class Fidelity(Check):
         for knob in ("most_discrepancy", "least_agreement", "most_from_masked"):
             limit = getattr(self, knob)
             if limit is not None and limit < 0:
-                raise InvalidInput(f"Fidelity({knob}={limit}): a limit is 0 or more; leave it out to only report.")
+                raise InvalidInput(f"Fidelity({knob}={limit}): a limit is 0 or more; omit it to only report.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Compares the logits of each pair."""
+        """Returns three findings per pair of models."""
         comparison = comparison.with_masked(self.masked)
         predictions = comparison.predictions
         return tuple(
@@ -71,7 +70,7 @@ class Fidelity(Check):
             yield Pair("masked", "candidate", self.most_from_masked)
         elif self.most_from_masked is not None:
             raise InvalidInput(
-                f"Fidelity(most_from_masked={self.most_from_masked}) needs a masked model beside the candidate; "
+                f"Fidelity(most_from_masked={self.most_from_masked}) needs a masked model that is not the candidate; "
                 'realize the prescription with by="mask" and pass it as masked.'
             )
 
@@ -79,7 +78,7 @@ class Fidelity(Check):
 def squared_distances(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images 2"]:
-    """Gives, per image, the squared norm of the difference and of the base: the two sums of Eq. 46."""
+    """Returns the squared norms of the difference and of the base per image: the two sums of Eq. 46."""
     base, other = base.double(), other.double()
     return torch.stack([(base - other).square().sum(-1), base.square().sum(-1)], dim=-1)
 
@@ -92,7 +91,7 @@ def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
 def divergence(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images"]:
-    """Gives, per image, the Kullback-Leibler divergence KL(base || other) of the predicted probabilities, in nats."""
+    """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
     log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
     return (log_base.exp() * (log_base - log_other)).sum(-1)
 
@@ -117,7 +116,7 @@ def _discrepancy(pair: Pair, predictions: Predictions, comparison: Comparison) -
         seed=comparison.seed,
         details={
             **_labels("discrepancy", pair),
-            # Eq. 46 is for one batch of inputs; the value above is for all images at once.
+            # Eq. 46 is defined per batch; the value above is over all images.
             "per_batch": {
                 "size": comparison.batch_size,
                 "batches": len(batches),

@@ -1,4 +1,4 @@
-"""Latency and memory: what the candidate is worth on this machine, measured beside the reference in one run."""
+"""Latency and memory of the candidate relative to the reference, measured interleaved on this machine."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -18,9 +18,8 @@ from attnrx.shapes import Float, Tensor
 class Latency(Check):
     """The ratio of forward times, candidate over reference, interleaved, and of peak memory; below 1 is better.
 
-    `batch` images are passed at once. The device is the comparison's; the other conditions are the protocol's.
-    `most_ratio` limits the ratio of times; on a busy machine, whose interval is wide, that is undecided rather than
-    failed.
+    `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol.
+    `most_ratio` limits the ratio of times; on a busy machine the interval is wide and the claim undecided.
     """
 
     name: ClassVar[str] = "latency"
@@ -35,7 +34,7 @@ class Latency(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Times both models, then measures their memory; of several processes the first does, while the others rest."""
+        """Times both models, then measures their memory; with several processes only rank 0 measures."""
         if not comparison.together:
             return self._measured(comparison)
         return processes.from_first(lambda: self._measured(comparison))
@@ -69,6 +68,6 @@ class Latency(Check):
 
 
 def _images(comparison: Comparison, count: int) -> Float[Tensor, "batch channels height width"]:
-    """Takes the first images, repeated where there are fewer: time depends on their number, not on what they show."""
+    """Returns the first `count` images, repeated if there are fewer: latency depends on their number only."""
     first = next(iter(comparison.data.batches(min(count, len(comparison.data)), device=comparison.device))).images
     return first[torch.arange(count, device=first.device) % len(first)]

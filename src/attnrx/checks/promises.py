@@ -1,4 +1,4 @@
-"""Promises: what a plan said of latency and accuracy, held to account on other images and another run of the clock."""
+"""Promises: the latency and accuracy predicted by a plan, compared with new measurements on other images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from attnrx.subprocess_runner import call_in_subprocess_if
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What is promised of one quantity: its mean over images, how much it differs from image to image, and on how many
-    images that was found. They are no images that the plan was made on.
+class PredictedQuantity:
+    """The prediction of one quantity: mean and standard deviation over images, and the number of images.
+
+    These images are not among those the plan was made on.
     """
 
     value: float
@@ -29,19 +30,20 @@ class Expected:
     images: int
 
     def interval(self, images: int) -> tuple[float, float]:
-        """Where the mean over so many other images will lie, with a probability of 95 %."""
+        """Returns the 95 % prediction interval of the mean over this many other images."""
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
         return self.value - half, self.value + half
 
 
 @dataclass(frozen=True)
 class Promises(Check):
-    """What the plan behind the prescription expected, beside what is found.
+    """Compares the predictions of the plan behind the prescription with measurements.
 
-    Divergence, agreement and change of accuracy hold if the mean over these images is no worse than the end of the
-    interval that the plan gives for as many; the latency, against the model as its library ships it, if it is at most
-    the share `within` above what was promised. Precision, threads, clock and images at once are those of the plan.
-    `promised` stands in for what the prescription carries (`Plan.promises`).
+    The claims about divergence, agreement and change of accuracy hold if the mean over these images is no worse than
+    the end of the plan's prediction interval for this number of images. The claim about latency, relative to the
+    library's reference implementation, holds if the ratio exceeds the prediction by at most the share `within`.
+    Precision, threads, clock and batch size are those of the plan. `promised` replaces the record of the prescription
+    (`Plan.promises`).
     """
 
     name: ClassVar[str] = "promises"
@@ -56,7 +58,7 @@ class Promises(Check):
             raise InvalidInput(f"Promises(within={self.within}, rounds={self.rounds}): give 0 or more, and two rounds.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Compares what was promised."""
+        """Measures every predicted quantity."""
         given = comparison.prescription
         record = self.promised or (None if given is None else given.about.get("plan"))
         if record is None:
@@ -65,7 +67,7 @@ class Promises(Check):
             )
         found = _found(comparison)
         findings = [
-            _finding(name, Expected(**record["expected"][name]), own, comparison.seed)
+            _finding(name, PredictedQuantity(**record["expected"][name]), own, comparison.seed)
             for name, own in found.items()
             if name in record["expected"]
         ]
@@ -86,7 +88,7 @@ class Promises(Check):
         limit = promised["ratio"] * (1 + self.within)
         return Finding(
             self.name,
-            "time of a forward pass against the original as its library ships it, at most as promised",
+            "time of a forward pass against the library's reference implementation, at most as predicted by the plan",
             ratio.value,
             "x",
             **judged(ratio.value, limit, (ratio.low, ratio.high), measured.rounds, at_least=False),
@@ -105,20 +107,20 @@ def _found(comparison: Comparison) -> dict[str, Float[Tensor, "images"]]:
     }
 
 
-# What the finding says, its unit, its scale, and whether more of it is worse.
+# The claim, its unit, its scale, and whether larger values are worse.
 CLAIMS = {
-    "divergence": ("KL divergence from the original, at most as the plan said", "nats", 1.0, True),
-    "agreement": ("agreement with the original, at least as the plan said", "%", 100.0, False),
-    "change": ("change of top-1 accuracy, at least as the plan said", "points", 100.0, False),
+    "divergence": ("KL divergence from the original, at most as predicted by the plan", "nats", 1.0, True),
+    "agreement": ("agreement with the original, at least as predicted by the plan", "%", 100.0, False),
+    "change": ("change of top-1 accuracy, at least as predicted by the plan", "points", 100.0, False),
 }
 
 
-def _finding(quantity: str, expected: Expected, found: Float[Tensor, "images"], seed: int) -> Finding:
+def _finding(quantity: str, expected: PredictedQuantity, found: Float[Tensor, "images"], seed: int) -> Finding:
     claim, unit, scale, more_is_worse = CLAIMS[quantity]
     n, value = len(found), float(found.mean())
     low, high = expected.interval(n)
-    # The limit is the end of a prediction interval, which covers the noise of n images; the measured interval is shown,
-    # but does not widen it once more.
+    # The limit is the end of a prediction interval, which already covers the noise of n images: the measured interval
+    # is reported, but not used for the outcome.
     limit, own = high if more_is_worse else low, mean_estimate(found, seed).scaled(scale)
     return Finding(
         Promises.name,

@@ -1,4 +1,4 @@
-"""What a prescription takes from the strengths of each layer, as the theorems speak of it."""
+"""The change of the strengths of each layer by a prescription, in the terms of the theorems."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,12 @@ from attnrx.shapes import Bool, Float, Tensor
 
 @dataclass(frozen=True)
 class SpectralChange:
-    """One layer: the strength that every direction lost, the heads that lost any, and those that lost their weakest.
+    """The change of the strengths of one layer.
 
-    `threshold` is the smallest strength that a head kept, or the largest that it lost where it kept none (tau of Eq.
-    8). It bounds the removed strengths only in the `thresholded` heads. Heads that were removed whole are counted
-    nowhere: their attention is not perturbed but gone.
+    `lost` is the decrease of every strength, `counted` marks kept heads with any change, and `thresholded` those whose
+    pruned directions are their weakest. `threshold` is the smallest kept strength of a head, or the largest pruned one
+    if it keeps none (tau of Eq. 8); it bounds the pruned strengths only in the `thresholded` heads. Pruned heads are
+    not counted: the theorems do not apply to them.
     """
 
     lost: Float[Tensor, "heads directions"]
@@ -31,25 +32,25 @@ class SpectralChange:
         after: Float[Tensor, "heads directions"],
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
-        """Compares the strengths of a layer before and after."""
+        """Computes the change from the strengths of a layer before and after."""
         lost = before - after
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
         smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
         threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
-        untouched = ((lost == 0) | removed).all(-1)  # Eq. 18: the change contains only removed entries
-        return cls(lost, counted, threshold, counted & untouched & (largest_removed <= threshold))
+        only_removals = ((lost == 0) | removed).all(-1)  # Eq. 18: the change contains only removed entries
+        return cls(lost, counted, threshold, counted & only_removals & (largest_removed <= threshold))
 
     def on(self, like: Tensor) -> "SpectralChange":
-        """The same on the device of a tensor."""
+        """Returns the change on the device of a tensor."""
         lost, threshold = self.lost.to(like.device), self.threshold.to(like.device)
         counted, thresholded = self.counted.to(like.device), self.thresholded.to(like.device)
         return SpectralChange(lost, counted, threshold, thresholded)
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the change of every layer that changes, from the prescription or else from the masked model."""
+    """Returns the changes by layer index, from the prescription or else the masked model, without unchanged layers."""
     spectra = [layer.spectrum() for layer in family_of(comparison.reference).attention(comparison.reference)]
     after = _after(comparison)
     if after is None:
@@ -67,7 +68,7 @@ def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
 
 
 def _after(comparison: Comparison) -> list[tuple[Tensor, Tensor]] | None:
-    """The strengths that stay, and the heads that stay, per layer."""
+    """Returns the strengths after pruning and the kept heads, per layer; None without prescription and mask."""
     if comparison.prescription is not None:
         comparison.prescription.require(model_fingerprint(comparison.reference))
         decisions = [layer.qk for layer in comparison.prescription.layers]

@@ -1,6 +1,6 @@
 """The statistics behind every interval, as pure functions of tensors and counts.
 
-All intervals are at 95 %. Resampling is over images, always paired: both models answered the same ones.
+All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images.
 """
 
 import math
@@ -17,7 +17,7 @@ from attnrx.shapes import Bool, Float, Tensor
 LEVEL = 0.95
 DRAWS = 2000
 FLIPS = 9999
-# Elements of one chunk of resampling counts: 64 MiB in float64, whatever the number of images.
+# Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
 
 
@@ -30,17 +30,17 @@ class Estimate:
     high: float
 
     def scaled(self, factor: float) -> "Estimate":
-        """The same estimate in another unit; a negative factor swaps the ends."""
+        """Returns the estimate in another unit; a negative factor swaps the ends."""
         ends = sorted((self.low * factor, self.high * factor))
         return Estimate(self.value * factor, *ends)
 
     def text(self, digits: int) -> str:
-        """The value and its interval with this many decimals."""
+        """Returns the value and its interval with this many decimals."""
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def proportion(successes: int, n: int) -> Estimate:
-    """Returns a share with its Wilson score interval, which stays honest at 0 and 1."""
+    """Returns a share with its Wilson score interval, which has nonzero width at 0 and 1."""
     if not 0 <= successes <= n or n < 1:
         raise InvalidInput(f"{successes} of {n}: a share needs at least one trial, and no more successes than trials.")
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -53,9 +53,9 @@ def proportion(successes: int, n: int) -> Estimate:
 def paired_change(before: Bool[Tensor, "images"], after: Bool[Tensor, "images"], seed: int) -> Estimate:
     """Returns the change of a share, after minus before, with a bootstrap interval over images.
 
-    An image changes by -1, 0 or +1, so resampling images is drawing from a trinomial, exactly. Half an image of loss,
-    half of gain and one without change are added to its weights (Agresti and Min, 2005): that a small set shows no
-    change at all must not pass for certainty.
+    An image changes by -1, 0 or +1, so resampling images is exactly a draw from a trinomial. Pseudo-counts of 0.5
+    losses, 0.5 gains and 1 unchanged image are added to its weights (Agresti and Min, 2005), so that a small set
+    without any change still has an interval of nonzero width.
     """
     n = before.numel()
     lost, gained = int((before & ~after).sum()), int((~before & after).sum())
@@ -70,40 +70,40 @@ def mcnemar(lost: int, gained: int) -> float:
     n = lost + gained
     k = torch.arange(min(lost, gained) + 1, dtype=torch.float64)
     total = torch.tensor(float(n), dtype=torch.float64)
-    log_ways = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
-    tail = torch.logsumexp(log_ways - n * math.log(2), 0).exp()
+    log_binomial = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
+    tail = torch.logsumexp(log_binomial - n * math.log(2), 0).exp()
     return min(1.0, 2 * float(tail))
 
 
 def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
-    """Returns the two-sided p-value of a paired permutation test: is the mean difference 0?
+    """Returns the two-sided p-value of a paired sign-flip permutation test of the hypothesis that the mean is 0.
 
     Under the null hypothesis the two methods can be swapped on every image, which flips the sign of its difference.
-    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is never below 1 / (FLIPS + 1).
+    `FLIPS` random swaps are drawn, and the observed one counts as one of them, so p is at least 1 / (FLIPS + 1).
     """
     values = differences.double().cpu()
-    observed = values.sum().abs() * (1 - 1e-12)  # a swap of nothing must count as equal in spite of rounding
+    observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
     generator = torch.Generator().manual_seed(seed)
-    chunk, as_far = max(1, CHUNK // len(values)), 0
+    chunk, num_extreme = max(1, CHUNK // len(values)), 0
     for start in range(0, FLIPS, chunk):
         rows = min(chunk, FLIPS - start)
         signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
-        as_far += int(((signs @ values).abs() >= observed).sum())
-    return (1 + as_far) / (1 + FLIPS)
+        num_extreme += int(((signs @ values).abs() >= observed).sum())
+    return (1 + num_extreme) / (1 + FLIPS)
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """Returns p-values corrected for their number by Holm's step-down method (1979), in the order given."""
+    """Returns the p-values corrected by Holm's step-down method (1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     corrected, largest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+    for position, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
         corrected[index] = largest
     return tuple(corrected)
 
 
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
-    """Returns the column means of bootstrap resamples of the rows; all columns see the same resamples."""
+    """Returns the column means of bootstrap resamples of the rows; all columns share the resamples."""
     values = values.double().cpu()
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
@@ -132,24 +132,24 @@ def mean_estimate(values: Float[Tensor, "images"], seed: int) -> Estimate:
 
 
 def mean_change(changes: Float[Tensor, "images"], seed: int) -> Estimate:
-    """Returns the mean of changes in [-1, 1], as `paired_change` does where an image may change by parts.
+    """Returns the mean of changes in [-1, 1], the analogue of `paired_change` for fractional changes.
 
-    Two images of plus and minus the square root of a half weigh as much in the variance as what is added there.
+    Two pseudo-images of plus and minus sqrt(0.5) add the same variance as the pseudo-counts of `paired_change`.
     """
-    imagined = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
-    samples = resampled_means(torch.cat([changes.double(), imagined])[:, None], seed)[:, 0]
+    pseudo = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
+    samples = resampled_means(torch.cat([changes.double(), pseudo])[:, None], seed)[:, 0]
     return estimate(float(changes.double().mean()), samples)
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Returns the quantile of Student's t with a whole number of degrees of freedom, for a probability in [0.5, 1)."""
+    """Returns the quantile of Student's t with integer degrees of freedom, for a probability in [0.5, 1)."""
     if not 0.5 <= probability < 1 or degrees < 1:
         raise InvalidInput(
             f"student_quantile({probability}, {degrees}): the probability must lie in [0.5, 1), and the degrees be "
             "1 or more."
         )
     low, high = 0.0, math.pi / 2
-    # t = sqrt(degrees) tan(angle), and the angle lies in a bounded range: bisect there.
+    # t = sqrt(degrees) tan(angle) maps to a bounded interval of angles, which is bisected.
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if _student_within(middle, degrees) < 2 * probability - 1 else (low, middle)
@@ -157,7 +157,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def _student_within(angle: float, degrees: int) -> float:
-    """The probability that |t| stays below sqrt(degrees) tan(angle): Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Returns P(|t| < sqrt(degrees) tan(angle)): Abramowitz and Stegun 26.7.3 and 26.7.4."""
     odd = degrees % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0
     for k in range(2 + odd, degrees + 1, 2):
@@ -169,7 +169,7 @@ def _student_within(angle: float, degrees: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Returns the mean of a few independent runs with its t interval; at least two runs."""
+    """Returns the mean of at least two independent runs with its t interval."""
     if len(values) < 2:
         raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
     mean = fmean(values)
@@ -180,9 +180,9 @@ def t_interval(values: Sequence[float]) -> Estimate:
 def calibration_gaps(
     confidence: Float[Tensor, "images"], correct: Bool[Tensor, "images"], bins: int
 ) -> Float[Tensor, "images bins"]:
-    """Returns every image's confidence minus correctness in the column of its confidence bin, zero elsewhere."""
+    """Returns confidence minus correctness of every image in the column of its confidence bin, zero elsewhere."""
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
-    column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the bin below it
+    column = torch.bucketize(confidence.double(), edges)  # a confidence on an edge belongs to the lower bin
     gap = confidence.double() - correct.double()
     return torch.zeros(len(gap), bins, dtype=torch.float64).scatter_(1, column[:, None], gap[:, None])
 

@@ -4,7 +4,7 @@
     check   = name [ "(" knob "=" value { "," knob "=" value } ")" ]
     value   = single { "/" single }          single = "true" | "false" | "none" | number | word
 
-The knobs are the fields of the check that are plain values, or tuples of them; other inputs are not written as text.
+The knobs are the fields of the check that are plain values or tuples of them; other inputs have no text form.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ LANGUAGE = Language("list of checks", "Checks", EXAMPLES, "(),=/", InvalidInput)
 
 @dataclass(frozen=True)
 class RequestedCheck:
-    """A check by its name, and the knobs that were turned."""
+    """The name of a check, and the knobs that differ from the defaults."""
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
-    """Reads the checks that a text asks for, each once, from those of the registry."""
+    """Parses the checks in a text, each given once; `registry` maps their names to classes."""
     reader = _Reader(text)
     requested = [reader.read_check(registry)]
     while reader.take(","):
@@ -37,7 +37,7 @@ def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[R
     names = [one.name for one in requested]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InvalidInput(f"the check {twice} was requested for twice in {text!r}; give it once, with all its knobs.")
+        raise InvalidInput(f"the check {twice} was given twice in {text!r}; give it once, with all its knobs.")
     return tuple(requested)
 
 

@@ -1,4 +1,4 @@
-"""The command line: every verb a command, whose inputs and outputs are files."""
+"""The command line; the inputs and outputs of every command are files."""
 
 from attnrx.cli.main import main
 

@@ -1,4 +1,4 @@
-"""How a model is made of a prescription: what `attnrx realize` does and records, and `attnrx verify` does again."""
+"""Realization of a prescription with recorded settings, shared by `attnrx realize` and `attnrx verify`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from attnrx.errors import InvalidInput
 if TYPE_CHECKING:
     from torch import nn
 
-# Of the calibration images so many refine: what every layer is fed is kept of each.
+# The number of calibration images for refinement, which holds the inputs of a layer for all of them in memory.
 REFINED_ON = 96
 
 
@@ -19,15 +19,14 @@ def made(
     how: Mapping[str, Any],
     calibration: "rx.data.ImageSet | None" = None,
 ) -> "nn.Module":
-    """Realizes a prescription in the way that was recorded, and refines its queries and keys where that says so."""
+    """Realizes a prescription with the recorded settings `how`, and refines its queries and keys if they request it."""
     found = rx.realize(model, prescription, by=how["by"], norms=how["norms"], calibration=calibration)
     steps = how.get("refine", 0)
     if not steps:
         return found
     if how["by"] != "compress" or calibration is None:
         raise InvalidInput(
-            "--refine brings the rows of a compressed layer nearer to the original on images: give --by compress and "
-            "--data NAME."
+            "--refine fits the query and key rows of compressed layers on images: give --by compress and --data NAME."
         )
     from attnrx.refinement import Refinement
 
@@ -36,7 +35,7 @@ def made(
 
 
 def kind_of(how: Mapping[str, Any]) -> str | None:
-    """Returns the realization in one word, if it is known."""
+    """Returns the kind of realization in one word; None if it is unknown."""
     if how.get("refine"):
         return "refined"
     return "mask" if how.get("by") == "mask" else how.get("norms")

@@ -1,4 +1,4 @@
-"""What a model costs and what a smaller one saves, in a record and in a table."""
+"""Costs and savings of models as records and as tables."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from attnrx.cli.outcome import Table
 def priced(
     before: "rx.costs.ModelCosts", after: "rx.costs.ModelCosts", convention: "rx.costs.Convention | None" = None
 ) -> dict[str, Any]:
-    """Returns the costs of both models as JSON-ready values; what is saved is in percent of the first."""
+    """Returns the costs of both models as JSON-ready values, with savings in percent of the first."""
     original, smaller = _both(before, after, convention)
     saving = original.saving(smaller)
     return {
@@ -28,7 +28,7 @@ def price_record(price: "rx.costs.Price") -> dict[str, Any]:
 def prices_table(
     before: "rx.costs.ModelCosts", after: "rx.costs.ModelCosts", convention: "rx.costs.Convention | None" = None
 ) -> Table:
-    """Returns the costs of both models, and what is saved in percent."""
+    """Returns the table of the costs of both models, with savings in percent."""
     original, smaller = _both(before, after, convention)
     saving = original.saving(smaller)
     return Table(
@@ -41,7 +41,7 @@ def prices_table(
 
 
 def percent_table(original: "rx.costs.Price", smaller: "rx.costs.Price") -> Table:
-    """Returns the costs of both models and what the second has in percent of the first: the compression ratios."""
+    """Returns the table of the costs of both models, with the second in percent of the first."""
     shares = smaller.percent_of(original)
     attention = [sum(price.attention_macs) for price in (original, smaller)]
     return Table(
@@ -55,7 +55,7 @@ def percent_table(original: "rx.costs.Price", smaller: "rx.costs.Price") -> Tabl
 
 
 def parts_table(price: "rx.costs.Price") -> Table:
-    """Returns the parts that cost anything, and their sum."""
+    """Returns the table of the parts with nonzero costs, and their sum."""
     parts = [(name, part) for name, part in price.parts.items() if part.params or part.macs]
     rows = [(name.replace("_", " "), f"{part.params:,}", f"{part.macs:,}") for name, part in parts]
     return Table(("part", "parameters", "MACs"), (*rows, ("all", f"{price.params:,}", f"{price.macs:,}")))

@@ -1,18 +1,17 @@
-"""Evidence as a table for people."""
+"""Evidence as tables for the terminal."""
 
 import attnrx as rx
 from attnrx.cli.outcome import Table
 
 
 def findings_table(evidence: "rx.Evidence") -> Table:
-    """Returns the findings, those with a limit first; what is only reported of corrupted images has tables of its
-    own."""
+    """Returns the findings, claims first; reported findings on corrupted images are in `robustness_tables`."""
     shown = [finding for finding in evidence.findings if finding.check != "robustness" or finding.is_claim]
     ordered = sorted(shown, key=lambda finding: not finding.is_claim)
     rows = tuple(
         (
             finding.claim,
-            measured(finding.value, finding.unit),
+            significant(finding.value, finding.unit),
             _interval(finding),
             _limit(finding),
             finding.outcome_text if finding.is_claim else "",
@@ -23,15 +22,15 @@ def findings_table(evidence: "rx.Evidence") -> Table:
 
 
 def robustness_tables(evidence: "rx.Evidence") -> tuple[Table, ...]:
-    """Returns a table for every severity: each corruption with both accuracies, and their means."""
+    """Returns one table per severity: both accuracies for each corruption, and their means."""
     found = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
     single = [finding for finding in found if "severity" in finding.details]
     severities = sorted({finding.details["severity"] for finding in single})
     tables = []
     for severity in severities:
-        own = [finding for finding in single if finding.details["severity"] == severity]
+        at_severity = [finding for finding in single if finding.details["severity"] == severity]
         means = [finding for finding in found if finding.details.get("severities") == [severity]]
-        lines = [_corrupted(finding.details["corruption"], finding) for finding in own]
+        lines = [_corrupted(finding.details["corruption"], finding) for finding in at_severity]
         lines += [_corrupted(f"mean of {len(finding.details['corruptions'])}", finding) for finding in means]
         tables.append(Table(CORRUPTED, tuple(lines), f"accuracy on images corrupted at severity {severity}, in %"))
     if len(severities) > 1:
@@ -50,8 +49,8 @@ def _corrupted(name: str, finding: "rx.Finding") -> tuple[str, ...]:
     return (name, *lines, f"{finding.value:+.1f}", f"[{low:+.1f}, {high:+.1f}]")
 
 
-def measured(value: float, unit: str = "") -> str:
-    """Writes a number with four digits that tell something, and its unit."""
+def significant(value: float, unit: str = "") -> str:
+    """Formats a number with four significant digits and its unit."""
     return f"{value:.4g} {unit}".rstrip()
 
 
@@ -62,4 +61,4 @@ def _interval(finding: "rx.Finding") -> str:
 
 
 def _limit(finding: "rx.Finding") -> str:
-    return "" if finding.limit is None else measured(finding.limit, finding.unit)
+    return "" if finding.limit is None else significant(finding.limit, finding.unit)

@@ -1,4 +1,4 @@
-"""From the words of a command to models and images."""
+"""Loading of models and images from the arguments of a command."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
-    """Loads the requested dataset, at the size that a model reads."""
+    """Loads the dataset at the image size of a model."""
     given = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in given.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
 
 
-def splits_for(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
-    """Loads the dataset at the size and on the scale that the model was trained with."""
+def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
+    """Loads the dataset with the image size and normalization of the model."""
     _, size, _ = rx.models.family_of(model).input_shape(model)
     return rx.adapt_preprocessing(load_splits(arguments, size), model, _label_map(arguments.label_map))
 
@@ -42,7 +42,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def outline(source: str, trust: bool = False) -> "nn.Module":
-    """Returns a model to be priced: one that is named has no weights, so nothing is allocated, drawn or downloaded."""
+    """Returns a model for cost computations; a name is built on the meta device, without weights or downloads."""
     import torch
 
     if not _is_fresh(source):
@@ -52,31 +52,30 @@ def outline(source: str, trust: bool = False) -> "nn.Module":
 
 
 def _is_fresh(source: str) -> bool:
-    """Whether a name says how a model is made, and not where its weights are."""
+    """Whether a source is the name of an architecture, and not a location of weights."""
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
 
 
-def load_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Loads a model onto the requested device, or where it runs fastest."""
+def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
+    """Loads a model to the requested device, by default CUDA if available."""
     return placed(rx.load(source, weights=weights, trust=trust), device)
 
 
 def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Returns a model to be timed: one that is named gets fresh weights, so nothing is downloaded."""
-    named = _is_fresh(source) and weights is None
-    if named:
+    """Returns a model for latency measurements; a name gets random weights, so that nothing is downloaded."""
+    if _is_fresh(source) and weights is None:
         return placed(rx.models.build_model(source, seed=0), device)
-    return load_model(source, device, weights, trust)
+    return model_argument(source, device, weights, trust)
 
 
 def placed(model: "nn.Module", device: str | None) -> "nn.Module":
-    """Puts a model onto the requested device, or where it runs fastest."""
+    """Moves a model to the requested device, by default CUDA if available."""
     import torch
 
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return model.to(wanted)
-    except (RuntimeError, AssertionError) as error:  # an unknown device is the former, torch without CUDA the latter
+    except (RuntimeError, AssertionError) as error:  # RuntimeError: unknown device; AssertionError: torch without CUDA
         reason = str(error).partition("\n")[0]
         raise InvalidInput(f"--device {wanted}: torch cannot use it here ({reason}). Take cpu.") from error
 
@@ -85,7 +84,7 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Reads numbers with commas between them, each of one of the types of `options`."""
+    """Parses comma-separated numbers of one of the types of `options`."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ArgumentTypeError as error:

@@ -1,6 +1,6 @@
 """Losses as text: `target_rank:16:0.1`, `distillation:runs/teacher:temperature=2`.
 
-A teacher whose name has a colon, such as timm:NAME, is given for all losses together.
+A teacher whose name contains a colon, such as timm:NAME, must be given with --teacher.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from attnrx.text_parsing import share
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":
-    """Returns the losses; the task, as it is by default, comes first where it is wanted and not among the texts.
+    """Returns the losses, preceded by the default task loss if `task` and no text contains one.
 
-    `shared` are knobs for every loss that has them and was not given them: the teacher and its weights.
+    `shared` are default knobs for every loss that has them: the teacher and its weights.
     """
     losses = tuple(parse_loss(text, shared or {}) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
-        raise InvalidInput("the task is among the losses and was also left out; give one of the two.")
+        raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
     unused = [knob for knob in shared or {} if not any(hasattr(loss, knob) for loss in losses)]
     if unused:
         raise InvalidInput(
-            f"a {unused[0]} was given, and none of the losses learns from one; add distillation or "
+            f"a {unused[0]} was given, and none of the losses uses one; add distillation or "
             "feature_distillation to the losses."
         )
     if not losses and not task:
@@ -36,7 +36,7 @@ def parse_losses(
 
 
 def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
-    """Builds one loss: its name, then its knobs in their order or by name, all separated by colons."""
+    """Builds one loss from its name and its positional or named knobs, separated by colons."""
     name, *knobs = text.split(":")
     kinds = {snake_case(kind.__name__): kind for kind in rx.losses.LOSSES}
     if name not in kinds:
@@ -60,7 +60,7 @@ def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
 
 
 def snake_case(name: str) -> str:
-    """Writes the name of a class as it is written in text."""
+    """Converts the name of a class to snake case."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, runs it, and turns what happened into words and an exit code."""
+"""The entry point: parses the command line, runs the command, prints its outcome and returns an exit code."""
 
 import json
 import os
@@ -31,8 +31,8 @@ exit codes:
   0    done, and no claim that was checked fails (each holds, or is undecided and reported as such)
   1    done, and a claim fails (verify, demo), or a number contradicts the paper's (reproduce)
   2    wrong usage or input: what was requested, what was found and what to do is on stderr
-  3    a dataset that cannot be found, read or trusted
-  70   a defect of attnrx, with its traceback
+  3    a dataset that is missing, unreadable or invalid
+  70   a bug of attnrx, with its traceback
   130  interrupted: every file is whole, and a training continues from its checkpoint when it is run again
   143  terminated (SIGTERM): every file is whole; a training saves a checkpoint first and exits with 130
 """
@@ -43,7 +43,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; nothing escapes."""
+    """Runs one command and returns its exit code; every exception is reported and mapped to a code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _terminable():
@@ -53,20 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             rx.processes.leave()
         return code
     except BrokenPipeError:
-        # The reader had enough, e.g. `| head`. Python would complain again when it closes stdout at exit.
+        # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
 
 
 def log(line: str) -> None:
-    """Tells people how it is going, on stderr."""
-    if _speaks():
+    """Prints a progress message to stderr, in the process of rank 0 only."""
+    if _is_first_process():
         print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raises on SIGTERM, so that temporary files are deleted; not where another program handles the signal."""
+    """Raises on SIGTERM, so that temporary files are deleted; no effect if a handler is already installed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Terminated("terminated; every file that was written is whole.")
@@ -83,7 +83,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _guarded(words: list[str]) -> int:
-    """Runs the words and answers every error with a message and a code."""
+    """Runs the command line and maps every error to a message and an exit code."""
     try:
         return _run(words)
     except BrokenPipeError:
@@ -91,17 +91,18 @@ def _guarded(words: list[str]) -> int:
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
     except _Terminated as stop:
-        return _complain(words, stop, str(stop), TERMINATED)
+        return _report_error(words, stop, str(stop), TERMINATED)
     except KeyboardInterrupt as stop:
-        return _complain(words, stop, str(stop) or "interrupted; every file that was written is whole.", INTERRUPTED)
+        message = str(stop) or "interrupted; every file that was written is whole."
+        return _report_error(words, stop, message, INTERRUPTED)
     except (AttnrxError, OSError) as error:
-        return _complain(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
+        return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
         if _is_out_of_memory(error):
             message = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
-            return _complain(words, error, message, BAD_INPUT)
+            return _report_error(words, error, message, BAD_INPUT)
         message = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
-        return _complain(words, error, message, DEFECT)
+        return _report_error(words, error, message, DEFECT)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -118,13 +119,13 @@ def _run(words: list[str]) -> int:
         print(f"attnrx {rx.__version__}")
         return 0
     outcome = outcome_of(words, log)
-    if _speaks():
+    if _is_first_process():
         _present(outcome, "--json" in words)
     return outcome.code
 
 
 def outcome_of(words: Sequence[str], log: Log) -> Outcome:
-    """Runs the command that the words name, whatever it raises, and returns its answer."""
+    """Runs the command of the command line and returns its outcome; exceptions propagate."""
     require_environment()
     command, parser, arguments = parsed(words)
     require_out(arguments, parser.writes, parser.kind)
@@ -135,7 +136,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
 
 
 def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
-    """Returns the module of the command that the words name, its parser and its arguments."""
+    """Returns the module of the command, its parser and its parsed arguments."""
     name, rest = words[0], words[1:]
     if name not in command_modules():
         raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_modules())} See `attnrx --help`.")
@@ -146,9 +147,9 @@ def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
 
 
 def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """Says our own warnings plainly, and those of libraries as Python does."""
-    ours = issubclass(category, ScaleWarning)
-    text = f"attnrx: warning: {message}" if ours else warnings.formatwarning(message, category, filename, lineno)
+    """Logs a ScaleWarning without source location, and other warnings in Python's format."""
+    is_own = issubclass(category, ScaleWarning)
+    text = f"attnrx: warning: {message}" if is_own else warnings.formatwarning(message, category, filename, lineno)
     log(text.rstrip())
 
 
@@ -160,19 +161,19 @@ def _present(outcome: Outcome, as_json: bool) -> None:
         show(part)
 
 
-def _complain(words: list[str], error: BaseException, message: str, code: int) -> int:
-    """Says what is wrong, for people and, where JSON was requested for, for machines too."""
+def _report_error(words: list[str], error: BaseException, message: str, code: int) -> int:
+    """Prints an error to stderr, and with --json as a JSON object to stdout; returns the code."""
     if code == DEFECT or "--debug" in words:
         traceback.print_exception(error)
-    # From every process of a launcher: the one that failed may not be the one that people hear.
+    # Every process of a launcher prints: the one that failed may not be rank 0.
     print(message if code in (INTERRUPTED, TERMINATED) else f"attnrx: {message}", file=sys.stderr, flush=True)
-    if "--json" in words and _speaks():
+    if "--json" in words and _is_first_process():
         print(json.dumps({"error": {"kind": type(error).__name__, "message": message, "exit_code": code}}, indent=2))
     return code
 
 
-def _speaks() -> bool:
-    """Whether this is the process that people hear: a launcher numbers its processes in RANK."""
+def _is_first_process() -> bool:
+    """Whether this process has rank 0; launchers set RANK."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -181,7 +182,5 @@ def overview() -> str:
     width = max(map(len, command_modules()))
     lines = [f"  {name.ljust(width)}  {command_module(name).SUMMARY}" for name in command_modules()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"
-    purpose = (
-        "Prescriptions for attention: diagnose a Vision Transformer, prescribe, make it smaller, prove what it cost."
-    )
+    purpose = "Prescriptions for attention: diagnose a Vision Transformer, prescribe, compress it, verify what it cost."
     return "\n".join([usage, "", purpose, "", "commands:", *lines, "", EPILOG.rstrip()])

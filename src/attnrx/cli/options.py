@@ -1,7 +1,7 @@
-"""The types of option values: every range is stated here, and a value outside it is refused before anything is read.
+"""The types of option values, with their ranges.
 
-A type is a function from the text of an option to its value; it raises ArgumentTypeError, which names the text and the
-allowed values, and to which the parser adds the option.
+A type is a function from the text of an option to its value. It raises ArgumentTypeError with the text and the allowed
+values; the parser adds the name of the option.
 """
 
 import math
@@ -17,8 +17,8 @@ from attnrx.text_parsing import share
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of whole numbers in a closed range, in ASCII digits."""
+def integer_type(least: int, most: int) -> Callable[[str], int]:
+    """Returns the type of integers in a closed range, in ASCII digits."""
 
     def integer(text: str) -> int:
         if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not least <= int(text) <= most:
@@ -31,7 +31,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 def real(
     least: float = -math.inf, most: float = math.inf, above: bool = False, read: Callable[[str], float] = float
 ) -> Callable[[str], float]:
-    """The type of finite numbers in a closed range; with `above`, the least itself is outside."""
+    """Returns the type of finite numbers in a closed range; with `above`, `least` is excluded."""
 
     def number(text: str) -> float:
         try:
@@ -51,19 +51,19 @@ def _range(least: float, most: float, above: bool) -> str:
     return " ".join(filter(None, (start, end))) or "that is finite"
 
 
-COUNT = whole(1, 10**9)  # of images, epochs, steps
-SEED = whole(0, 2**63 - 1)
-RANK = whole(1, 65_536)
-DRAWS, ROUNDS, TRIALS = whole(1, 1000), whole(2, 100_000), whole(1, 1_000_000)
-STEPS = whole(0, 10**6)
-THREADS = whole(1, 1024)  # threads, workers and processes
-BATCH = whole(1, 65_536)
+COUNT = integer_type(1, 10**9)  # of images, epochs, steps
+SEED = integer_type(0, 2**63 - 1)
+RANK = integer_type(1, 65_536)
+DRAWS, ROUNDS, TRIALS = integer_type(1, 1000), integer_type(2, 100_000), integer_type(1, 1_000_000)
+STEPS = integer_type(0, 10**6)
+THREADS = integer_type(1, 1024)  # threads, workers and processes
+BATCH = integer_type(1, 65_536)
 NUMBER = real()
 NOT_NEGATIVE = real(0.0, 1e6)
 SHARE = real(0.0, 1.0, above=True, read=share)
 SHARE_REMOVED = real(0.0, 1.0, read=share)
 POINTS = real(0.0, 100.0)
-OPSET = whole(18, 23)
+OPSET = integer_type(18, 23)
 
 
 def device(text: str) -> str:
@@ -84,7 +84,7 @@ def batch(text: str) -> int | str:
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    """The type of several seeds with commas between them, each once."""
+    """The type of distinct comma-separated seeds."""
     try:
         found = tuple(SEED(part) for part in text.split(","))
     except ArgumentTypeError as error:
@@ -95,10 +95,10 @@ def seeds(text: str) -> tuple[int, ...]:
 
 
 def require_text(option: str, value: object) -> None:
-    """Refuses texts that are empty, hold a null character or are not UTF-8, in options and arguments alike."""
+    """Raises InvalidInput for option values that are empty, contain a null character or are not UTF-8."""
     for text in value if isinstance(value, list | tuple) else (value,):
         if isinstance(text, str) and not text.strip():
-            raise InvalidInput(f"{option} is empty; give a value, or leave the option out.")
+            raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
         if isinstance(text, str) and ("\0" in text or not _is_utf8(text)):
             raise InvalidInput(f"{option} {text!r} has characters that are not UTF-8 text, or a null character.")
 

@@ -1,4 +1,4 @@
-"""What a command gives back, and how it is shown: a table on a terminal, plain text elsewhere, JSON on request."""
+"""The outcome of a command, printed as rich tables on a terminal, plain text elsewhere, or JSON with --json."""
 
 import sys
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows and columns; every column but the first is set flush right."""
+    """A table of texts; all columns but the first are right-aligned."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -17,7 +17,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a command: a JSON-ready record for machines, what people are shown, and the exit code."""
+    """The result of a command: the record for --json, the text and tables to print, and the exit code."""
 
     record: Mapping[str, Any]
     shown: tuple[Table | str, ...]
@@ -25,7 +25,7 @@ class Outcome:
 
 
 def show(part: Table | str) -> None:
-    """Puts a text or a table on the standard output; the latter is drawn on a terminal only."""
+    """Prints a text or a table to stdout; tables are drawn with rich on a terminal only."""
     if isinstance(part, str):
         print(part)
     elif sys.stdout.isatty():
@@ -60,9 +60,9 @@ def _draw(table: Table) -> None:
     for row in table.rows:
         # As Text, because rich reads square brackets in plain strings as markup.
         drawn.add_row(*(rich.text.Text(text) for text in row))
-    rich.console.Console().print(drawn)  # which respects NO_COLOR
+    rich.console.Console().print(drawn)  # rich respects NO_COLOR
 
 
-def percent(share: float | None, digits: int = 2) -> str:
-    """Writes a share as a percentage."""
+def as_percent(share: float | None, digits: int = 2) -> str:
+    """Formats a share as a percentage."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"

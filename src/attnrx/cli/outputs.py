@@ -1,4 +1,4 @@
-"""Validation of --out before any work is done: a regular file, or a folder, and no input of the command."""
+"""Validation of --out before the command runs: a regular file or a folder, and not an input of the command."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from pathlib import Path
 from attnrx.errors import InvalidInput
 
 FILE, FOLDER = "file", "folder"
-# Files that a command which writes a folder may replace in it.
+# Files that a command may replace in its output folder.
 _REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
 
 
 def require_out(arguments: Namespace, writes: str, kind: str | None = None) -> None:
-    """Refuses an --out that would destroy an input, or is not a regular file (or a folder) where it exists.
+    """Raises InvalidInput if --out would overwrite an input, or exists and is not a regular file (or a folder).
 
-    An existing file inside an input folder, such as the model's, or one named after an input file, such as its tensors
-    or facts, may be replaced only if attnrx wrote it as what the command writes: its `kind`.
+    An existing file inside an input folder, or one named after an input file (its tensors or facts), may be replaced
+    only if attnrx wrote it with the `kind` of the command's output.
     """
     if getattr(arguments, "out", None) is None:
         return
@@ -64,14 +64,14 @@ def _exists(text: str) -> bool:
 
 
 def _belongs(out: Path, given: Path) -> bool:
-    """Whether a file lies in an input folder, or beside an input file whose name its own begins with."""
+    """Whether a file is inside an input folder, or next to an input file whose name is a prefix of its own."""
     if given.is_dir():
         return out.resolve().is_relative_to(given.resolve())
     return out.name.startswith(f"{given.name}.") and out.parent.samefile(given.parent)
 
 
 def _is(out: Path, kind: str | None) -> bool:
-    """Whether attnrx wrote a file as something of a kind; an exported model has its facts beside it."""
+    """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
     from attnrx.storage import file_kind
 
     return kind is not None and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))

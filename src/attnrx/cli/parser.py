@@ -10,14 +10,14 @@ from attnrx.errors import AttnrxError, nearest
 
 
 class UsageError(AttnrxError):
-    """Words on the command line that no command or option of ours is."""
+    """An unknown command, or invalid arguments of a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints name the nearest option and end like every other error of ours."""
+    """An argument parser that raises UsageError with the closest options instead of exiting."""
 
     def __init__(self, command: str, summary: str, example: str):
-        self.writes: str = FILE  # what --out names, and the kind of file that attnrx writes there
+        self.writes: str = FILE  # FILE or FOLDER for --out, and the kind of file that attnrx writes there
         self.kind: str | None = None
         super().__init__(
             prog=f"attnrx {command}",
@@ -31,14 +31,14 @@ class Parser(argparse.ArgumentParser):
         output.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of exiting, with what was probably meant."""
-        strange = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        """Raises UsageError with a hint for unknown options."""
+        unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
-        hint = f": {nearest(strange[1], options)}" if strange else "."
+        hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
     def parse_args(self, *given: Any, **named: Any) -> Any:
-        """Parses the words and refuses empty texts, and texts that are not UTF-8."""
+        """Parses the arguments; raises InvalidInput for texts that are empty or not UTF-8."""
         found = super().parse_args(*given, **named)
         for action in self._actions:
             option = action.option_strings[-1] if action.option_strings else action.dest
@@ -46,16 +46,16 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-# How a policy of tokens is written, for the help of the commands that take one.
+# The syntax of token policies, for help texts.
 POLICY = (
-    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (0.7 of what is left goes on before the layers 4, 7 and "
-    "10, counted from 1), class_attention:0.8/0.5@4,7 (shares of the patches), or tome:13@every (13 patches leave "
-    "before every layer but the first)"
+    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (keeps 0.7 of the remaining patches before the layers "
+    "4, 7 and 10, counted from 1), class_attention:0.8/0.5@4,7 (shares of all patches), or tome:13@every (merges 13 "
+    "patches before every layer but the first)"
 )
 
 
 def add_model(parser: Parser, purpose: str = "") -> None:
-    """Adds the model, and the file of its weights where its name alone does not say them."""
+    """Adds the model, --weights and --trust."""
     folders = "a folder saved by attnrx or transformers"
     kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
@@ -64,12 +64,12 @@ def add_model(parser: Parser, purpose: str = "") -> None:
 
 
 def add_trust(parser: Parser) -> None:
-    """Adds the consent to load native code."""
+    """Adds --trust, which allows native code to be loaded."""
     parser.add_argument("--trust", action="store_true", help="load an AOTInductor package, which is native code")
 
 
 def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
-    """Adds the dataset and how it is to be read."""
+    """Adds the dataset and the options for reading it."""
     group = parser.add_argument_group("data")
     group.add_argument(
         "--data",
@@ -91,43 +91,43 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
 
 
 def add_split(parser: Parser, default: str) -> None:
-    """Adds which images of the dataset are used, and how."""
+    """Adds --split and --images."""
     parser.add_argument("--split", choices=("train", "validation", "test"), default=default, help=f"({default})")
     parser.add_argument("--images", type=COUNT, metavar="N", help="use the first N images only, balanced over classes")
 
 
 def add_running(parser: Parser, batch_size: int) -> None:
-    """Adds how a model is run."""
+    """Adds --batch-size, --seed and --device."""
     parser.add_argument("--batch-size", type=BATCH, default=batch_size, metavar="N", help=f"({batch_size})")
-    parser.add_argument("--seed", type=SEED, default=0, help="feeds every random draw (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seeds every random draw (0)")
     add_device(parser)
 
 
 def add_device(parser: Parser) -> None:
-    """Adds where a model is run."""
+    """Adds --device."""
     parser.add_argument("--device", type=device, metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
 
 
 def add_backend(parser: Parser) -> None:
-    """Adds which backend computes the attention."""
+    """Adds --backend."""
     parser.add_argument(
         "--backend",
-        choices=("auto", "chosen", "eager", "explicit", "flex", "fused", "native", "ragged"),
-        help="what computes the attention; chosen: the fastest, measured once for this machine (auto)",
+        choices=("auto", "autotuned", "eager", "explicit", "flex", "fused", "native", "ragged"),
+        help="the attention backend; chosen: the fastest, autotuned once for this machine (auto)",
     )
 
 
 def add_out(
     parser: Parser, what: str, default: str | None = None, *, writes: str = FILE, kind: str | None = None
 ) -> None:
-    """Adds where the result goes; without a default it is required. See `outputs.require_out`."""
+    """Adds --out, required without a default. See `outputs.require_out`."""
     described = f"{what} ({default})" if default else what
     parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=described)
     parser.writes, parser.kind = writes, kind
 
 
 def add_methods(parser: Parser, shares: str) -> None:
-    """Adds the methods, and the shares or the MACs at which they meet."""
+    """Adds --methods, and --shares or --macs at which they are compared."""
     parser.add_argument(
         "--methods",
         nargs="+",

@@ -1,4 +1,4 @@
-"""What a model costs: parameters and MACs in closed form, counted, and in seconds and bytes on real hardware."""
+"""Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
 
 from attnrx.costs.compressed_shapes import Compression
 from attnrx.costs.conditions import Conditions, device_name

@@ -1,4 +1,4 @@
-"""Compressed forms by name: the shape that a compression leaves, before anything is computed."""
+"""Compressed forms by name: the shape after a compression, before anything is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,15 @@ class Compression:
     """How every layer is compressed: its query-key pathway, its value-output pathway, its MLP.
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
-    (R directions in all, spread over the heads). `vo` is the number of features that each head reads out, `mlp` the
-    rank of both maps of the MLP, each written as two factors; None leaves them as they are.
+    (R directions in all, spread over the heads). `vo` is the value dimension of each head, `mlp` the rank of both maps
+    of
+    the MLP, each as two factors; None means unchanged.
 
-    A compressed pathway keeps no bias that has become useless: the query's is stored at the compressed width, the
-    key's is dropped (it adds a constant to every row of scores), the value's is folded into the output's. A rank that
-    leaves all directions or features compresses nothing.
+    A compressed pathway keeps no useless bias: the query's is stored at the compressed width, the key's is dropped (it
+    adds
+    a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions or
+    features
+    compresses nothing.
     """
 
     qk: str = "full"
@@ -39,7 +42,7 @@ class Compression:
         return _parsed(self.qk)[0]
 
     def spec(self, full: AttentionSpec) -> AttentionSpec:
-        """The shape of a layer's attention afterwards.
+        """Returns the shape of a layer's attention after compression.
 
         Raises:
             InvalidInput: The layer is compressed already, or has no such rank.
@@ -58,7 +61,7 @@ class Compression:
         return _read_out(_SCORES[form](full, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
-        """The ranks of both maps of every layer's MLP, or None where they stay as they are."""
+        """The ranks of both maps of every layer's MLP, or None if they are unchanged."""
         if self.mlp is None:
             return None
         for spec in specs:
@@ -66,7 +69,7 @@ class Compression:
         return ((self.mlp, self.mlp),) * len(specs)
 
     def as_written(self, costs: ModelCosts) -> ModelCosts:
-        """Adds to the costs of the realized form what the paper's IrrAtt has beside: the fusion of the score maps."""
+        """Adds the fusion of the score maps, which the paper's IrrAtt has and the realized form does not need."""
         if self.form != "irratt":
             return costs
         return replace(costs, layers=tuple(with_fusion(layer) for layer in costs.layers))
@@ -82,7 +85,7 @@ def _truncatt(spec: AttentionSpec, rank: int) -> AttentionSpec:
 
 
 def _irratt(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    """Spreads the directions as evenly as can be: the costs depend on their number only."""
+    """Spreads the directions as evenly as possible: the costs depend on their number only."""
     heads = len(spec.heads)
     _require("irratt", rank, sum(spec.ranks))
     least, more = divmod(rank, heads)
@@ -90,7 +93,7 @@ def _irratt(spec: AttentionSpec, rank: int) -> AttentionSpec:
 
 
 def _cp(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    most = sum(spec.ranks)  # with as many, every head finds its own among those that all share
+    most = sum(spec.ranks)  # with that many, the shared directions contain every head's own
     _require("cp", rank, most)
     ranks = (rank,) * len(spec.heads)
     return replace(spec, form="shared", ranks=ranks, original_rank=most, biases=_without_key(spec))

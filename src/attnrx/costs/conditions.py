@@ -1,4 +1,4 @@
-"""The conditions under which two models are compared: device, precision, threads, compilation."""
+"""The conditions of a comparison of two models: device, precision, threads, compilation."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,12 +17,14 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where and how the models run.
+    """Device, precision, threads and compilation of both models.
 
-    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None leaves it as it is.
-    `compiled` runs both models through torch.compile, whose caches are emptied first so that an earlier model
-    cannot use up the limit of recompilations. `graphs` compiles too, and replays the kernels as one CUDA graph: with
-    few images, starting each costs more than running it. A replay writes over the answer of the one before.
+    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None leaves it unchanged.
+    `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
+    the
+    recompilation limit. `graphs` compiles too, and replays the kernels as one CUDA graph: with few images, launching a
+    kernel
+    costs more than running it. A replay overwrites the previous output.
     """
 
     device: str = "cpu"
@@ -42,10 +44,12 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is not touched."""
-        with torch.inference_mode(mode=False):  # a copy made in it has inference tensors, of which nothing can be kept
+        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
+        with torch.inference_mode(
+            mode=False
+        ):  # a copy made in inference mode has inference tensors, for which no derived value can be cached
             placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
-        # fullgraph: a part that falls back to eager must fail here, not be timed as if it were compiled.
+        # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
         if self.graphs:
             return torch.compile(placed, fullgraph=True, dynamic=False, mode="reduce-overhead")
         return torch.compile(placed, fullgraph=True, dynamic=False) if self.compiled else placed
@@ -53,12 +57,12 @@ class Conditions:
     def place_images(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """Returns the images under these conditions."""
+        """Returns the images on the device, in the precision."""
         return images.to(self.device, PRECISIONS[self.precision])
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the number of threads and forbids gradients inside the context."""
+        """Sets the number of threads and disables gradients inside the context."""
         before = torch.get_num_threads()
         if self.compiled or self.graphs:
             torch.compiler.reset()
@@ -76,5 +80,5 @@ class Conditions:
 
     @property
     def hardware(self) -> str:
-        """The name of the device, as its maker calls it."""
+        """The name of the device."""
         return device_name(self.device)

@@ -1,6 +1,6 @@
-"""Conventions: what of a model's arithmetic each paper counts, so that its numbers come out exactly.
+"""Counting conventions: which operations each paper counts, so that its numbers are reproduced exactly.
 
-Parameters are the same in all of them, every trainable tensor; only what counts as a MAC differs.
+Parameters are the same in all of them, every trainable tensor; only the counted MACs differ.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_
 
 @dataclass(frozen=True)
 class Price:
-    """What a model costs by one convention: its parts, and the MACs of the attention of every layer, for one image."""
+    """The cost of a model by one convention: its parts, and the MACs of the attention of every layer, for one image."""
 
     parts: Mapping[str, PartCosts]
     attention_macs: tuple[int, ...]
@@ -30,12 +30,12 @@ class Price:
 
     @property
     def mhsa_macs_per_layer(self) -> int | list[int]:
-        """MACs of the attention of a layer: one number where all layers agree, or one for each of them."""
+        """MACs of the attention of a layer: one number if all layers agree, else one per layer."""
         found = list(self.attention_macs)
         return found[0] if len(set(found)) == 1 else found
 
     def saving(self, smaller: "Price") -> Saving:
-        """What `smaller` saves of this; negative where it costs more."""
+        """The saving of `smaller` against this; negative if it costs more."""
         params, macs = float(self.params - smaller.params), float(self.macs - smaller.macs)
         return Saving(params, macs, params / max(self.params, 1), macs / max(self.macs, 1))
 
@@ -51,11 +51,12 @@ class Price:
 
 @dataclass(frozen=True)
 class Convention:
-    """What counts beside the matrix products of patches and layers, which always do.
+    """The counted operations besides the matrix products of patches and layers, which always count.
 
-    `strengths`: a MAC per token for every strength. `norms`: so many MACs for every feature of a LayerNorm.
-    `classifier`: its product. `fusion`: IrrAtt is charged as it is written, with a matrix that mixes the heads' score
-    maps, though it can be realized without one (`attnrx.costs.with_fusion`).
+    `strengths`: one MAC per token and strength. `norms`: this many MACs per feature of a LayerNorm. `classifier`: its
+    product. `fusion`: IrrAtt as it is written, with a matrix that mixes the heads' score maps, though it can be
+    realized
+    without one (`attnrx.costs.with_fusion`).
     """
 
     name: str
@@ -66,7 +67,7 @@ class Convention:
     fusion: bool
 
     def price(self, costs: ModelCosts) -> Price:
-        """Counts what the convention counts; the parts add up to the whole."""
+        """Returns the cost by this convention; the parts add up to the whole."""
         layers = [self._layer(layer) for layer in costs.layers]
         parts = costs.parts
         for name in layers[0] if layers else ():
@@ -86,12 +87,12 @@ class Convention:
 SVDA = Convention("svda", "SVDA, A.6", strengths=True, norms=0, classifier=False, fusion=False)
 
 # Inferred from the IrrAtt paper's Table 1, which these rules reproduce in 53 of its 54 cells: a fused multiply-add is
-# one FLOP, and a LayerNorm is counted as common counters of operations do, at five for every feature.
+# one FLOP, and a LayerNorm is counted as common FLOP counters do, at five per feature.
 IRRATT = Convention("irratt", "IrrAtt, Table 1", strengths=False, norms=5, classifier=True, fusion=True)
 
 CONVENTIONS: dict[str, Convention] = {convention.name: convention for convention in (SVDA, IRRATT)}
 
 
 def paper_convention(family: str) -> Convention:
-    """The convention of the paper that a family of models is of: SVDA for our own, IrrAtt for pre-trained ones."""
+    """Returns the convention of a family's paper: SVDA for attnrx's own models, IrrAtt for pre-trained ones."""
     return SVDA if family == "vit" else IRRATT

@@ -1,4 +1,4 @@
-"""Costs counted on a real model: what the closed form must agree with."""
+"""Costs counted on a real model, with which the closed form must agree."""
 
 from typing import Any
 
@@ -25,8 +25,9 @@ def count_params(model: nn.Module) -> int:
 def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
     """Counts the MACs per image of every matrix product and convolution of one forward pass.
 
-    It is to equal `ModelCosts.product_macs` when the attention runs on the eager backend, which pads nothing.
-    Refuses a fused kernel that this build of torch cannot count, instead of taking it for free.
+    Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
+    for a
+    fused kernel that this build of torch cannot count.
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
@@ -43,7 +44,7 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
 
 
 class _Operations(TorchDispatchMode):
-    """Remembers which operations ran."""
+    """Records the names of the operations that ran."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long a candidate takes beside its reference, measured in one run."""
+"""The latency of a candidate relative to its reference, measured in one run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +16,12 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """Forward passes of two models on the same batch, and all that their ratio depends on (below 1: faster).
+    """Forward passes of two models on the same batch, and the conditions of their ratio (below 1: the candidate is
+    faster).
 
-    A kernel is named as torch's profiler names it: "flash_attention_for_cpu", "math" (the slow path of the fused
-    call), "native" (ours, on a CPU), or "written out".
+    A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
+    is
+    "native" (the C++ kernel) or "unfused".
     """
 
     candidate: Timing
@@ -41,8 +43,9 @@ class LatencyComparison:
 class LatencyProtocol:
     """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
 
-    `clock` is "wall", "cpu" (the computing time of the process, for machines that are not idle) or "cuda" (events of
-    the stream); None takes "cuda" on a CUDA device and "wall" elsewhere.
+    `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
+    means
+    "cuda" on a CUDA device and "wall" elsewhere.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -75,7 +78,7 @@ def compare_latencies(
     images: Float[Tensor, "batch channels height width"],
     protocol: LatencyProtocol | None = None,
 ) -> dict[str, LatencyComparison]:
-    """Measures the forward pass of several candidates and one reference, which all take turns; none is changed."""
+    """Measures the forward pass of several candidates and one reference in turns; none is changed."""
     if not candidates or "" in candidates:
         raise InvalidInput(f"candidates {list(candidates)}: give at least one to measure, and each a name.")
     if not len(images):
@@ -89,7 +92,7 @@ def compare_latencies(
             name: partial(conditions.place(candidate), batch) for name, candidate in candidates.items()
         }
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
-        # The reference is the empty name, which no candidate has.
+        # The reference has the empty name, which no candidate has.
         seconds = interleave({**runs, "": other}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
         reference_kernel = profiled(other).attention_kernel
         return {

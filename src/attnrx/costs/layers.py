@@ -1,4 +1,4 @@
-"""The costs of one transformer block in closed form, from its spec alone: nothing is built and nothing is run."""
+"""The costs of one transformer block in closed form, from its spec alone, without building or running it."""
 
 from dataclasses import replace
 
@@ -9,13 +9,14 @@ from attnrx.spec import AttentionSpec
 def layer_costs(
     spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
 ) -> LayerCosts:
-    """Prices a pre-norm block: attention as `spec` says, an MLP with `hidden` features, two LayerNorms.
+    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
 
-    `mlp_ranks` are those of the MLP's two maps where they are written as two factors each. What is counted is the
-    arithmetic that the spec asks for; a backend that pads heads to a common rank computes more.
+    `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each. The MACs are those of the spec;
+    a
+    backend that pads heads to a common rank computes more.
     """
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
-    # A head without directions reads out the mean of its values, which takes no product of tokens with tokens.
+    # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
     attending = sum(reads for own, reads in zip(spec.ranks, spec.reads, strict=True) if own)
     strengths = 0 if spec.form == "dense" else rank
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
@@ -40,10 +41,11 @@ def layer_costs(
 
 
 def with_fusion(layer: LayerCosts) -> LayerCosts:
-    """Prices the layer as IrrAtt is written (Algorithm 3): a general heads x heads matrix mixes the score maps.
+    """Returns the costs of the layer with IrrAtt as it is written (Algorithm 3): a heads x heads matrix mixes the score
+    maps.
 
-    Our heads keep their own maps, for which that matrix is the identity and costs nothing. Mixed maps are never
-    empty, so every head reads out, even one without directions of its own.
+    Realized heads keep their own maps, for which that matrix is the identity and costs nothing. Mixed maps are never
+    empty, so every head multiplies its values, even one without directions of its own.
     """
     heads, pairs = len(layer.spec.heads), layer.tokens**2
     read_out = PartCosts(0, pairs * sum(layer.spec.reads))
@@ -51,11 +53,11 @@ def with_fusion(layer: LayerCosts) -> LayerCosts:
 
 
 def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
-    """What one direction costs: a row and a bias of query and key, its strengths, its share of the scores.
+    """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
 
     For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
-    the projections stay, and only strength and scores are left to save. A shared direction has a strength and scores
-    in every head.
+    the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
+    head.
     """
     users = len(spec.heads) if spec.form == "shared" else 1
     strength = PartCosts() if spec.form == "dense" else PartCosts(users, tokens * users)
@@ -67,19 +69,21 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
-    """Prices a linear map on every token, as one matrix or as two factors of a rank, whose second has the bias."""
+    """Returns the costs of a linear map on every token, as one matrix or as two factors of a rank; the second has the
+    bias.
+    """
     if rank is None:
         return linear_costs(inputs, outputs, tokens)
     return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens)
 
 
 def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
-    """Prices a linear map on every token."""
+    """Returns the costs of a linear map on every token."""
     return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
 
 
 def norm_costs(width: int) -> PartCosts:
-    """Prices a LayerNorm: a gain and a bias per feature, no MACs."""
+    """Returns the costs of a LayerNorm: a gain and a bias per feature, no MACs."""
     return PartCosts(2 * width, 0)
 
 

@@ -1,9 +1,8 @@
-"""How much memory a forward pass needs: the weights that are held, and the most that is held above them at once.
+"""The memory of a forward pass: the weights, and the peak above them.
 
 On CUDA the peak is the allocator's own record. On the CPU it is the running total of every allocation and release
-that torch's profiler saw during one pass, so it is exact, repeatable to the byte on one thread, and blind to what
-other libraries allocate by themselves. It is not the resident size of the process, which depends on everything that
-ran before.
+that torch's profiler recorded during one pass, so it is exact, repeatable to the byte on one thread, and excludes
+allocations of other libraries. It is not the resident size of the process, which depends on everything that ran before.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """What must be free to run the model."""
+        """The memory that must be free to run the model."""
         return self.weights + self.activations
 
 
@@ -44,7 +43,7 @@ class MemoryComparison:
 
     @property
     def ratio(self) -> float:
-        """The candidate's whole memory over the reference's."""
+        """The candidate's total memory over the reference's."""
         return self.candidate.total / max(self.reference.total, 1)
 
 

@@ -1,10 +1,10 @@
-"""What the parts of a model cost, as exact integers that add up to the whole.
+"""The costs of the parts of a model, as exact integers that add up to the whole.
 
 The convention is the paper's (A.6): parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
-LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. What
-other conventions count (`attnrx.costs.conventions`) follows from the same parts. Every layer counts all its tokens,
-though a model may leave out in the last one what nobody reads.
+LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Other
+conventions (`attnrx.costs.conventions`) follow from the same parts. Every layer counts all its tokens, although a model
+may compute only the class token in the last block.
 """
 
 from collections.abc import Iterable
@@ -28,11 +28,11 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One transformer block, part by part.
+    """The costs of one transformer block by part.
 
     `query_key` are the two projections of the score pathway, `scores` the products of queries and keys, `diagonal`
     the strengths, `fusion` a matrix that mixes the score maps of the heads, `value_output` the two projections of the
-    other pathway, and `read_out` attention times values. `spec` and `tokens` are what the attention was priced from.
+    other pathway, and `read_out` attention times values. `spec` and `tokens` are the inputs of the attention's costs.
     """
 
     query_key: PartCosts
@@ -70,7 +70,9 @@ _FACTS = ("directions", "direction", "spec", "tokens")
 
 @dataclass(frozen=True)
 class Saving:
-    """What a smaller model saves of a larger one, and as a share of it; a mean over models may save fractions."""
+    """The saving of a smaller model against a larger one, absolute and as a share; a mean over models may have
+    fractions.
+    """
 
     params: float
     macs: float
@@ -80,11 +82,13 @@ class Saving:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A whole model: patch embedding, layers, and the classifier with the norm before it.
+    """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `embeddings` are the tokens and positions that are learned, which take no MACs; `predictors` decide between the
-    layers which tokens go on, which then are not the same in all `layers`. `classifier_macs` and the norms are
-    known but not part of `macs`, as in the paper.
+    `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
+    tokens
+    between layers, so that the layers have different numbers of tokens. `classifier_macs` and the norms are known but
+    not
+    part of `macs`, as in the paper.
     """
 
     patches: PartCosts
@@ -127,7 +131,7 @@ class ModelCosts:
 
     @property
     def product_macs(self) -> int:
-        """MACs of every matrix product and convolution, the classifier's too: what a counter of operations sees."""
+        """MACs of every matrix product and convolution, including the classifier's: what a FLOP counter counts."""
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
@@ -148,11 +152,11 @@ class ModelCosts:
         return sum(layer.directions for layer in self.layers)
 
     def saving(self, smaller: "ModelCosts") -> Saving:
-        """What `smaller` saves of this model; negative where it costs more."""
+        """The saving of `smaller` against this model; negative if it costs more."""
         return self._saving(float(self.params - smaller.params), float(self.macs - smaller.macs))
 
     def saving_without(self, share: float) -> Saving:
-        """What removing this share of the directions saves: the same share in every layer, no head left without any.
+        """The saving of removing this share of the directions: the same share in every layer, no head emptied.
 
         The saving is linear in the directions, so the share may be a mean over several models.
         """

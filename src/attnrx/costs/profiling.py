@@ -1,4 +1,4 @@
-"""What one run did, as torch's own profiler saw it: the operations, and the memory of the CPU allocator."""
+"""The operations of one run and the memory of the CPU allocator, recorded by torch's profiler."""
 
 import os
 from collections.abc import Callable
@@ -14,33 +14,33 @@ NATIVE = "attnrx::native_attention"
 
 @dataclass(frozen=True)
 class Profile:
-    """The names of the operations that ran, and the most memory held at once above what was held before."""
+    """The names of the operations that ran, and the peak memory above the memory held before."""
 
     operations: frozenset[str]
     peak_bytes: int
 
     @property
     def attention_kernel(self) -> str:
-        """The kernel that scaled_dot_product_attention chose, "native" for ours, or that the softmax is written out."""
+        """The kernel that scaled_dot_product_attention selected, "native" for the C++ kernel, or "unfused"."""
         kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
         chosen = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
         chosen += ["native"] * (NATIVE in self.operations)
         if chosen:
             return " + ".join(chosen)
-        return "written out" if any("softmax" in name for name in self.operations) else "not seen"
+        return "unfused" if any("softmax" in name for name in self.operations) else "unknown"
 
 
 def profiled(run: Callable[[], object]) -> Profile:
     """Runs once under the profiler."""
-    # The profiler's library writes to stderr that it starts, and an error on a CPU-only machine, by default not to.
+    # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
-    del result  # held until here: the output of the run is part of its peak
+    del result  # kept alive until here: the output of the run is part of its peak
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    # The events of an operation only know its net memory; the allocator's own events also see what it freed again.
+    # The events of an operation contain its net memory only; the allocator's events include temporary allocations.
     events = sorted(results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == MEMORY_EVENT]  # type: ignore[attr-defined]
     operations = frozenset(event.name() for event in events if event.name().startswith(("aten::", "attnrx::")))

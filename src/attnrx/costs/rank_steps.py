@@ -1,4 +1,4 @@
-"""The steps of the hardware: which ranks, and which numbers of tokens, cost no more than smaller ones."""
+"""The latency steps of the hardware: ranks and token counts that cost no more than smaller ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ ROUNDS, WARMUP = 15, 3
 
 @dataclass(frozen=True)
 class Steps:
-    """Sizes, rising, and the seconds that each takes; what was not measured counts as the next size that was.
+    """Ascending sizes with the seconds of each; an unmeasured size has the time of the next measured one.
 
-    Times that differ by less than `noise`, a share, count as equal.
+    Times that differ by less than `noise`, a share, are treated as equal.
     """
 
     sizes: tuple[int, ...]
@@ -34,14 +34,14 @@ class Steps:
             )
 
     def cost(self, size: int) -> float:
-        """Returns the seconds of a size: of the next one measured, or of the largest in proportion."""
+        """Returns the seconds of a size: of the next measured one, or extrapolated in proportion from the largest."""
         for known, seconds in zip(self.sizes, self.seconds, strict=True):
             if known >= size:
                 return seconds
         return self.seconds[-1] * size / self.sizes[-1]
 
     def rounded(self, size: int, most: int | None = None) -> int:
-        """Returns the largest size, `most` at most, that takes no longer than this one: what it keeps more is free."""
+        """Returns the largest size, `most` at most, that is not slower than this one."""
         if size < 1 or (most is not None and most < size):
             raise InvalidInput(f"size {size} of at most {most}: give 1 or more, and no less for the most.")
         limit = self.cost(size) * (1 + self.noise)
@@ -53,7 +53,7 @@ class Steps:
         return max(found, default=size)
 
     def lowered(self, size: int) -> int:
-        """Returns the largest size below or at this one at which a step begins: the next one up takes longer."""
+        """Returns the largest size, at most this one, after which the latency rises."""
         below = [known for known in self.sizes if known <= size and self.rounded(known) == known]
         return max(below, default=size)
 
@@ -67,14 +67,15 @@ def measured_steps(
     dtype: torch.dtype = torch.float32,
     table: str | None = None,
 ) -> Steps:
-    """Measures a map from `width` features to each size and back, on so many tokens; once for every machine.
+    """Measures a map from `width` features to each size and back, on this many tokens; once per machine.
 
-    What was measured is kept with what `Autotuned` measures (ATTNRX_CACHE, or the file `table`). With the device, the
-    precision and the threads that will be used later, this says at which ranks a factored map, or a head, has its
-    steps: `Steps.rounded(rank)` is then the rank to prescribe.
+    Measurements are stored with those of `Autotuned` (ATTNRX_CACHE, or the file `table`). With the device, the
+    precision and
+    the threads of the later use, they show the ranks at which the latency of a factored map, or of a head, rises:
+    prescribe `Steps.rounded(rank)`.
 
     Raises:
-        InvalidInput: Nothing to measure, or measuring is forbidden (ATTNRX_MEASURE=0) and nothing is known.
+        InvalidInput: No sizes, or measuring is disabled (ATTNRX_MEASURE=0) and there is no record.
     """
     wanted = tuple(sorted(set(sizes)))
     if not wanted or wanted[0] < 1 or width < 1 or tokens < 1:

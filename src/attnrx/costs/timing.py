@@ -1,4 +1,4 @@
-"""Timing that can be trusted on a machine that does other things too: runs interleaved, medians, intervals."""
+"""Timing on machines that also do other work: interleaved runs, medians, intervals."""
 
 import gc
 import time
@@ -16,7 +16,7 @@ DRAWS = 2000
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run: the median, and the tenth and ninetieth percentile."""
+    """Seconds of one run: median, tenth and ninetieth percentile."""
 
     median: float
     low: float
@@ -24,7 +24,6 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Float[Tensor, "runs"]) -> "Timing":
-        """Summarizes the runs."""
         return cls(*torch.quantile(seconds, seconds.new_tensor([0.5, 0.1, 0.9])).tolist())
 
 
@@ -38,7 +37,9 @@ class Ratio:
 
     @classmethod
     def of(cls, seconds: Float[Tensor, "runs"], reference: Float[Tensor, "runs"], seed: int = 0) -> "Ratio":
-        """Pairs the runs of each round: neighbours in time share what else the machine does, which then cancels."""
+        """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
+        ratio.
+        """
         ratios = seconds / reference
         draws = torch.randint(len(ratios), (DRAWS, len(ratios)), generator=torch.Generator().manual_seed(seed))
         low, high = torch.quantile(_medians(ratios[draws]), ratios.new_tensor([0.025, 0.975])).tolist()
@@ -48,10 +49,11 @@ class Ratio:
 def interleave(
     runs: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, clock: str = "wall"
 ) -> dict[str, Float[Tensor, "runs"]]:
-    """Times every run once a round and returns the seconds by name.
+    """Times every run once per round and returns the seconds by name.
 
-    `clock` is one of CLOCKS. Every second round goes backwards, so that none always runs in the wake of another.
-    Garbage is collected before the rounds, not during them.
+    `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
+    Garbage
+    is collected before the rounds, not during them.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
@@ -98,8 +100,8 @@ def _medians(rows: Float[Tensor, "draws runs"]) -> Float[Tensor, "draws"]:
     return torch.quantile(rows, 0.5, dim=-1)
 
 
-# "cpu" is the time that the process computed, on all its threads: on one thread it hardly depends on what else the
-# machine does; on several it counts the waiting of each, so there only "wall" says how long a user waits.
+# "cpu" is the CPU time of the process on all its threads: on one thread it hardly depends on other load of the
+# machine; on several it includes their waiting, so only "wall" is the latency that a user measures.
 CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
     "wall": partial(_elapsed, time.perf_counter),
     "cpu": partial(_elapsed, time.process_time),

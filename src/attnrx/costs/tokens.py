@@ -1,4 +1,4 @@
-"""What a policy makes of the costs: the tokens of every layer, and the predictors that decide."""
+"""The costs of a token policy: the tokens of every layer, and the predictors."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ NOTHING = PartCosts()
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """The tokens of every layer, and what deciding costs: the predictors, and the features that their norms divide."""
+    """The tokens of every layer, and the costs of the predictors and of their norms."""
 
     tokens: tuple[int, ...]
     predictors: PartCosts = NOTHING
@@ -24,10 +24,11 @@ class TokenCosts:
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
-    """Prices a policy at work in a model with these layers, before anything is built.
+    """Returns the costs of a policy in a model with these layers, before anything is built.
 
-    Masked, all tokens stay in their places, and every predictor sees them all. A stage at which no token has left yet
-    decides nothing, but its predictor is there. Parameters are counted on the predictor itself.
+    Masked, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing runs no
+    predictor,
+    but its predictor exists. Parameters are counted on the predictor itself.
 
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.

@@ -16,8 +16,8 @@ from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_cla
 from attnrx.data.loading import load_data
 from attnrx.data.memory import MemoryImages, from_tensors
 from attnrx.data.normalization import Normalization
-from attnrx.data.readers.arrow import Columns
 from attnrx.data.splits import Splits
+from attnrx.data.tables import Columns
 
 __all__ = [
     "DATASETS",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, rows_of_part, spread
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, evenly_spaced, rows_of_part
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
 from attnrx.errors import DataError, InvalidInput
@@ -29,16 +29,16 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 UNLABELLED = -1
 
 ImageData = Any
-"""Whatever `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
+"""What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
 
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
 
 def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet:
-    """Returns the data as an ImageSet; an ImageSet as it is.
+    """Returns the data as an ImageSet; an ImageSet is returned unchanged.
 
     `preprocess` turns a PIL picture into a float tensor [channels, height, width]. Labels are integers; without any,
-    the set has a `label_problem`, and whatever needs labels refuses it.
+    the set has a `label_problem`, and functions that need labels raise DataError.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
@@ -89,7 +89,7 @@ def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
     indexed = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
     ordered = isinstance(loader.sampler, SequentialSampler)
     shuffled = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
-    # Another sampler draws other images, or as often as it likes: only iterating shows which.
+    # Another sampler may draw other images, or repeat some: the order is known only from iterating.
     if not indexed or loader.batch_size is None or not (ordered or shuffled):
         return IteratedImages(loader, name, argument)
     return _indexed(loader.dataset, name, argument, loader=loader)
@@ -146,7 +146,7 @@ class _Source:
 
     @property
     def labels(self) -> Int[Tensor, "images"] | None:
-        """The labels of all rows, where the dataset has them beside its images, as torchvision's datasets do."""
+        """The labels of all rows, if the dataset lists them, as torchvision's datasets do."""
         for name in ("targets", "labels", "_labels"):
             found = getattr(self.dataset, name, None)
             if isinstance(found, Tensor | list | tuple) and len(found) == len(self.dataset):
@@ -183,7 +183,7 @@ class IndexedImages(ImageSet):
     @property
     def fingerprint(self) -> str:
         """Hashes up to 64 images and their labels, spread over the rows."""
-        rows = self.rows[spread(len(self))].tolist()
+        rows = self.rows[evenly_spaced(len(self))].tolist()
         batches = [self.source.batch([row]) for row in rows]
         contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
@@ -262,7 +262,7 @@ class IteratedImages(ImageSet):
                 contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
             every = torch.cat(labels)
             if not len(every):
-                raise DataError(f"{self.argument} gave no image; give at least one.")
+                raise DataError(f"{self.argument} yielded no image; give at least one.")
             labelled = bool((every != UNLABELLED).all())
             self._facts = len(every), digest(self.name, every, contents), labelled
         return self._facts
@@ -299,15 +299,15 @@ class IteratedImages(ImageSet):
 
     def _batches(self, batch_size: int) -> Iterator[Batch]:
         """Yields the batches on the CPU, with the row of every image, cut to `rows`."""
-        seen, stop = 0, self.rows.stop
+        num_read, stop = 0, self.rows.stop
         for batch in self._as_given(batch_size):
-            first, last = self.rows.start - seen, len(batch) if stop is None else min(len(batch), stop - seen)
+            first, last = self.rows.start - num_read, len(batch) if stop is None else min(len(batch), stop - num_read)
             if max(first, 0) < last:
                 part = slice(max(first, 0), last)
-                index = torch.arange(seen, seen + len(batch))
+                index = torch.arange(num_read, num_read + len(batch))
                 yield Batch(batch.images[part], batch.labels[part], index[part])
-            seen += len(batch)
-            if stop is not None and seen >= stop:
+            num_read += len(batch)
+            if stop is not None and num_read >= stop:
                 return
 
     def _as_given(self, batch_size: int) -> Iterator[Batch]:

@@ -1,14 +1,14 @@
 """Decoded copies of small-image datasets in the user's cache folder, so that only the first load decodes."""
 
 import hashlib
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnrx.data.geometry import Geometry
+from attnrx.data.geometry import ImageGeometry
 from attnrx.errors import CheckpointError
+from attnrx.hardware import cache_folder
 from attnrx.shapes import Int, Tensor, UInt8
 from attnrx.storage import read_json, read_tensors, write_json, write_tensors
 
@@ -26,21 +26,16 @@ class DecodedSplit:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A whole dataset as pixels, and everything that was learnt when it was opened."""
+    """A whole dataset as pixels, with its class names, geometry and notes."""
 
     splits: Mapping[str, DecodedSplit]
     class_names: tuple[str, ...]
-    geometry: Geometry
+    geometry: ImageGeometry
     notes: tuple[str, ...]
 
 
-def cache_folder() -> Path:
-    """Returns the user's cache folder: XDG_CACHE_HOME/attnrx, by default ~/.cache/attnrx."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
-
-
 def cache_path(*parts: object) -> Path:
-    """Returns the place of the decoded copy that belongs to a source and its options."""
+    """Returns the path of the decoded copy of a source with its options."""
     key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
     return cache_folder() / "decoded" / f"{key}.safetensors"
 
@@ -67,7 +62,7 @@ def store(path: Path, decoded: Decoded) -> None:
 
 
 def fetch(path: Path) -> Decoded | None:
-    """Reads a decoded copy back, or gives None when there is none that is whole."""
+    """Reads a decoded copy back, or returns None if it is missing or damaged."""
     try:
         about = read_json(path.with_suffix(".json"))
         tensors = read_tensors(path)
@@ -75,6 +70,6 @@ def fetch(path: Path) -> Decoded | None:
             name: DecodedSplit(tensors[f"{name}.pixels"], tensors[f"{name}.labels"], tensors[f"{name}.sources"])
             for name in about["splits"]
         }
-        return Decoded(splits, tuple(about["class_names"]), Geometry(*about["geometry"]), tuple(about["notes"]))
+        return Decoded(splits, tuple(about["class_names"]), ImageGeometry(*about["geometry"]), tuple(about["notes"]))
     except (CheckpointError, KeyError, TypeError):
         return None

@@ -1,13 +1,13 @@
-"""The datasets attnrx knows by name: where they are, how they are stored, and the geometry of the paper."""
+"""The named datasets: their hub ids, columns, image sizes and normalizations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from attnrx.data.augmentation import Augmentation
-from attnrx.data.geometry import Geometry
+from attnrx.data.geometry import ImageGeometry
 from attnrx.data.normalization import Normalization
-from attnrx.data.readers.arrow import Columns
+from attnrx.data.tables import Columns
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 COLUMNS = Columns()
@@ -16,13 +16,13 @@ PHOTOS = Augmentation(padding=0, flip=True, area=(0.08, 1.0))
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """What is known about a dataset before it is opened.
+    """The properties of a named dataset.
 
     The normalization is the published statistic of the training images, at their own size and without borders.
     """
 
     classes: int
-    geometry: Geometry
+    geometry: ImageGeometry
     normalization: Normalization
     augmentation: Augmentation
     hub_id: str | None = None
@@ -36,20 +36,20 @@ class DatasetCard:
 DATASETS: Mapping[str, DatasetCard] = {
     "digits": DatasetCard(
         classes=10,
-        geometry=Geometry(16, 1, "fill"),  # 8x8 as stored
+        geometry=ImageGeometry(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
         augmentation=Augmentation(padding=2, flip=False),
     ),
     "fashion_mnist": DatasetCard(
         classes=10,
-        geometry=Geometry(32, 1, "pad"),  # 28x28 as stored
+        geometry=ImageGeometry(32, 1, "pad"),  # 28x28 as stored
         normalization=Normalization((0.2860,), (0.3530,)),
         augmentation=Augmentation(padding=4),
         hub_id="zalando-datasets/fashion_mnist",
     ),
     "cifar10": DatasetCard(
         classes=10,
-        geometry=Geometry(32, 3, "fill"),
+        geometry=ImageGeometry(32, 3, "fill"),
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         augmentation=Augmentation(padding=4),
         hub_id="uoft-cs/cifar10",
@@ -57,7 +57,7 @@ DATASETS: Mapping[str, DatasetCard] = {
     ),
     "cifar100": DatasetCard(
         classes=100,
-        geometry=Geometry(32, 3, "fill"),
+        geometry=ImageGeometry(32, 3, "fill"),
         normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         augmentation=Augmentation(padding=4),
         hub_id="uoft-cs/cifar100",
@@ -65,21 +65,21 @@ DATASETS: Mapping[str, DatasetCard] = {
     ),
     "food101": DatasetCard(
         classes=101,
-        geometry=Geometry(224, 3, "photo"),
+        geometry=ImageGeometry(224, 3, "photo"),
         normalization=IMAGENET,
         augmentation=PHOTOS,
         hub_id="ethz/food101",
     ),
     "tiny_imagenet": DatasetCard(
         classes=200,
-        geometry=Geometry(64, 3, "fill"),
+        geometry=ImageGeometry(64, 3, "fill"),
         normalization=Normalization((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
         augmentation=Augmentation(padding=8),
         hub_id="zh-plus/tiny-imagenet",
     ),
     "imagenette": DatasetCard(
         classes=10,
-        geometry=Geometry(224, 3, "photo"),
+        geometry=ImageGeometry(224, 3, "photo"),
         normalization=IMAGENET,
         augmentation=PHOTOS,
         hub_id="frgfm/imagenette",
@@ -89,7 +89,7 @@ DATASETS: Mapping[str, DatasetCard] = {
     ),
     "imagenet-1k": DatasetCard(
         classes=1000,
-        geometry=Geometry(224, 3, "photo"),
+        geometry=ImageGeometry(224, 3, "photo"),
         normalization=IMAGENET,
         augmentation=PHOTOS,
         hub_id="ILSVRC/imagenet-1k",
@@ -110,7 +110,7 @@ def known_as(name: str) -> str | None:
 def local_copy(name: str, folder: Path) -> Path | None:
     """Finds `<name>.parquet`, or a folder `<name>`, under any of the dataset's names."""
     for spelling in (name, *DATASETS[name].other_names):
-        for place in (folder / f"{spelling}.parquet", folder / spelling):
-            if place.exists():
-                return place
+        for path in (folder / f"{spelling}.parquet", folder / spelling):
+            if path.exists():
+                return path
     return None

@@ -15,20 +15,20 @@ from attnrx.shapes import Tensor, UInt8
 
 Policy = Literal["raise", "skip"]
 
-CHUNK = 256  # images per task, so that handing out tasks costs nothing beside decoding
+CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
 
 
 def threads() -> int:
-    """Returns how many images are decoded at once: decoding leaves Python's lock, so one thread per usable core."""
+    """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 @dataclass
 class CorruptImages:
-    """What happens to an image that cannot be decoded (`raise` or `skip`), and which ones were met."""
+    """The policy for images that cannot be decoded (`raise` or `skip`), and the messages of those found."""
 
     policy: Policy = "raise"
-    met: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         if self.policy not in ("raise", "skip"):
@@ -40,7 +40,7 @@ class CorruptImages:
             raise DataError(
                 f"{error} Repair or remove it, or pass on_corrupt='skip' to leave such images out."
             ) from error
-        self.met.append(str(error))
+        self.found.append(str(error))
 
 
 def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UInt8[Tensor, "channels height width"]:
@@ -61,7 +61,7 @@ def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UIn
             pixels = np.array(file if file.mode == mode else file.convert(mode))
     except UnidentifiedImageError:
         raise ValueError("it is empty, or no image of a known format") from None
-    except Exception as error:  # Pillow's readers raise whatever they stumble over: SyntaxError, struct.error, EOFError
+    except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
         raise ValueError(str(error) or type(error).__name__) from error
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)
 
@@ -72,7 +72,7 @@ def decode_all(
     shape: tuple[int, int, int],
     corrupt: CorruptImages,
 ) -> tuple[UInt8[Tensor, "kept channels height width"], list[int]]:
-    """Decodes `count` images into one tensor, several at once; gives it with the positions that could be read."""
+    """Decodes `count` images into one tensor, several at once; returns it with the positions that could be decoded."""
     pixels = torch.empty(count, *shape, dtype=torch.uint8)
     broken: dict[int, DataError] = {}
 

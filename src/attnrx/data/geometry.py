@@ -18,12 +18,12 @@ Fit = Literal["pad", "fill", "photo"]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ImageGeometry:
     """The square `size` of the model's input and how a picture is fitted to it.
 
     `pad` puts smaller pictures between black borders (28x28 into 32x32: no pixel changes); `fill` resizes the shorter
     side to `size`; `photo` resizes it to 256/224 of that, unless the picture is smaller, so that the crop drops a rim.
-    What is then too long is cropped at the centre.
+    A centre crop makes it square.
     """
 
     size: int
@@ -72,10 +72,10 @@ def resize(
     return torch.nn.functional.interpolate(picture[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
 
 
-def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> Geometry:
+def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> ImageGeometry:
     """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
     channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
     sides = [min(picture.shape[-2:]) for picture in pictures]
     if max(sides) > SMALL:
-        return Geometry(size or 224, channels, "photo")
-    return Geometry(size or Counter(sides).most_common(1)[0][0], channels, "fill")
+        return ImageGeometry(size or 224, channels, "photo")
+    return ImageGeometry(size or Counter(sides).most_common(1)[0][0], channels, "fill")

@@ -84,9 +84,9 @@ class ImageSet(ABC):
     ) -> Iterator[Batch]:
         """Returns one pass in batches, normalised, on `device`.
 
-        Without a seed the pass is ordered and shows every image once; with one (a different one for every epoch) it is
-        shuffled and leaves the ragged last batch out. `batch_size` counts the images of all processes together:
-        process p of N, `shard=(p, N)`, gets its part of each batch. `start` leaves out the first steps.
+        Without a seed the pass is ordered and contains every image once; with one (a different one for every epoch) it
+        is shuffled and drops the last incomplete batch. `batch_size` counts the images of all processes together:
+        process p of N, `shard=(p, N)`, receives its part of each batch. `start` skips the first steps.
         """
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
@@ -112,14 +112,14 @@ def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> s
 
 def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -> str:
     """Makes a fingerprint from the labels of all images and the content of some."""
-    seen = hashlib.sha256(f"{name}:{len(labels)}".encode())
-    seen.update(labels.cpu().numpy().tobytes())
+    hashed = hashlib.sha256(f"{name}:{len(labels)}".encode())
+    hashed.update(labels.cpu().numpy().tobytes())
     for sample in samples:
-        seen.update(sample)
-    return f"{name}:{len(labels)}:{seen.hexdigest()[:16]}"
+        hashed.update(sample)
+    return f"{name}:{len(labels)}:{hashed.hexdigest()[:16]}"
 
 
-def spread(count: int, most: int = 64) -> list[int]:
+def evenly_spaced(count: int, most: int = 64) -> list[int]:
     """Returns up to `most` positions spread evenly over `count`."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 

@@ -79,10 +79,10 @@ def require_labels(images: ImageSet) -> None:
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the dataset with its labels as numbers of a head with so many classes.
 
-    As many classes, or labels without names that the head has, stay as they are. `label_map` gives the number of every
+    As many classes, or labels without names that the head has, are unchanged. `label_map` gives the number of every
     class of the dataset by its name. Without one, a dataset whose classes are WordNet ids or names of ImageNet classes
     is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets cannot be compared with the
-    answers: whatever needs them raises DataError, the images can be used.
+    answers: functions that need them raise DataError; the images can be used.
 
     Raises:
         DataError: The map lacks a class, or names one that the head does not have.
@@ -100,7 +100,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
     problem = (
         f"{splits.name} has {len(names)} classes ({', '.join(names[:3])} ...) and the model {classes}, so its labels "
         "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
-        "of every class in the model (--label-map FILE, in Python matching(splits, model, label_map={...}))."
+        "of every class in the model (--label-map FILE, in Python adapt_preprocessing(splits, model, label_map={...}))."
     )
     return _wrapped(splits, None, problem)
 
@@ -118,12 +118,12 @@ def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
             raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
         return None
     known = ImageNetInfo("imagenet-1k")
-    places: dict[str, list[int]] = {}
+    indices_by_name: dict[str, list[int]] = {}
     for index in range(known.num_classes()):
         words = {word.strip().lower() for word in known.index_to_description(index).split(",")}
         for word in (*words, known.index_to_label_name(index)):
-            places.setdefault(word, []).append(index)
-    found = [places.get(name.lower().replace("_", " "), []) for name in names]
+            indices_by_name.setdefault(word, []).append(index)
+    found = [indices_by_name.get(name.lower().replace("_", " "), []) for name in names]
     if not all(len(indices) == 1 for indices in found):
         return None
     return tuple(indices[0] for indices in found)

@@ -1,4 +1,4 @@
-"""From what a user types - a known name, a hub id, a path, a pattern - to the reader of that storage."""
+"""Finds the reader for a dataset's name, hub id, path or pattern."""
 
 import itertools
 import os
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
-from attnrx.data.readers.arrow import Columns
-from attnrx.data.readers.digits import DigitsReader
-from attnrx.data.readers.folder import FolderReader
-from attnrx.data.readers.hub import HubReader
-from attnrx.data.readers.parquet import ParquetReader, group_by_split
-from attnrx.data.readers.reader import Reader
-from attnrx.data.readers.shards import IndexReader, ShardReader, TarReader
+from attnrx.data.digits import DigitsReader
+from attnrx.data.files import group_by_split
+from attnrx.data.folders import FolderReader
+from attnrx.data.shards import IndexReader, ShardReader, TarReader
+from attnrx.data.stored import DatasetReader
+from attnrx.data.tables import Columns, HubReader, ParquetReader
 from attnrx.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
@@ -22,12 +21,12 @@ MOST_SHARDS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a dataset is and what is known about it; `requested` is what the user typed, for messages."""
+class DatasetLocation:
+    """A dataset's reader and properties; `requested` is the user's text, for messages."""
 
     name: str
     requested: str
-    reader: Reader | ShardReader
+    reader: DatasetReader | ShardReader
     card_name: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -37,13 +36,13 @@ class Place:
         return None if self.card_name is None else DATASETS[self.card_name]
 
 
-def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
+def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation:
     """Finds the dataset, without opening it."""
     if not isinstance(name_or_path, str | Path) or name_or_path == "":
         raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
     requested = str(name_or_path)
     if requested.startswith(HUB):
-        return Place(
+        return DatasetLocation(
             requested.removeprefix(HUB), requested, HubReader(requested.removeprefix(HUB), columns or Columns())
         )
     known = known_as(requested) if isinstance(name_or_path, str) else None
@@ -63,7 +62,7 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> Place:
     notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
     folder = len(files) == 1 and root.is_dir()
     reader = _reader_of_folder(root, columns, known) if folder else _reader_of_files(tuple(files), root, columns, known)
-    return Place(name, requested, reader, known, notes)
+    return DatasetLocation(name, requested, reader, known, notes)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -82,9 +81,9 @@ def expand_braces(pattern: str) -> list[str]:
     return [pattern[: found.start()] + word + end for word in words for end in rest]
 
 
-def _locate_known(name: str, columns: Columns | None) -> Place:
+def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
     if name == "digits":
-        return Place(name, name, DigitsReader(), name)
+        return DatasetLocation(name, name, DigitsReader(), name)
     folder = os.environ.get("ATTNRX_DATA")
     if folder and not Path(folder).expanduser().is_dir():
         raise DataError(f"ATTNRX_DATA={folder!r} is not a folder; correct the environment variable, or unset it.")
@@ -93,10 +92,12 @@ def _locate_known(name: str, columns: Columns | None) -> Place:
         reader = (
             _reader_of_folder(copy, columns, name) if copy.is_dir() else _reader_of_files((copy,), copy, columns, name)
         )
-        return Place(name, name, reader, name, (f"read from {copy}",))
+        return DatasetLocation(name, name, reader, name, (f"read from {copy}",))
     card = DATASETS[name]
     hub_id = card.hub_id or name
-    return Place(name, name, HubReader(hub_id, columns or card.columns, card.folder, card.revision, card.ignored), name)
+    return DatasetLocation(
+        name, name, HubReader(hub_id, columns or card.columns, card.folder, card.revision, card.ignored), name
+    )
 
 
 def _matching(requested: str) -> list[Path]:
@@ -133,7 +134,7 @@ def _nothing_found(requested: str | Path) -> DataError:
     )
 
 
-def _reader_of_folder(folder: Path, columns: Columns | None, known: str | None) -> Reader | ShardReader:
+def _reader_of_folder(folder: Path, columns: Columns | None, known: str | None) -> DatasetReader | ShardReader:
     for suffix in (".parquet", ".tar"):
         files = tuple(sorted(itertools.chain(folder.glob(f"*{suffix}"), folder.glob(f"*/*{suffix}"))))
         if files:
@@ -143,7 +144,7 @@ def _reader_of_folder(folder: Path, columns: Columns | None, known: str | None) 
 
 def _reader_of_files(
     files: tuple[Path, ...], root: Path, columns: Columns | None, known: str | None
-) -> Reader | ShardReader:
+) -> DatasetReader | ShardReader:
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {".parquet"}:
         candidates = (columns,) if columns else (Columns(), *((DATASETS[known].columns,) if known else ()))

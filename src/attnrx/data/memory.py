@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, rows_of_part, spread
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, evenly_spaced, finish, rows_of_part
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
 from attnrx.errors import InvalidInput
@@ -52,7 +52,9 @@ class MemoryImages(ImageSet):
     def fingerprint(self) -> str:
         """Hashes every label and up to 64 images."""
         pixels, labels, _ = self.store.on(torch.device("cpu"))
-        return digest(self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in spread(len(self))))
+        return digest(
+            self.name, labels[self.rows], (pixels[self.rows[i]].numpy().tobytes() for i in evenly_spaced(len(self)))
+        )
 
     def take(self, count: int) -> "ImageSet":
         """Returns the first `count` images going round the classes."""

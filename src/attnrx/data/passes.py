@@ -26,7 +26,7 @@ def generator(*parts: int) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """What one process takes at one step: its share of the batch of all processes."""
 
     number: int
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass:
-    """The knobs of one pass; `ImageSet.batches` says what each means."""
+    """The arguments of `ImageSet.batches`."""
 
     batch_size: int
     seed: int | None
@@ -66,7 +66,7 @@ class Pass:
         return self.batch_size // self.shard[1]
 
     def length(self, count: int) -> int:
-        """Returns the number of steps over `count` images; a shuffled pass leaves the ragged last batch out."""
+        """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch."""
         steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
         if steps == 0:
             raise DataError(
@@ -79,8 +79,8 @@ class Pass:
             )
         return steps
 
-    def steps(self, count: int) -> Iterator[Step]:
-        """Walks the steps over `count` images; a share without images (end of an ordered pass) is left out."""
+    def steps(self, count: int) -> Iterator[PassStep]:
+        """Yields the steps over `count` images; a share without images (at the end of an ordered pass) is skipped."""
         steps = self.length(count)
         order = torch.arange(count)
         if self.seed is not None:
@@ -90,7 +90,7 @@ class Pass:
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
             share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
             if share.start < share.stop:
-                yield Step(number, batch[share], share, len(batch))
+                yield PassStep(number, batch[share], share, len(batch))
 
     def draws(self, number: int, size: int, share: slice) -> Draws | None:
         """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""

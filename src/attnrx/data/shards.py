@@ -1,28 +1,245 @@
-"""Splits that are read from tar shards, for datasets that fit neither memory nor one machine's disk.
+"""WebDataset shards: tar files of `<key>.jpg` with `<key>.cls`, read from front to back, local or remote.
 
 Each process reads shards of its own from front to back, the first and the last of them perhaps in part: of the images
-that a pass shows, every one is seen by one process, once. Unlike for other splits, N processes see them in another
-order than one; resuming at a step reads, without decoding, what came before it.
+of a pass, every one is read by one process, once. Unlike for other splits, N processes read them in another order than
+one; resuming at a step reads, without decoding, the samples before it.
 """
 
-from collections.abc import Iterator
+import tarfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from attnrx.data.decoding import decode
+from attnrx.data.files import IMAGES, split_in_path, stamp
 from attnrx.data.images import Batch, ImageSet, digest, rows_of_part
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import ORDER, Pass, generator
-from attnrx.data.readers.shards import OpenedShards, Sample, Shard, cut, read
 from attnrx.data.splits import VALIDATION_IS_TEST
+from attnrx.data.stored import MOST_CLASSES, numbered_classes
 from attnrx.data.streaming import Stream, Work
-from attnrx.errors import DataError
+from attnrx.errors import CheckpointError, DataError
+from attnrx.hardware import cache_folder
+from attnrx.optional import required_module
+from attnrx.shapes import Tensor, UInt8
+from attnrx.storage import read_json, write_json
+from attnrx.validation import Integer, Items, Record, Text, require_regular, validated
 
-WINDOW = 2048  # encoded images that are shuffled among each other, beside the order of the shards
+INDEX = Record(
+    {"shardlist": Items(Record({"url": Text(), "nsamples": Integer(1, 2**40)}, {"split": Text()}, open=True), 1)},
+    {"class_names": Items(Text(), 1, MOST_CLASSES, unique=True)},
+    open=True,
+)
+CLASS_NAMES = "classnames.txt"  # in the folder of the shards: one class per line, in the order of the numbers
+WINDOW = 2048  # encoded images that are shuffled together, after the order of the shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar file: how many images it holds, which labels occur, and the row of its first image in the split.
+
+    A part starts after the first `skip` images and has `count` images.
+    """
+
+    url: str
+    count: int
+    labels: tuple[int, ...] = ()
+    first: int = 0
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image of a shard before decoding."""
+
+    key: str
+    content: bytes
+    label: int
+    url: str
+
+    def picture(self, channels: int | None) -> UInt8[Tensor, "channels height width"]:
+        """Decodes the image, or raises a DataError that names it."""
+        try:
+            return decode(self.content, channels)
+        except ValueError as error:
+            raise DataError(f"cannot decode the image {self.key} of the shard {self.url}: {error}.") from error
+
 
 Row = tuple[Sample, int]  # a sample and its row in the split
+
+
+@dataclass(frozen=True)
+class OpenedShards:
+    """The shards of every split, in order."""
+
+    splits: Mapping[str, tuple[Shard, ...]]
+    class_names: tuple[str, ...]
+
+
+class ShardReader(ABC):
+    """A way to learn which shards there are and how many images each holds."""
+
+    @abstractmethod
+    def open(self) -> OpenedShards:
+        """Lists the shards.
+
+        Raises:
+            DataError: The files are damaged, or their labels do not agree.
+        ."""
+
+
+@dataclass(frozen=True)
+class TarReader(ShardReader):
+    """Local tar files, whose headers are read once to count the images and see the labels."""
+
+    root: Path
+    groups: Mapping[str, tuple[Path, ...]]
+
+    def open(self) -> OpenedShards:
+        """Scans every shard that was not scanned before."""
+        splits = {name or "train": _numbered([scan(file) for file in files]) for name, files in self.groups.items()}
+        names = read_class_names(self.root if self.root.is_dir() else self.root.parent)
+        if names is None:
+            labels = {label for shards in splits.values() for shard in shards for label in shard.labels}
+            names = numbered_classes(max(labels, default=0), str(self.root))
+        return OpenedShards(splits, names)
+
+
+@dataclass(frozen=True)
+class IndexReader(ShardReader):
+    """A JSON index of shards anywhere: `{"shardlist": [{"url", "nsamples"}], "class_names": [...]}`."""
+
+    index: Path
+
+    def open(self) -> OpenedShards:
+        """Reads the index; the split of a shard is its `split`, or the one that its file or folder names."""
+        groups: dict[str, list[Shard]] = defaultdict(list)
+        try:
+            index = validated(read_json(self.index), INDEX, self.index)
+            for entry in index["shardlist"]:
+                url = entry["url"]
+                split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
+                groups[split].append(Shard(url, entry["nsamples"]))
+            names = index.get("class_names") or read_class_names(self.index.parent)
+        except CheckpointError as error:
+            raise DataError(
+                f'{self.index} is not an index of shards ({error}); it must be JSON of the form {{"shardlist": '
+                '[{"url": "train-000.tar", "nsamples": 1000}], "class_names": ["cat", "dog"]}.'
+            ) from error
+        if not names:
+            raise DataError(
+                f"{self.index} does not name the classes; add class_names to it, or a file {CLASS_NAMES} to its folder."
+            )
+        return OpenedShards({name: _numbered(shards) for name, shards in groups.items()}, tuple(names))
+
+
+def read_class_names(folder: Path) -> tuple[str, ...] | None:
+    """Reads the names of the classes, when there is a file of them."""
+    path = folder / CLASS_NAMES
+    if not path.exists():
+        return None
+    try:
+        return tuple(require_regular(path, DataError).read_text(encoding="utf-8").split("\n")[:-1])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); write one class name a line.") from error
+
+
+def scan(file: Path) -> Shard:
+    """Counts the images of a local shard and lists its labels, without reading the images."""
+    known = cache_folder() / "shards" / f"{stamp([file])[:24]}.json"
+    try:
+        record = read_json(known)
+        return Shard(str(file), record["count"], tuple(record["labels"]))
+    except (CheckpointError, KeyError, TypeError):
+        pass
+    labels = [_label(sample, str(file)) for sample in _samples(str(file), select_files=_is_label)]
+    if not labels:
+        raise DataError(f"the shard {file} holds no images; expected members <key>.jpg with <key>.cls.")
+    shard = Shard(str(file), len(labels), tuple(sorted(set(labels))))
+    with suppress(CheckpointError):  # the cache cannot be written: the next run scans again
+        write_json(known, {"shard": str(file), "count": shard.count, "labels": list(shard.labels)})
+    return shard
+
+
+def read_shard(shard: Shard) -> Iterator[Sample]:
+    """Reads a shard from front to back, up to its count."""
+    number = 0
+    for sample in islice(_samples(shard.url), shard.skip, shard.skip + shard.count):
+        content = next((value for ending, value in sample.items() if f".{ending}" in IMAGES), None)
+        if content is None:
+            raise DataError(_incomplete(sample, shard.url))
+        yield Sample(sample["__key__"], content, _label(sample, shard.url), shard.url)
+        number += 1
+    if number < shard.count:
+        held, promised = shard.skip + number, shard.skip + shard.count
+        raise DataError(f"the shard {shard.url} holds {held} images, not {promised}; correct the index.")
+
+
+def cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
+    """Returns the shards that hold these rows of all, in the order given; the first and the last may be parts."""
+    found, before = [], 0
+    for shard in shards:
+        low, high = (min(max(row - before, 0), shard.count) for row in (rows.start, rows.stop))
+        if low < high:
+            moved = {"first": shard.first + low, "skip": shard.skip + low, "count": high - low}
+            found.append(replace(shard, **moved))
+        before += shard.count
+    return found
+
+
+def _samples(url: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Reads the samples of a shard with `webdataset`. Shell commands are refused: an index is data."""
+    if url.startswith("pipe:"):
+        raise DataError(f"the shard {url} is a shell command, which is not run; give a path or an https or gs url.")
+    reading = required_module("webdataset.tariterators", "webdataset", "reading tar shards")
+    number = 0
+    try:
+        for sample in reading.tarfile_samples([{"url": url}], **options):
+            yield sample
+            number += 1
+    except (OSError, EOFError, ValueError, tarfile.TarError) as error:
+        reason = error.args[0] if error.args else error
+        raise DataError(
+            f"{url} is not a whole tar file: it cannot be read after image {number} ({reason}). Copy it again."
+        ) from error
+
+
+def _is_label(name: str) -> bool:
+    return name.endswith(".cls")
+
+
+def _label(sample: dict[str, Any], url: str) -> int:
+    if "cls" not in sample:
+        raise DataError(_incomplete(sample, url))
+    try:
+        return int(sample["cls"].decode())
+    except ValueError:
+        raise DataError(
+            f"sample {sample['__key__']} of the shard {url} has the label {sample['cls'][:40]!r}; "
+            f"{sample['__key__']}.cls must hold a class number."
+        ) from None
+
+
+def _incomplete(sample: dict[str, Any], url: str) -> str:
+    return (
+        f"sample {sample['__key__']} of the shard {url} has an image but no .cls label, or the reverse; "
+        "write both members of a sample one after the other."
+    )
+
+
+def _numbered(shards: list[Shard]) -> tuple[Shard, ...]:
+    firsts = accumulate((shard.count for shard in shards), initial=0)
+    return tuple(
+        Shard(shard.url, shard.count, shard.labels, first) for shard, first in zip(shards, firsts, strict=False)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +255,8 @@ class ShardImages(ImageSet):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """The images left out so far because they could not be decoded."""
-        return tuple(self.stream.corrupt.met)
+        """Messages of the images that could not be decoded so far."""
+        return tuple(self.stream.corrupt.found)
 
     @property
     def fingerprint(self) -> str:
@@ -99,7 +316,7 @@ class ShardImages(ImageSet):
 
 def _in_order(shards: list[Shard]) -> Iterator[Row]:
     for shard in shards:
-        for number, sample in enumerate(read(shard)):
+        for number, sample in enumerate(read_shard(shard)):
             yield sample, shard.first + number
 
 
@@ -112,8 +329,8 @@ def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
         window += 1
 
 
-def assign_shards(opened: OpenedShards, place: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
-    """Returns every shard to train, validation or test: what is missing is a tenth of train's shards, the last ones."""
+def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
+    """Assigns the shards to train, validation and test; a missing split is the last tenth of train's shards."""
     splits, notes = dict(opened.splits), []
     trained = "train" in splits
     if "test" not in splits and "validation" in splits:
@@ -126,28 +343,28 @@ def assign_shards(opened: OpenedShards, place: str) -> tuple[dict[str, tuple[Sha
         held = -(-len(train) // 10)
         if held >= len(train):
             raise DataError(
-                f"{place} has no {split} shards, and too few train shards to hold one out; write more, smaller ones."
+                f"{source} has no {split} shards, and too few train shards to hold one out; write more, smaller ones."
             )
         splits["train"], held_out = train[:-held], train[-held:]
         splits[split] = tuple(replace(shard, first=shard.first - held_out[0].first) for shard in held_out)
         notes.append(f"no {split} split: the last {held} of {len(train)} train shards are held out")
-    _check_labels(splits, opened.class_names, place)
+    _check_labels(splits, opened.class_names, source)
     return splits, tuple(notes)
 
 
-def _check_labels(splits: dict[str, tuple[Shard, ...]], class_names: tuple[str, ...], place: str) -> None:
+def _check_labels(splits: dict[str, tuple[Shard, ...]], class_names: tuple[str, ...], source: str) -> None:
     for split, shards in splits.items():
         for shard in shards:
             outside = [label for label in shard.labels if not 0 <= label < len(class_names)]
             if outside:
                 raise DataError(
                     f"label {outside[0]} in the shard {shard.url} is outside the {len(class_names)} classes of "
-                    f"{place}; correct the label, or the list of class names."
+                    f"{source}; correct the label, or the list of class names."
                 )
         train = {label for shard in splits.get("train", shards) for label in shard.labels}
         strange = sorted({label for shard in shards for label in shard.labels} - train)
         if strange:
             raise DataError(
-                f"label mismatch between the splits of {place}: class {class_names[strange[0]]!r} occurs in {split} "
+                f"label mismatch between the splits of {source}: class {class_names[strange[0]]!r} occurs in {split} "
                 "but never in train; check that both count the same classes."
             )

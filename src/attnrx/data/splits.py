@@ -1,4 +1,4 @@
-"""From the splits a dataset happens to have to the three that an experiment needs."""
+"""Train, validation and test from the splits that a dataset has."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from attnrx.data.holdout import held_out
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
-from attnrx.data.readers.reader import SPLITS, Opened, Records
+from attnrx.data.stored import SPLITS, Opened, StoredImages
 from attnrx.errors import DataError
 from attnrx.shapes import Int, Tensor
 
@@ -47,11 +47,11 @@ class Splits:
 
 
 class MissingImages(ImageSet):
-    """A split that the dataset lacks: whatever needs its images raises a DataError."""
+    """A split that the dataset lacks: every use of its images raises DataError."""
 
-    def __init__(self, place: str, split: str, found: Iterable[str]):
+    def __init__(self, source: str, split: str, found: Iterable[str]):
         self._reason = (
-            f"{place} has no {split} images (it has {', '.join(found)}): use another split (--split), or add its files."
+            f"{source} has no {split} images (it has {', '.join(found)}): use another split (--split), or add images."
         )
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class MissingImages(ImageSet):
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRows:
     """Some rows of one stored split."""
 
     stored: str
@@ -90,39 +90,39 @@ class Part:
 class Assignment:
     """Which stored images make up train, validation and test, and what had to be decided for that."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SplitRows]
     notes: tuple[str, ...]
 
 
-def by_canonical_name(opened: Opened, place: str) -> Opened:
-    """Renames the splits to train, validation and test, leaves others out with a note, and checks their labels."""
-    splits: dict[str, Records] = {}
+def by_canonical_name(opened: Opened, source: str) -> Opened:
+    """Renames the splits to train, validation and test, drops others with a note, and checks their labels."""
+    splits: dict[str, StoredImages] = {}
     notes = list(opened.notes)
     for stored, records in opened.splits.items():
         name = SPLITS.get(stored.lower())
         if name is None:
             notes.append(f"the split {stored!r} is neither train, validation nor test and is not used")
         elif name in splits:
-            raise DataError(f"{place} has two {name} splits, one of them called {stored!r}; rename or remove one.")
+            raise DataError(f"{source} has two {name} splits, one of them called {stored!r}; rename or remove one.")
         else:
             splits[name] = records
     if not splits:
         raise DataError(
-            f"{place} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
+            f"{source} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
             "rename one."
         )
-    check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, place)
+    check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, source)
     return Opened(splits, opened.class_names, tuple(notes))
 
 
-def assign(labels: Mapping[str, Int[Tensor, "_"]], place: str, share: float, seed: int) -> Assignment:
-    """Returns every image to train, validation or test.
+def assign(labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int) -> Assignment:
+    """Assigns every image to train, validation or test.
 
-    Without a test split the validation images are the test; what is then still missing is held out of train, the same
-    share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never moves.
-    Without a train split nothing is held out.
+    Without a test split the validation images are the test; a split that is still missing is held out of train, the
+    same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
+    moves. Without a train split nothing is held out.
     """
-    parts = {name: Part(name, torch.arange(len(numbers))) for name, numbers in labels.items()}
+    parts = {name: SplitRows(name, torch.arange(len(numbers))) for name, numbers in labels.items()}
     notes: list[str] = []
     if "test" not in parts and "validation" in parts:
         parts["test"] = parts["validation"] if "train" not in parts else parts.pop("validation")
@@ -136,24 +136,24 @@ def assign(labels: Mapping[str, Int[Tensor, "_"]], place: str, share: float, see
         marked = held_out(labels["train"][train.rows], train.rows.tolist(), wanted, by)
         if not marked.any():
             raise DataError(
-                f"{place} has no {split} split, and no class of train has two images to hold one out; add images."
+                f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
             )
-        parts[split] = Part("train", train.rows[marked])
-        parts["train"] = Part("train", train.rows[~marked])
+        parts[split] = SplitRows("train", train.rows[marked])
+        parts["train"] = SplitRows("train", train.rows[~marked])
         notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
     return Assignment(parts, tuple(notes))
 
 
-def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], place: str) -> None:
+def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
     """Refuses empty splits, labels outside the classes, and classes that only occur outside of train."""
     for split, numbers in labels.items():
         if not len(numbers):
-            raise DataError(f"the {split} split of {place} is empty; give it images or remove it.")
+            raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
         outside = ((numbers < 0) | (numbers >= len(class_names))).nonzero().flatten()
         if len(outside):
             row = int(outside[0])
             raise DataError(
-                f"label {int(numbers[row])} of image {row} in the {split} split of {place} is outside the "
+                f"label {int(numbers[row])} of image {row} in the {split} split of {source} is outside the "
                 f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
                 "Correct the labels, or leave the split out if its labels are hidden."
             )
@@ -164,6 +164,6 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
         strange = sorted(set(numbers.unique().tolist()) - trained)
         if strange:
             raise DataError(
-                f"label mismatch between the splits of {place}: class {class_names[strange[0]]!r} occurs in {split} "
+                f"label mismatch between the splits of {source}: class {class_names[strange[0]]!r} occurs in {split} "
                 "but never in train; check that both count the same classes."
             )

@@ -1,4 +1,5 @@
-"""Splits that do not fit in memory, or whose training wants whole pictures: decoded batch by batch, a little ahead."""
+"""Splits that do not fit in memory, or whose augmentation crops whole pictures: decoded batch by batch, ahead of the
+model."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,11 +11,11 @@ import torch
 
 from attnrx.data.augmentation import Augmentation, Draws
 from attnrx.data.decoding import CorruptImages, threads
-from attnrx.data.geometry import Geometry
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, finish, rows_of_part, spread
+from attnrx.data.geometry import ImageGeometry
+from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, evenly_spaced, finish, rows_of_part
 from attnrx.data.normalization import Normalization
 from attnrx.data.passes import Pass
-from attnrx.data.readers.reader import Records
+from attnrx.data.stored import StoredImages
 from attnrx.errors import DataError
 from attnrx.shapes import Int, Tensor, UInt8
 
@@ -37,12 +38,12 @@ class Work:
 class Stream:
     """How encoded images become batches; shared by every kind of split that streams."""
 
-    geometry: Geometry
+    geometry: ImageGeometry
     normalization: Normalization
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def batches(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
-        """Decodes with a pool of threads, keeping the order; unreadable images are left out or raised."""
+        """Decodes with a pool of threads, keeping the order; images that cannot be decoded are skipped or raised."""
         waiting: deque[tuple[Work, list[Future]]] = deque()
         pool = ThreadPoolExecutor(threads())
         try:
@@ -52,7 +53,7 @@ class Stream:
                     yield self._collect(*waiting.popleft(), order)
             while waiting:
                 yield self._collect(*waiting.popleft(), order)
-        finally:  # also when the pass is left early: nothing waits, and nothing not yet begun is decoded
+        finally:  # also when the consumer stops early: pending decodes are cancelled
             for _, tasks in waiting:
                 for task in tasks:
                     task.cancel()
@@ -81,7 +82,8 @@ class Stream:
                 self.corrupt.report(error)
         if not pixels:
             raise DataError(
-                f"none of the {len(tasks)} images of a batch can be decoded; the first: {self.corrupt.met[-len(tasks)]}"
+                f"none of the {len(tasks)} images of a batch can be decoded; the first: "
+                f"{self.corrupt.found[-len(tasks)]}"
             )
         images = torch.stack(pixels)
         if order.device.type == "cuda":
@@ -97,7 +99,7 @@ class StreamedImages(ImageSet):
     """Some rows of encoded records, in any order."""
 
     name: str
-    records: Records
+    records: StoredImages
     rows: Int[Tensor, "images"]
     stream: Stream
 
@@ -106,8 +108,8 @@ class StreamedImages(ImageSet):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """The images left out so far because they could not be decoded."""
-        return tuple(self.stream.corrupt.met)
+        """Messages of the images that could not be decoded so far."""
+        return tuple(self.stream.corrupt.found)
 
     @property
     def fingerprint(self) -> str:
@@ -115,7 +117,7 @@ class StreamedImages(ImageSet):
         return digest(
             self.name,
             self.records.labels[self.rows],
-            (self.records.content(int(self.rows[position])) for position in spread(len(self))),
+            (self.records.content(int(self.rows[position])) for position in evenly_spaced(len(self))),
         )
 
     def take(self, count: int) -> "ImageSet":

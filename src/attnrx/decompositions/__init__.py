@@ -1,6 +1,6 @@
 """Tensors in, factors out: nothing here knows of attention."""
 
-from attnrx.decompositions.allocation import uniform, water_fill
+from attnrx.decompositions.allocation import uniform_ranks, water_fill
 from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
 from attnrx.decompositions.block_term import (
     BlockTerms,
@@ -11,10 +11,10 @@ from attnrx.decompositions.block_term import (
     truncated_blocks,
     water_filled_blocks,
 )
-from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, sensitivity, water_filled
+from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, term_sensitivity, water_filled
 from attnrx.decompositions.deflation import block_terms, deflate
 from attnrx.decompositions.dynamic_programme import allocate_by_loss
-from attnrx.decompositions.error_preserving import Schedule, cpd_epc, epc
+from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc, epc
 from attnrx.decompositions.factored import FactoredTensor
 from attnrx.decompositions.low_rank import (
     LowRank,
@@ -41,11 +41,11 @@ __all__ = [
     "Canonical",
     "Circuit",
     "ConstrainedFit",
+    "CorrectionSchedule",
     "FactoredTensor",
     "Fusion",
     "LowRank",
     "Readout",
-    "Schedule",
     "StrengthFit",
     "Trace",
     "activation_aware",
@@ -72,12 +72,12 @@ __all__ = [
     "plain_svd",
     "read_out",
     "readout_directions",
-    "sensitivity",
     "svd_directions",
     "svd_llm",
+    "term_sensitivity",
     "tied_als",
     "truncated_blocks",
-    "uniform",
+    "uniform_ranks",
     "water_fill",
     "water_filled",
     "water_filled_blocks",

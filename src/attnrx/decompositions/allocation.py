@@ -54,7 +54,7 @@ def water_fill(
     return _take_largest([layer[:, floor:] for layer in layers], prices, budget, (floor, multiple))
 
 
-def uniform(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
+def uniform_ranks(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
     """Returns `units` units ranks that sum to `total` and differ by one step at most, the larger ones first.
 
     Raises:

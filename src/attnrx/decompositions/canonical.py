@@ -77,7 +77,7 @@ class Canonical:
         return torch.einsum("ir,jr,hr->ijh", *self.factors)
 
 
-def sensitivity(terms: Canonical) -> float:
+def term_sensitivity(terms: Canonical) -> float:
     """Returns sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
 
     The expected squared change of the tensor, per variance of an independent error in every entry of the factors, as

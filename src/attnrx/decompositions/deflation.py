@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from attnrx.decompositions.block_term import BlockTerms, check_blocks, initial_blocks, tied_als, water_filled_blocks
 from attnrx.decompositions.canonical import Canonical, Trace, check_sweeps
-from attnrx.decompositions.error_preserving import Schedule, cpd_epc
+from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc
 from attnrx.decompositions.factored import FactoredTensor
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Bool, Float, Tensor
@@ -21,7 +21,7 @@ def block_terms(
     *,
     form: str = "tied",
     start: str | Canonical = "best",
-    schedule: Schedule | None = None,
+    schedule: CorrectionSchedule | None = None,
     seed: int = 0,
 ) -> BlockTerms:
     """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
@@ -32,7 +32,7 @@ def block_terms(
     improves the water-filled blocks themselves and returns the result with the smaller error, so that "tied" and "warm"
     are never worse than water-filling; "literal", whose error can rise, has the random start alone.
     """
-    schedule = schedule or Schedule()
+    schedule = schedule or CorrectionSchedule()
     if form not in FORMS:
         raise UnknownName("form", form, FORMS)
     is_best = isinstance(start, str) and start == "best"
@@ -45,7 +45,7 @@ def block_terms(
     )
 
 
-def _improved(tensor: FactoredTensor, start: BlockTerms, form: str, schedule: Schedule) -> BlockTerms:
+def _improved(tensor: FactoredTensor, start: BlockTerms, form: str, schedule: CorrectionSchedule) -> BlockTerms:
     if form == "tied":
         return tied_als(tensor, start, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
     return deflate(tensor, start, literal=form == "literal")

@@ -52,7 +52,7 @@ OBJECTIVES = {
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CorrectionSchedule:
     """The knobs of CPD-EPC: alternating least squares, a correction, and least squares again from there.
 
     `sweeps` and `tolerance` are those of each least-squares run, `correction_sweeps` and `correction_tolerance` those
@@ -120,7 +120,7 @@ def cpd_epc(
     rank: int,
     *,
     start: str | Canonical = "best",
-    schedule: Schedule | None = None,
+    schedule: CorrectionSchedule | None = None,
     seed: int = 0,
 ) -> Canonical:
     """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
@@ -128,7 +128,7 @@ def cpd_epc(
     `start` and `seed` are those of `als`. The trace is that of the last run. The error is at most that of the first one
     (or SMALLEST_BOUND).
     """
-    schedule = schedule or Schedule()
+    schedule = schedule or CorrectionSchedule()
     terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, tolerance=schedule.tolerance, seed=seed)
     terms = _corrected(tensor, terms, schedule)
     terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
@@ -163,7 +163,7 @@ def _updated(
     return new, square + float((new * (new @ normal - 2 * products)).sum())
 
 
-def _corrected(tensor: FactoredTensor, terms: Canonical, schedule: Schedule) -> Canonical:
+def _corrected(tensor: FactoredTensor, terms: Canonical, schedule: CorrectionSchedule) -> Canonical:
     return epc(
         tensor,
         terms,

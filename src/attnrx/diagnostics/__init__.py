@@ -1,7 +1,7 @@
-"""Diagnostics: what can be read off the spectra of attention layers and off what they compute. They see no model."""
+"""Diagnostics: readings of the spectra of attention layers and of their intermediate results. They receive no model."""
 
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
-from attnrx.diagnostics.difference import Change, compare
+from attnrx.diagnostics.difference import Change, compare_diagnoses
 from attnrx.diagnostics.geometry import Geometry
 from attnrx.diagnostics.image_scale import ImageScale
 from attnrx.diagnostics.maps import MapWatch, singular_directions
@@ -35,23 +35,23 @@ __all__ = [
     "Redundancy",
     "RelevanceWatch",
     "SpectralShape",
-    "compare",
+    "compare_diagnoses",
     "singular_directions",
-    "standard",
-    "suited",
+    "standard_diagnostics",
+    "suited_diagnostics",
 ]
 
 
-def standard() -> tuple[Diagnostic, ...]:
-    """Returns the diagnostics of the SVDA paper with their default knobs."""
+def standard_diagnostics() -> tuple[Diagnostic, ...]:
+    """Returns the diagnostics of the SVDA paper with their default options."""
     return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
 
 
-def suited(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
+def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
     """Returns the diagnostics that fit layers with these spectra.
 
     Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
     with norms (SVDA), too, whose values and MLP have no other metric of the data.
     """
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
-    return (*standard(), Moments()) if free else standard()
+    return (*standard_diagnostics(), Moments()) if free else standard_diagnostics()

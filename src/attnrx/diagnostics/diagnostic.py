@@ -1,4 +1,4 @@
-"""The contract of a diagnostic: knobs that start an accumulator, which watches layers and returns readings."""
+"""The base class of diagnostics: options that start an accumulator, which observes layers and returns readings."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from attnrx.spectrum import Spectrum
 
 
 class Accumulator(ABC):
-    """What one diagnostic has seen so far; its size does not depend on the number of images."""
+    """The state of one diagnostic; its size does not depend on the number of images."""
 
     @abstractmethod
     def observe(self, layer: int, observation: Observation) -> None:
-        """Takes in what one layer computed for one batch."""
+        """Adds the intermediate results of one layer for one batch."""
 
     @abstractmethod
     def readings(self) -> list[dict[str, Tensor]]:
@@ -23,10 +23,10 @@ class Accumulator(ABC):
 
 
 class Diagnostic(ABC):
-    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its knobs.
+    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
 
-    Diagnostics see spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
-    readings, and observing images in any batches gives what observing them at once gives.
+    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
+    readings, and observing images in any batches equals observing them at once.
     """
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Diagnostic(ABC):
 
 
 class Averages(Accumulator):
-    """Averages over images whatever `measure` reads off an observation; sums are float64, on its device."""
+    """Averages over images of the readings that `measure` returns; sums are float64, on its device."""
 
     def __init__(self, layers: int, measure: Callable[[Observation], Mapping[str, Tensor]]):
         self.measure = measure
@@ -43,7 +43,7 @@ class Averages(Accumulator):
         self.sums: list[dict[str, Tensor]] = [{} for _ in range(layers)]
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Adds one batch; `measure` gives its mean over the images of the batch."""
+        """Adds one batch; `measure` returns its mean over the images of the batch."""
         images = observation.query.shape[0]
         self.images[layer] += images
         sums = self.sums[layer]

@@ -8,7 +8,7 @@ from attnrx.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Change:
-    """One reading of one head in two diagnoses; None where a diagnosis does not have the head or the reading."""
+    """One reading of one head in two diagnoses; None if a diagnosis lacks the head or the reading."""
 
     layer: int
     head: int
@@ -18,15 +18,15 @@ class Change:
 
     @property
     def difference(self) -> float | None:
-        """How much the reading rose."""
+        """The second reading minus the first."""
         return None if self.before is None or self.after is None else self.after - self.before
 
 
-def compare(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]:
+def compare_diagnoses(before: Diagnosis, after: Diagnosis) -> tuple[Change, ...]:
     """Returns every per-head reading of both diagnoses side by side, by layer, original head and name, the rank first.
 
-    Heads are matched by their number in the original model, so a model can be compared with its compressed form, whose
-    heads may be stored in another order, or be gone.
+    Heads are matched by their index in the original model, so a model can be compared with its compressed form, whose
+    heads may be stored in another order, or be removed.
     """
     if len(before.layers) != len(after.layers):
         raise InvalidInput(

@@ -1,8 +1,9 @@
-"""Geometry: where queries point relative to keys, how selectively a head attends, and the second moments of both.
+"""Geometry: the direction of queries relative to keys, the selectivity of a head, and the second moments of both.
 
-The moments are those of the rows as they enter the scores: divided by their norms where the form has norms, before the
-strength. Keys are centred over the tokens of their own image, because what all keys of an image share adds a constant
-to a row of scores, and softmax does not see it.
+The moments are those of the rows as they enter the scores: divided by their norms if the form has norms, before the
+strength. Keys are centred over the tokens of their own image: a component common to all keys of an image adds a
+constant
+to a row of scores, which softmax ignores.
 """
 
 import math
@@ -19,7 +20,7 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Geometry(Diagnostic):
-    """Reads alignment and selectivity [heads], query_moment and key_moment [heads, directions], and three matrices.
+    """Returns alignment and selectivity [heads], query_moment and key_moment [heads, directions], and three matrices.
 
     The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments,
     and score_gram, which gives the mean square of the row-centred scores for any strength (see `score_gram`).
@@ -49,7 +50,7 @@ def alignment(
 ) -> Float[Tensor, "heads"]:
     """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
 
-    The strength plays no part. The rows are divided by their norms here, so dense and compressed heads are read alike;
+    The strength is not used. The rows are divided by their norms here, so dense and compressed heads are comparable;
     a zero row has cosine zero with everything.
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
@@ -60,7 +61,7 @@ def alignment(
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
     """Returns one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
 
-    With a single key there is nothing to select, and the selectivity is 0.
+    With a single key the selectivity is 0.
     """
     attention, keys = _wide(attention), attention.shape[-1]
     if keys == 1:

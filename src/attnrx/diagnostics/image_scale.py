@@ -1,4 +1,4 @@
-"""Whether images are on the scale that a model was trained with, read off their values alone."""
+"""Whether images are on the scale that a model was trained with, judged by their values alone."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
-class Scale:
-    """A way of normalizing pixels in [0, 1], and how it is called."""
+class NamedScale:
+    """A named normalization of pixels in [0, 1]."""
 
     name: str
     mean: Float[Tensor, "channels"]
@@ -28,16 +28,18 @@ class Scale:
 
 
 class ImageScale:
-    """Statistics of images that are to be pixels in [0, 1], less `mean`, by `std`; memory does not grow with them."""
+    """Statistics of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
-        self.own = Scale("its own", torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64))
+        self.own = NamedScale(
+            "its own", torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+        )
         self.images, self._values = 0, 0
         self._sums = torch.zeros(2, len(mean), dtype=torch.float64)
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Takes in a batch."""
+        """Adds a batch."""
         channels = images.detach().transpose(0, 1).flatten(1)
         sums = (channels.sum(-1, dtype=torch.float64), channels.square().sum(-1, dtype=torch.float64))
         self._sums += torch.stack(sums).cpu()
@@ -53,18 +55,18 @@ class ImageScale:
 
     @property
     def leaves(self) -> bool:
-        """Whether values were seen that no pixel has on this scale, which no later image can make good."""
+        """Whether a value is impossible for pixels on this scale, whatever later images contain."""
         return bool(self.images) and not self._holds(self.own)
 
     @property
     def fits(self) -> bool:
-        """Whether the images may well be on this scale: no others explain them better."""
+        """Whether the images are compatible with this scale: no other known scale fits them better."""
         if not self.images:
             return True
         return self._holds(self.own) and (self.images < FEW or self._fills(self.own) or not self._explanations())
 
     def describe(self) -> str:
-        """Says what was wanted, what was found, and what the images look like."""
+        """Returns the expected scale, the statistics of the images, and the scales that fit them."""
         mean = self._sums[0] / self._values
         spread = (self._sums[1] / self._values - mean.square()).clamp_min(0).sqrt()
         wanted = f"pixels in [0, 1] less {_listed(self.own.mean)}, by {_listed(self.own.std)}"
@@ -75,28 +77,28 @@ class ImageScale:
         looks = " or ".join(scale.name for scale in self._explanations())
         return f"{wanted}; {found}" + (f". They look like {looks}" if looks else "")
 
-    def _explanations(self) -> list[Scale]:
+    def _explanations(self) -> list[NamedScale]:
         """Other scales in common use on which these images are pixels."""
         one = torch.ones_like(self.own.mean)
         others = [
-            Scale("pixels in [0, 1] that were not normalized", 0 * one, one),
-            Scale("pixels in 0 to 255", 0 * one, one / 255),
-            Scale("pixels normalized with mean and std 0.5", one / 2, one / 2),
+            NamedScale("pixels in [0, 1] that were not normalized", 0 * one, one),
+            NamedScale("pixels in 0 to 255", 0 * one, one / 255),
+            NamedScale("pixels normalized with mean and std 0.5", one / 2, one / 2),
         ]
         if len(one) == 3:
             mean, std = (torch.tensor(each, dtype=torch.float64) for each in IMAGENET)
-            others.append(Scale("pixels normalized with the mean and std of ImageNet", mean, std))
+            others.append(NamedScale("pixels normalized with the mean and std of ImageNet", mean, std))
         return [scale for scale in others if self._holds(scale) and self._fills(scale)]
 
-    def _range(self, scale: Scale) -> tuple[float, float]:
+    def _range(self, scale: NamedScale) -> tuple[float, float]:
         low, high = self._ends * scale.std + scale.mean
         return float(low.min()), float(high.max())
 
-    def _holds(self, scale: Scale) -> bool:
+    def _holds(self, scale: NamedScale) -> bool:
         low, high = self._range(scale)
         return low >= -OUTSIDE and high <= 1 + OUTSIDE
 
-    def _fills(self, scale: Scale) -> bool:
+    def _fills(self, scale: NamedScale) -> bool:
         low, high = self._range(scale)
         return high - low >= FILLED
 

@@ -1,4 +1,4 @@
-"""The maps of the MLP: which directions of their outputs carry what the data puts through them."""
+"""The maps of the MLP: the directions of their outputs that carry the data."""
 
 import torch
 
@@ -9,7 +9,7 @@ from attnrx.shapes import Float, Tensor
 
 
 class MapWatch:
-    """The moments of what goes through one linear map, on whichever side has fewer features.
+    """The moments of the inputs or outputs of one linear map, on the side with fewer features.
 
     Memory is one square matrix of that side, whatever the number of images.
     """
@@ -19,11 +19,12 @@ class MapWatch:
         self.moment = CentredMoment()
 
     def observe(self, inputs: Float[Tensor, "*batch inputs"], outputs: Float[Tensor, "*batch outputs"]) -> None:
-        """Takes in one batch."""
+        """Adds one batch."""
         self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
 
     def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDirections:
-        """Returns the directions of the outputs by falling strength: the leading ones are the best map of every rank.
+        """Returns the directions of the outputs by descending strength: the leading ones are the best map of every
+        rank.
 
         The strength of a direction is the root of its mean square about the mean over all tokens.
         """
@@ -45,7 +46,7 @@ def singular_directions(
 ) -> MapDirections:
     """Returns the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
 
-    The center is the bias, so that the bias stays as it is.
+    The center is the bias, so that the bias is unchanged.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     found = plain_svd(weight.detach().cpu())

@@ -1,4 +1,4 @@
-"""Moments: what data-aware rewritings of a layer need to know of its keys and of what its heads read out."""
+"""Moments: the second moments of keys and head outputs that data-aware metrics need."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,16 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Moments(Diagnostic):
-    """Reads, beside the query_gram and key_covariance of the geometry, the moments that the other metrics are made of.
+    """Returns, besides the query_gram and key_covariance of `Geometry`, the moments of the other metrics.
 
-    key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance as the
-    attention sees them: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature
+    key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance under
+    the
+    attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature
     of the softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads,
     directions, heads * directions] are the query_gram and key_covariance of all heads together, for directions that
     heads are to share. output_mean [heads, reads] and output_covariance [heads, reads,
-    heads * reads] describe what all heads read out together, over all tokens of all images, and readout_gram [heads,
-    reads, reads] how the output projection uses it.
+    heads * reads] describe the outputs of all heads together, over all tokens of all images, and readout_gram [heads,
+    reads, reads] the output projection.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
@@ -76,7 +77,7 @@ def softmax_covariance(
 ) -> Float[Tensor, "heads directions directions"]:
     """Returns the covariance of the keys under each query's own attention, mean over queries and images.
 
-    A change d of the scores of one query moves its attention by a divergence of about d^T (diag p - p p^T) d / 2.
+    A change d of the scores of one query changes its attention by a divergence of about d^T (diag p - p p^T) d / 2.
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)

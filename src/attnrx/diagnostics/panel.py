@@ -1,4 +1,4 @@
-"""A panel of diagnostics that watch the same pass: each is shown what it wants, and all are read together."""
+"""A panel of diagnostics that observe the same pass."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from attnrx.spectrum import Spectrum
 class Panel:
     """The accumulators of all diagnostics, for layers with these spectra.
 
-    `perturbation` is the diagnostic that wants paired batches, if there is one; there can be only one, because two
-    would give readings of the same name.
+    `perturbation` is the diagnostic that needs paired batches, if there is one; there can be only one, because two
+    would return readings of the same name.
     """
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
@@ -30,21 +30,21 @@ class Panel:
         self._paired = [each.start(spectra) for each in paired]
         self._plain = [each.start(spectra) for each in diagnostics if each is not self.perturbation]
         for layer, spectrum in enumerate(spectra):
-            if not spectrum.heads:  # it will never compute anything to observe, and its readings are empty
+            if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
                 self.observe_pairs(layer, _nothing(spectrum))
 
     def to_perturb(self, images: int) -> int:
-        """Returns how many of the images must be shown beside their perturbed copies."""
+        """Returns the number of images to pass together with their perturbed copies."""
         return 0 if self.perturbation is None else self.perturbation.count(images)
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Shows an ordinary batch."""
+        """Adds an ordinary batch."""
         _require_finite(layer, observation)
         for accumulator in self._plain:
             accumulator.observe(layer, observation)
 
     def observe_pairs(self, layer: int, observation: Observation) -> None:
-        """Shows a batch whose second half are the images of the first half, perturbed."""
+        """Adds a batch whose second half are the images of the first half, perturbed."""
         self.observe(layer, _first_half(observation))
         for accumulator in self._paired:
             accumulator.observe(layer, observation)
@@ -72,7 +72,7 @@ def _first_half(observation: Observation) -> Observation:
 
 
 def _require_finite(layer: int, observation: Observation) -> None:
-    # One number that NaN and infinity anywhere in the layer's attention end up in, at a tenth of the cost of looking.
+    # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
     total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
     if not bool(torch.isfinite(total)):
         raise InvalidInput(
@@ -91,7 +91,7 @@ def _require_finite_readings(layer: int, readings: dict[str, Tensor]) -> None:
 
 
 def _nothing(spectrum: Spectrum) -> Observation:
-    """What a layer without heads computes for a pair of images of one token."""
+    """Returns the empty observation of a layer without heads, for a pair of images of one token."""
     rows = torch.zeros(2, 1, 0, spectrum.strength.shape[1])
     maps, values = torch.zeros(2, 0, 1, 1), torch.zeros(2, 0, 1, 1)
     strength, readout = torch.zeros(0, rows.shape[-1]), torch.zeros(0, 1, 1)

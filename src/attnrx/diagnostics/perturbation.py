@@ -1,4 +1,4 @@
-"""Perturbation response: how far attention moves when the images move a little."""
+"""Perturbation response: the change of attention under a small change of the images."""
 
 import math
 from collections.abc import Callable
@@ -19,11 +19,12 @@ SHARE, MOST = 8, 256  # by default one image in eight is perturbed: the pass sta
 
 @dataclass(frozen=True)
 class PerturbationResponse(Diagnostic):
-    """Reads perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
+    """Returns perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
 
-    `kind` says what delta is: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along the sign
+    `kind` is the perturbation delta: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along
+    the sign
     of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
-    perturbed, since each costs a second forward pass; by default, an eighth of all, at most 256. Its accumulator wants
+    perturbed, since each costs a second forward pass; by default, an eighth of all, at most 256. Its accumulator needs
     paired batches: images, then the same images perturbed.
     """
 
@@ -63,7 +64,7 @@ class PerturbationResponse(Diagnostic):
     ) -> Float[Tensor, "batch channels height width"]:
         """Returns the perturbed images, the first of which is image number `first` of the data.
 
-        `slope` gives the gradient of the loss with respect to images; only FGSM asks for it.
+        `slope` returns the gradient of the loss with respect to images; only FGSM calls it.
         """
         direction = noise_like(images, first, seed) if self.kind == "gaussian" else slope(images).sign()
         return images + self.size * direction
@@ -79,7 +80,7 @@ def response(
 def noise_like(
     images: Float[Tensor, "batch channels height width"], first: int, seed: int
 ) -> Float[Tensor, "batch channels height width"]:
-    """Draws standard normal noise that depends on the seed and each image's number alone, not on batches or devices."""
+    """Returns standard normal noise that depends on the seed and each image's index only, not on batches or devices."""
     generator = torch.Generator()
     draws = []
     for number in range(first, first + len(images)):

@@ -1,6 +1,6 @@
-"""Redundancy: which heads of a layer have the same spectrum, and which say the same thing.
+"""Redundancy: heads of a layer with the same spectrum, and heads with the same output.
 
-Similar spectra alone do not make two heads equal, since their projections differ; the similarity of what they output
+Similar spectra alone do not make two heads equal, since their projections differ; the similarity of their outputs
 must accompany them (Section 3.7).
 """
 
@@ -16,9 +16,10 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Redundancy(Diagnostic):
-    """Reads spectral_redundancy (Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the diagonal.
+    """Returns spectral_redundancy (Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the diagonal.
 
-    A head without energy, or one that adds the same to every token of every image, is similar to none, not even itself:
+    A head without energy, or one that adds the same to every token of every image, is similar to none, including
+    itself:
     its row is zero.
     """
 
@@ -60,7 +61,7 @@ class CentredMoment:
         self.value = torch.zeros(())
 
     def add(self, rows: Float[Tensor, "rows features"]) -> None:
-        """Takes in one batch of rows."""
+        """Adds one batch of rows."""
         count = rows.shape[0]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         mean = rows.mean(0)
@@ -83,11 +84,12 @@ def spectral_redundancy(
 def output_similarity(
     moment: Float[Tensor, "features features"], readout: Float[Tensor, "heads head_dim width"]
 ) -> Float[Tensor, "heads heads"]:
-    """Returns the cosine between what every two heads add to the residual stream, in [-1, 1].
+    """Returns the cosine between the contributions of every two heads to the residual stream, in [-1, 1].
 
-    Head h adds output_h @ readout_h to each token. What it adds everywhere, its mean over all tokens of all images, is
-    left out: it is a bias. `moment` is the centred second moment of the concatenated outputs, so nothing of the width
-    of the residual stream is ever formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
+    Head h adds output_h @ readout_h to each token. Its mean over all tokens of all images is excluded: it is a bias.
+    `moment`
+    is the centred second moment of the concatenated outputs, so nothing of the width of the residual stream is formed:
+    <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
     """
     heads, head_dim, _ = readout.shape
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)

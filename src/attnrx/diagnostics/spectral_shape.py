@@ -1,7 +1,7 @@
-"""Spectral shape: how a head spreads its energy over its directions, read off the strengths alone.
+"""Spectral shape: the distribution of a head's energy over its directions, from the strengths alone.
 
-`used` marks the directions that exist; it is False on padding, which counts nowhere. A head without energy (all
-strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0: none of it is active.
+`used` is True for existing directions and False on padding, which is ignored. A head without energy (all
+strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0.
 """
 
 import math
@@ -21,7 +21,7 @@ INACTIVE_BELOW = 0.1
 
 @dataclass(frozen=True)
 class SpectralShape(Diagnostic):
-    """Reads energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads].
+    """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads].
 
     The sparsity has a threshold `relative` to the head's largest |strength| (0.1 if neither is given), or an `absolute`
     one, which is the epsilon of Eq. 29.
@@ -54,7 +54,7 @@ class _Shapes(Accumulator):
         self.diagnostic, self.spectra = diagnostic, spectra
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Nothing: the strengths are the same for every image."""
+        """Does nothing: the strengths are the same for every image."""
 
     def readings(self) -> list[dict[str, Tensor]]:
         return [self.diagnostic.measure(spectrum) for spectrum in self.spectra]
@@ -123,8 +123,9 @@ def sparsity(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale: how much of a change of query and key reaches the scores at most (Proposition
-    4)."""
+    """Returns max|strength| * scale: an upper bound on how a change of query and key changes the scores (Proposition
+    4).
+    """
     magnitude = _present(strength, used).abs()
     return scale * (magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1))
 

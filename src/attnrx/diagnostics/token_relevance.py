@@ -1,8 +1,9 @@
-"""Token relevance: how much every patch matters by the attention of each layer, and how far that can be trusted.
+"""Token relevance: the attention that every patch receives in each layer, and its noise.
 
-Token reducers keep the patches of the highest relevance. Section 8 of the SPOT paper models what one layer says of a
-patch as its true relevance plus noise of variance sigma^2, weakly correlated between layers, so that the mean over
-l layers has the variance sigma^2 / l. The functions below measure both halves of that: the variance, and the
+Token reducers keep the patches of the highest relevance. Section 8 of the SPOT paper models the relevance in one layer
+as the true relevance of the patch plus noise of variance sigma^2, weakly correlated between layers, so that the mean
+over
+l layers has the variance sigma^2 / l. The functions below measure both assumptions: the variance, and the
 correlation.
 """
 
@@ -20,10 +21,11 @@ CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
 
 
 class RelevanceWatch:
-    """Keeps what every layer says of every patch, averaged over its heads; memory grows with the images.
+    """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
 
-    "class_attention" is what the class token pays to a patch, where there is one, and "attention_received" what all
-    tokens together pay to it: what the reducers of these names go by while no token has left.
+    "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
+    all
+    tokens together: the scores of the reducers of these names while no token is pruned.
     """
 
     def __init__(self, layout: TokenLayout, depth: int):
@@ -31,14 +33,14 @@ class RelevanceWatch:
         self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Takes in one batch of one layer."""
+        """Adds one batch of one layer."""
         maps = observation.attention[..., self.layout.prefix :].detach()
         if self.layout.class_token:
             self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
         self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
-        """Returns the relevance by each source; not-a-number in a layer that computed nothing."""
+        """Returns the relevance by source; NaN in a layer that computed nothing."""
         return {name: self._joined(layers) for name, layers in self._seen.items()}
 
     def _joined(self, layers: list[list[Tensor]]) -> Tensor:
@@ -47,13 +49,13 @@ class RelevanceWatch:
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
-    """Returns the mean over layers 1..l for every l (Section 8); layers that are unknown do not count."""
+    """Returns the mean over layers 1..l for every l (Section 8); unknown layers are excluded."""
     known = ~relevance.isnan()
     return relevance.nan_to_num(0.0).cumsum(-2) / known.cumsum(-2)
 
 
 def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, "*more patches"]:
-    """Returns the patches that a reducer keeps by this relevance: the `count` highest, of equals the first."""
+    """Returns the patches that a reducer keeps by this relevance: the `count` highest; ties go to the first."""
     if not 1 <= count <= relevance.shape[-1]:
         raise InvalidInput(f"{count} patches of {relevance.shape[-1]} to keep: give 1 to {relevance.shape[-1]}.")
     flat = relevance.reshape(-1, relevance.shape[-1])
@@ -77,8 +79,9 @@ def rank_correlation(
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
     """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
-    Both are unbiased: what noise adds to the variance of the mean over the draws is taken off. Infinite where that
-    leaves no difference between patches.
+    Both are unbiased: the contribution of the noise to the variance of the mean over the draws is subtracted. Infinite
+    if
+    that leaves no difference between patches.
     """
     noise = noise_variance(draws)
     spread = draws.mean(0).var(-1) - noise / len(draws)
@@ -104,10 +107,11 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 
 
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
-    """Returns what is left of the noise variance of layer l in the mean over layers 1..l, [images, layers], three ways.
+    """Returns the noise variance of layer l that remains in the mean over layers 1..l, [images, layers], computed three
+    ways.
 
     "measured"; "independent", if the noise of the layers had their own variances and no correlation; and "claimed",
-    1 / l, which Section 8 derives from equal variances beside.
+    1 / l, which Section 8 derives from equal variances.
     """
     each = noise_variance(draws)
     counts = torch.arange(1, each.shape[-1] + 1, dtype=each.dtype)
@@ -119,7 +123,7 @@ def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dic
 
 
 def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patches"]:
-    """Returns the places in ascending order; equal values share the mean of theirs."""
+    """Returns the ranks in ascending order; equal values share the mean of theirs."""
     ordered = values.contiguous().sort(-1).values
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
     high = torch.searchsorted(ordered, values.contiguous(), right=True)

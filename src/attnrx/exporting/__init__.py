@@ -1,9 +1,9 @@
-"""Exporting: files that run without attnrx, each checked against the model before it is left on disk.
+"""Exporting: files that run without attnrx; each is compared with the model before it is saved.
 
     attnrx.exporting.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "program", "aotinductor" ...
     attnrx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 
-The formats are interchangeable parts, one file each.
+Every format is a class in its own module.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from attnrx.exporting.parity import Parity
 from attnrx.exporting.program import Program
 from attnrx.exporting.quantized import Int8
 from attnrx.exporting.text import parse_format_text
-from attnrx.exporting.writing import DYNAMIC, Subject, bare_subject, captured, write_exported
+from attnrx.exporting.writing import DYNAMIC, ExportSubject, bare_subject, captured, write_exported
 from attnrx.model_data import images_for
 
 FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
@@ -31,6 +31,7 @@ __all__ = [
     "DYNAMIC",
     "FORMATS",
     "AOTInductor",
+    "ExportSubject",
     "Exported",
     "Format",
     "Images",
@@ -39,7 +40,6 @@ __all__ = [
     "OpenVINO",
     "Parity",
     "Program",
-    "Subject",
     "bare_subject",
     "captured",
     "export",
@@ -51,16 +51,16 @@ __all__ = [
 
 
 def parse_format(text: str) -> Format:
-    """Reads a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,method=percentile)`."""
+    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,method=percentile)`."""
     return parse_format_text(text, FORMATS)
 
 
 def load_exported(path: Path | str, trust: bool = False) -> Exported:
-    """Opens a file that `export` wrote, as a model: its answers come from what runs the file.
+    """Opens a file written by `export` as a module that runs it with its runtime.
 
-    An AOTInductor package is native code: it is refused unless `trust` is True.
+    An AOTInductor package is native code and raises InvalidInput unless `trust` is True.
     """
-    return _exported.load_exported(path, FORMATS, trust)
+    return _exported.open_exported(path, FORMATS, trust)
 
 
 def export(
@@ -72,18 +72,18 @@ def export(
     precision: str | None = None,
     calibration: ImageData | None = None,
 ) -> Exported:
-    """Writes a model as a file that runs without attnrx, and returns that file as a model.
+    """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
-    `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8. The file takes batches of
-    any size, or of `batch` images; it is written at `precision`, the model's own by default. It is run beside the
-    model on the calibration images, which int8 needs, or on noise; where a logit differs by more than rounding (or
-    than int8 was allowed) nothing is left on disk. Beside it lies PATH.json: the model's fingerprint, what images the
-    file takes and how they are normalized, class names where they are known, versions, and the parity that was found.
+    `to` is a format or its text: onnx, program (torch.export), aotinductor, openvino or int8. The file accepts batches
+    of any size, or of `batch` images; `precision` defaults to the model's own. Its logits are compared with the model's
+    on the calibration images (required for int8) or on noise; if a logit differs by more than rounding (for int8: than
+    `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and normalization
+    of images, class names if known, versions, and the measured parity.
 
     Raises:
-        NotSupported: The model cannot be written so, or answers otherwise; the message says which and what to do.
-        InvalidInput: A suffix, batch or precision that cannot be.
+        NotSupported: The model cannot be written in this format, or the logits differ.
+        InvalidInput: The suffix, the batch or the precision is invalid.
     """
     form = parse_format(to) if isinstance(to, str) else to
     images = None if calibration is None else images_for(model, calibration, "calibration")
-    return write_exported(Subject.of(model, form, batch, precision, images), path, form)
+    return write_exported(ExportSubject.of(model, form, batch, precision, images), path, form)

@@ -15,9 +15,9 @@ from attnrx.shapes import Tensor
 
 @dataclass(frozen=True)
 class AOTInductor(Format):
-    """A package of AOTInductor: compiled for this kind of machine, loads in seconds, and runs from C++ too.
+    """An AOTInductor package: compiled for this kind of machine, loads in seconds, and also runs from C++.
 
-    It needs a C++ compiler where it is written, and the same version of PyTorch where it is run.
+    Export needs a C++ compiler; the runtime needs the same version of PyTorch.
     """
 
     name: ClassVar[str] = "aotinductor"
@@ -28,7 +28,6 @@ class AOTInductor(Format):
     is_native_code: ClassVar[bool] = True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Compiles the program."""
         from torch._inductor import aoti_compile_and_package, config
 
         compilers = [name for name in config.cpp.cxx if name]
@@ -37,7 +36,7 @@ class AOTInductor(Format):
         aoti_compile_and_package(program, package_path=str(path))
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Loads the package; its threads are those of torch."""
+        """Loads the package; it uses torch's threads."""
         from torch._inductor import aoti_load_package
 
         return aoti_load_package(str(path))

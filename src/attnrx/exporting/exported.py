@@ -1,4 +1,4 @@
-"""An exported file as a model: the same answers from what runs the file."""
+"""Exported files as modules."""
 
 import hashlib
 import re
@@ -39,7 +39,7 @@ def _device(text: str) -> None:
 
 
 def _require_file_names(files: Mapping[str, Any], where: str) -> None:
-    """Every file of an export is beside it, with the hash of its content."""
+    """Checks that `files` maps plain file names to hashes as text."""
     for name, sha256 in files.items():
         if Path(name).name != name or not isinstance(sha256, str):
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
@@ -66,9 +66,9 @@ RECORD = Record(
 
 @dataclass(frozen=True)
 class Images:
-    """What a file takes: [batch, channels, height, width] at `precision`, on `device`.
+    """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None where it takes batches of any size.
+    `batch` is None if the batch size is dynamic.
     """
 
     shape: tuple[int, int, int]
@@ -78,21 +78,21 @@ class Images:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the numbers."""
+        """The torch dtype of `precision`."""
         return PRECISIONS[self.precision]
 
 
 class Exported(nn.Module):
-    """Runs a file that `export` wrote, with as many CPU threads as torch has at the time; it cannot be trained.
+    """Runs a file written by `export`, with torch's current number of CPU threads; it cannot be trained.
 
-    A file for batches of one size answers others in parts of that size, the last one filled up with zeros. Images may
-    be on another device than the file's. `facts` is what is written beside the file: normalization, classes, parity ...
+    For a file with a fixed batch size, other batches are split into chunks of this size, the last one zero-padded.
+    Images are moved to the file's device. `facts` is the content of PATH.json: normalization, classes, parity ...
     """
 
     def __init__(self, path: Path, form: Format, images: Images, facts: Mapping[str, Any]):
         super().__init__()
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
-        # These distinguish a model from others, and its precision and device are known.
+        # The state dict: an empty parameter for dtype and device, and the hash of the file for the fingerprint.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -117,7 +117,7 @@ class Exported(nn.Module):
                 self._runs[threads] = self.form.open(self.path, self.images.device, threads)
             except AttnrxError:
                 raise
-            except Exception as error:  # every runtime has errors of its own
+            except Exception as error:  # every runtime raises its own exceptions
                 raise CheckpointError(
                     f"{self.path} cannot be opened as {self.form.name} ({type(error).__name__}: {error}). Export it "
                     "again on this machine."
@@ -138,18 +138,18 @@ def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
 
 
 def facts_path(path: Path | str) -> Path:
-    """Where the facts of a file lie: beside it, its whole name followed by .json."""
+    """Returns the path of the facts of a file: its full name followed by .json."""
     path = Path(path)
     return path.with_name(f"{path.name}.json")
 
 
 def is_exported(path: Path | str) -> bool:
-    """Whether there is a file with its facts beside it."""
+    """Whether a path is a file with facts in PATH.json."""
     return Path(path).is_file() and facts_path(path).is_file()
 
 
 def present_facts(path: Path) -> dict[str, Any] | None:
-    """Returns the facts of the export that lies at a path; None where there is none, or it was changed."""
+    """Returns the facts of the export at a path; None if there is none, or a file was changed."""
     if not is_exported(path):
         return None
     try:
@@ -160,7 +160,7 @@ def present_facts(path: Path) -> dict[str, Any] | None:
 
 
 def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the earlier facts where the files are still those of the earlier export, which was being replaced."""
+    """Returns the earlier facts if an interrupted replacement has not yet replaced the files, else the new ones."""
     facts = dict(facts)
     earlier = facts.pop("earlier", None)
     if earlier is None or _changed_file(path, facts) is None or _changed_file(path, earlier) is not None:
@@ -169,16 +169,16 @@ def _of_present_files(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
-    """Returns the first file that is not the exported one."""
+    """Returns the first file whose hash differs from the recorded one, or None."""
     for name, sha256 in facts["files"].items():
-        beside = path.with_name(name)
-        if not beside.is_file() or file_sha256(beside) != sha256:
-            return beside
+        file = path.with_name(name)
+        if not file.is_file() or file_sha256(file) != sha256:
+            return file
     return None
 
 
-def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
-    """Opens a file that `export` wrote, and refuses one that was changed since, and native code without `trust`."""
+def open_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
+    """Opens a file written by `export`; raises for a changed file, and for native code without `trust`."""
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
@@ -199,7 +199,6 @@ def load_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: 
     if form.is_native_code and not trust:
         raise InvalidInput(
             f"{path} is {form.name}: native code, which runs with your rights once it is loaded, and the "
-            "hashes beside it can be written by anybody. Where you trust its origin, pass trust=True (--trust on the "
-            "command line)."
+            "hashes in its facts can be forged. If you trust its origin, pass trust=True (--trust on the command line)."
         )
     return Exported(path, form, images, facts).eval()

@@ -1,4 +1,4 @@
-"""The contract of a format: a captured program in, a file out, and what runs the file."""
+"""The base class of export formats, which write a captured program to a file and open the file."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from attnrx.shapes import Float, Tensor
 Run = Callable[[Tensor], Tensor]
 """Images in, logits out, on the device of the file."""
 
-# The largest difference of a logit that rounding may make, as a share of the largest logit.
+# The largest difference of a logit attributed to rounding, as a share of the largest logit.
 ROUNDING: dict[torch.dtype, float] = {
     torch.float64: 1e-8,
     torch.float32: 1e-4,
@@ -29,37 +29,37 @@ class Format(ABC):
     name: ClassVar[str]
     suffix: ClassVar[str]
     writes_out: ClassVar[bool] = True
-    """Whether attention is exported step by step at exact ranks, instead of as one fused call at padded ones."""
+    """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
-    """Whether a model on a CUDA device gives a file for CUDA; the others run on the CPU."""
+    """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
     is_native_code: ClassVar[bool] = False
-    """Whether opening a file of it runs machine code of the file."""
+    """Whether opening a file of this format runs machine code of the file."""
     calibrated: ClassVar[bool] = False
-    """Whether it needs images that show what activations are like."""
+    """Whether the format needs calibration images."""
 
     @abstractmethod
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the program to `path`, whose suffix is the format's, and what belongs to it beside it.
+        """Writes the program to `path`, whose suffix is the format's, and further files to the same folder.
 
-        `images` are batches on the model's scale, for formats that are calibrated.
+        `images` are normalized batches, for calibration.
         """
 
     @abstractmethod
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Returns what runs the file on a device with so many CPU threads."""
+        """Opens the file and returns a function that runs it on a device with this many CPU threads."""
 
     def limit(self, dtype: torch.dtype) -> float:
-        """The most that a logit may differ from eager's, as a share of the largest logit."""
+        """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
         return ROUNDING[dtype]
 
     @property
     def wanted(self) -> int:
-        """How many images it is compared on, and calibrated where it is, if there are so many."""
+        """The number of images for parity and calibration, if there are enough."""
         return 32
 
     def require(self, dtype: torch.dtype) -> None:
-        """Refuses a precision that what runs the file does not know."""
+        """Raises NotSupported for a dtype that the runtime does not support."""
         if dtype not in self.dtypes:
             known = " or ".join(_name(each) for each in self.dtypes)
             raise NotSupported(
@@ -68,13 +68,13 @@ class Format(ABC):
 
 
 def require_suffix(path: Path, suffix: str) -> None:
-    """Refuses a file name that does not say what the file is."""
+    """Raises InvalidInput for a path without the suffix of the format."""
     if path.suffix != suffix:
         raise InvalidInput(f"{path}: a file of this format ends in {suffix}; give {path.with_suffix(suffix).name}.")
 
 
 def to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
-    """Returns images as what runs on the CPU outside of torch takes them."""
+    """Returns images as a contiguous NumPy array, the input of CPU runtimes other than torch."""
     return images.detach().cpu().contiguous().numpy()
 
 

@@ -14,16 +14,16 @@ from attnrx.shapes import Tensor
 
 INPUT, OUTPUT, EXTRA = "images", "logits", "onnx"
 OPSETS = range(18, 24)
-# Protocol buffers end at two gigabytes; weights beyond that go into a file beside the graph.
+# Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 
 
 @dataclass(frozen=True)
 class Onnx(Format):
-    """One ONNX file, whose input is "images" and whose output is "logits"; weights of many gigabytes lie beside it.
+    """An ONNX file with input "images" and output "logits"; weights above MOST_BYTES are in an external file.
 
-    Attention is written out at exact ranks: matrix products of ONNX Runtime take any width, and padding is arithmetic
-    for nothing. `opset` is the version of the operators, 18 to 23; from 20 on GELU is one of them.
+    Attention is exported unfused at exact ranks: ONNX Runtime's matrix products accept any width, so padding would only
+    add operations. `opset` is the operator set version, 18 to 23; it includes GELU from 20 on.
     """
 
     name: ClassVar[str] = "onnx"
@@ -35,7 +35,7 @@ class Onnx(Format):
             raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program, and lets its own optimizer fold what is constant."""
+        """Translates the program; the exporter folds constants."""
         for package in ("onnx", "onnxscript"):
             required_module(package, EXTRA, "this format")
         translated: Any = torch.onnx.export(
@@ -51,14 +51,14 @@ class Onnx(Format):
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Starts a session on the CPU."""
+        """Starts an ONNX Runtime session on the CPU."""
         return session(path, threads)
 
 
 def _translations() -> dict[Any, Any]:
-    """What the exporter of torch lacks: the stable sort by which reducers choose.
+    """Returns the translation of the stable sort of token reducers, which torch's exporter lacks.
 
-    TopK of all is one, for of two equal values it puts the one with the lower index first.
+    TopK of all elements is a stable sort: of two equal values it returns the one with the lower index first.
     """
     op = required_module("onnxscript", EXTRA, "this format").opset18
 
@@ -70,7 +70,7 @@ def _translations() -> dict[Any, Any]:
 
 
 def session(path: Path, threads: int) -> Run:
-    """Opens an ONNX file in ONNX Runtime on so many threads, which do not spin while they wait."""
+    """Opens an ONNX file in ONNX Runtime with this many threads, without spinning."""
     runtime = required_module("onnxruntime", EXTRA, "this format")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

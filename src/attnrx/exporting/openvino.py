@@ -1,4 +1,4 @@
-"""OpenVINO's own representation, run by OpenVINO on the CPU."""
+"""OpenVINO IR, run by OpenVINO on the CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,20 @@ EXTRA = "openvino"
 
 @dataclass(frozen=True)
 class OpenVINO(Format):
-    """An .xml with the graph and a .bin with the weights, translated from the program.
+    """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
-    It is run at float32, also where the CPU knows narrower numbers.
+    It runs in float32, also on CPUs that support narrower types.
     """
 
     name: ClassVar[str] = "openvino"
     suffix: ClassVar[str] = ".xml"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program and saves it without narrowing the weights."""
+        """Translates the program and saves it with float32 weights."""
         openvino = required_module("openvino", EXTRA, "this format")
         openvino.save_model(openvino.convert_model(program), str(path), compress_to_fp16=False)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Compiles the model for the CPU."""
         openvino = required_module("openvino", EXTRA, "this format")
         hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         compiled = openvino.Core().compile_model(str(path), "CPU", hints)

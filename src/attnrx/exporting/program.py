@@ -1,4 +1,4 @@
-"""A program of torch.export, run by PyTorch without the code that made it."""
+"""A torch.export program, run by PyTorch without attnrx."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from attnrx.shapes import Tensor
 
 @dataclass(frozen=True)
 class Program(Format):
-    """What torch.export captured, with its weights: loads in a process that has PyTorch alone."""
+    """A program captured by torch.export, with its weights; loading it needs PyTorch only."""
 
     name: ClassVar[str] = "program"
     suffix: ClassVar[str] = ".pt2"
@@ -22,9 +22,8 @@ class Program(Format):
     on_cuda: ClassVar[bool] = True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Saves the program."""
         torch.export.save(program, path)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Loads the program; its threads are those of torch."""
+        """Loads the program; it uses torch's threads."""
         return torch.export.load(path).module()

@@ -1,4 +1,4 @@
-"""Int8 by quantisation after training, calibrated on images, run by ONNX Runtime."""
+"""Int8 by post-training static quantisation, calibrated on images, run by ONNX Runtime."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,21 +15,21 @@ from attnrx.exporting.onnx import EXTRA, INPUT, Onnx, session
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 
-# What ends an activation function: its own operator, or the product that GELU, SiLU and gates are written out to.
+# The last operator of an activation function: its own, or the product that ends decomposed GELU, SiLU and gates.
 ACTIVATIONS = ("Gelu", "Mul", "Relu")
 METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 
 
 @dataclass(frozen=True)
 class Int8(Onnx):
-    """ONNX whose linear maps compute in 8 bits, as ONNX Runtime's static quantisation writes them (QDQ).
+    """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
 
-    Weights are quantised per output feature, activations per tensor in ranges that `images` calibration images show,
-    read off by `method`. What an activation function gives has outliers that 8 bits for a tensor do not cover: the maps
-    that read it stay as they are unless `after_activation` is true, and the two products inside attention unless
-    `attention` is. The patch embedding, norms, softmax and activation functions always do. `most_difference` is the
-    largest difference of a logit from eager's that is accepted, as a share of the largest logit: what 8 bits cost in
-    accuracy is for `verify` to say.
+    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    calibration images. The outputs of activation functions have outliers that a per-tensor 8-bit range does not cover:
+    linear maps after them are quantised only with `after_activation`, and the two products inside attention only with
+    `attention`. Patch embedding, norms, softmax and activation functions are never quantised. `most_difference` is the
+    largest allowed difference of a logit from eager PyTorch, as a share of the largest logit; use `verify` to measure
+    the loss of accuracy.
     """
 
     name: ClassVar[str] = "int8"
@@ -49,7 +49,7 @@ class Int8(Onnx):
             )
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the ONNX, watches it on the images, and quantises it."""
+        """Writes the float ONNX file, calibrates it on the images, and quantises it."""
         quantization, onnx = (
             required_module("onnxruntime.quantization", EXTRA, "this format"),
             required_module("onnx", EXTRA, "this format"),
@@ -64,7 +64,7 @@ class Int8(Onnx):
                     _Reader(images),
                     quant_format=quantization.QuantFormat.QDQ,
                     op_types_to_quantize=["Gemm", "MatMul"],
-                    nodes_to_exclude=self._left_out(onnx.load(plain, load_external_data=False)),
+                    nodes_to_exclude=self._excluded_nodes(onnx.load(plain, load_external_data=False)),
                     per_channel=True,
                     activation_type=quantization.QuantType.QUInt8,
                     weight_type=quantization.QuantType.QInt8,
@@ -74,48 +74,49 @@ class Int8(Onnx):
             for each in path.parent.glob(f"{plain.name}*"):
                 each.unlink()
 
-    def _left_out(self, model: Any) -> list[str]:
-        """Names the matrix products that stay as they are."""
-        stored = {tensor.name for tensor in model.graph.initializer}
-        makers = {output: node.op_type for node in model.graph.node for output in node.output}
+    def _excluded_nodes(self, model: Any) -> list[str]:
+        """Returns the names of the matrix products that are not quantised."""
+        weights = {tensor.name for tensor in model.graph.initializer}
+        producers = {output: node.op_type for node in model.graph.node for output in node.output}
         found = []
         for node in model.graph.node:
             if node.op_type not in ("Gemm", "MatMul"):
                 continue
-            of_two = not stored & set(node.input)
-            after = makers.get(node.input[0]) in ACTIVATIONS
-            if (of_two and not self.attention) or (after and not of_two and not self.after_activation):
+            has_no_weight = not weights & set(node.input)
+            follows_activation = producers.get(node.input[0]) in ACTIVATIONS
+            skips_activation = follows_activation and not has_no_weight and not self.after_activation
+            if (has_no_weight and not self.attention) or skips_activation:
                 found.append(node.name)
         return found
 
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Starts a session on the CPU."""
+        """Starts an ONNX Runtime session on the CPU."""
         return session(path, threads)
 
     @property
     def wanted(self) -> int:
-        """The requested number."""
+        """The number of calibration images."""
         return self.images
 
     def limit(self, dtype: torch.dtype) -> float:
-        """What was requested for: this is no rounding."""
+        """Returns `most_difference`, because quantisation errors exceed rounding."""
         return self.most_difference
 
 
 class _Reader:
-    """The calibration images, one batch after the other, as ONNX Runtime asks for them."""
+    """ONNX Runtime's CalibrationDataReader interface: returns one batch per call, then None."""
 
     def __init__(self, images: Sequence[Tensor]):
-        self.left = iter(images)
+        self.batches = iter(images)
 
     def get_next(self) -> dict[str, Any] | None:
-        batch = next(self.left, None)
+        batch = next(self.batches, None)
         return None if batch is None else {INPUT: to_numpy(batch)}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without advice to people who call the quantiser by hand."""
+    """Disables the warnings of the quantiser."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

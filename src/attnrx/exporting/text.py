@@ -14,7 +14,7 @@ LANGUAGE = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=12
 
 
 def parse_format_text(text: str, registry: Mapping[str, type[Format]]) -> Format:
-    """Reads one format of the registry."""
+    """Parses one format; `registry` maps their names to classes."""
     reader = _Reader(text)
     name = reader.expect("name", "the name of a format")
     if name.text not in registry:

@@ -1,4 +1,4 @@
-"""Exporting: a model is captured, written, run beside eager, and only then put in its place."""
+"""Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
 import copy
 import importlib.metadata
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.atomic_writes import flush, require_regular, temporary_folder
+from attnrx.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.attention import Attention, Eager, Fused, using
 from attnrx.config import to_dict
 from attnrx.data import ImageSet
@@ -20,22 +20,22 @@ from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupport
 from attnrx.evidence import Evidence
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.exporting.format import PRECISIONS, Format, require_suffix
-from attnrx.exporting.parity import compare
+from attnrx.exporting.parity import compare_outputs
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.shapes import Tensor
 from attnrx.storage import file_kind, file_sha256, write_json
 
 DYNAMIC = "dynamic"
-# How many images a model is captured and compared on where its file takes batches of any size.
+# Batch sizes for capture and for parity if the batch size of the file is dynamic.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
 PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
-    """What is exported: a model in evaluation mode, what images its file is to take, and facts that go with it.
+class ExportSubject:
+    """The model to export, in evaluation mode, with the input of the file and facts for PATH.json.
 
-    `calibration` are images on the model's scale; without any, parity is measured on noise.
+    `calibration` are normalized images; without them parity is measured on noise.
     """
 
     model: nn.Module
@@ -51,15 +51,16 @@ class Subject:
         batch: int | str = DYNAMIC,
         precision: str | None = None,
         calibration: ImageSet | None = None,
-    ) -> "Subject":
-        """Copies a model of a known family, at a precision, and reads its facts."""
+    ) -> "ExportSubject":
+        """Copies a model of a known family, converts it to `precision`, and collects its facts."""
         family = family_of(model)
         require_ordinary_weights(model)
         if precision is not None and precision not in PRECISIONS:
             raise InvalidInput(f"precision={precision!r}: choose from {', '.join(PRECISIONS)}, or None for its own.")
-        placed = _placed(model, form, precision)
-        own = next(placed.parameters())
-        images = Images(family.input_shape(model), str(own.dtype).removeprefix("torch."), _count(batch), _device(own))
+        converted = _converted(model, form, precision)
+        weight = next(converted.parameters())
+        dtype = str(weight.dtype).removeprefix("torch.")
+        images = Images(family.input_shape(model), dtype, _count(batch), str(weight.device))
         mean, std = family.normalization(model)
         costs = family.costs(model)
         facts = {
@@ -73,37 +74,33 @@ class Subject:
             "normalization": {"mean": list(mean), "std": list(std)},
             "class_names": list(family.class_names(model)),
         }
-        return cls(placed, images, calibration, facts)
+        return cls(converted, images, calibration, facts)
 
     @property
     def prunes_tokens(self) -> bool:
-        """Whether tokens leave the model on their way."""
+        """Whether the model has token reduction."""
         return any(isinstance(module, TokenReduction) for module in self.model.modules())
 
     def batches(self, count: int) -> list[Tensor]:
-        """Returns images to calibrate and compare on, in batches that the file takes: `count` of them, or noise."""
+        """Returns batches for calibration and parity: about `count` calibration images, or noise without any."""
         size = self.images.batch or AT_ONCE
         if self.calibration is not None:
-            taken = self.calibration.take(min(max(count, size), len(self.calibration)))
-            found = [batch.images for batch in taken.batches(size, device=self.images.device)]
-            whole = [each for each in found if self.images.batch is None or len(each) == size]
-            if not whole:
-                raise InvalidInput(f"{len(taken)} images for a file that takes {size} at once: give at least {size}.")
-            return [each.to(self.images.dtype) for each in whole]
+            images = self.calibration.take(min(max(count, size), len(self.calibration)))
+            batches = [batch.images for batch in images.batches(size, device=self.images.device)]
+            full_batches = [each for each in batches if self.images.batch is None or len(each) == size]
+            if not full_batches:
+                raise InvalidInput(f"{len(images)} images for a file that takes {size} at once: give at least {size}.")
+            return [each.to(self.images.dtype) for each in full_batches]
         generator = torch.Generator().manual_seed(0)
         sizes = COMPARED if self.images.batch is None else (size, size)
         noise = (torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes)
         return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
-def _placed(model: nn.Module, form: Format, precision: str | None) -> nn.Module:
-    placed = copy.deepcopy(model).eval()
-    placed = placed if form.on_cuda else placed.cpu()
-    return placed if precision is None else placed.to(PRECISIONS[precision])
-
-
-def _device(tensor: Tensor) -> str:
-    return str(tensor.device)
+def _converted(model: nn.Module, form: Format, precision: str | None) -> nn.Module:
+    converted = copy.deepcopy(model).eval()
+    converted = converted if form.on_cuda else converted.cpu()
+    return converted if precision is None else converted.to(PRECISIONS[precision])
 
 
 def _count(batch: int | str) -> int | None:
@@ -114,11 +111,11 @@ def _count(batch: int | str) -> int | None:
     return batch
 
 
-def write_exported(subject: Subject, path: Path | str, form: Format) -> Exported:
-    """Writes the file and its facts, and returns what runs it.
+def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Exported:
+    """Writes the file and its facts, and returns it as a module.
 
     Raises:
-        NotSupported: The model cannot be captured so, or the file does not answer as the model does. Nothing is left.
+        NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
     """
     path = Path(path)
     require_suffix(path, form.suffix)
@@ -152,15 +149,15 @@ def write_exported(subject: Subject, path: Path | str, form: Format) -> Exported
     return Exported(path, form, subject.images, facts).eval()
 
 
-def captured(subject: Subject, form: Format) -> torch.export.ExportedProgram:
-    """Captures what the model does with a batch of the size, or of any size."""
+def captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProgram:
+    """Captures the model with torch.export for a fixed or a dynamic batch size."""
     images = subject.images
     example = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
     shapes = None if images.batch is not None else ({0: torch.export.Dim("batch", min=1)},)
     with torch.no_grad(), _unfused(subject.model) if form.writes_out else nullcontext():
         try:
             return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
-        except Exception as error:  # torch.export raises what it pleases
+        except Exception as error:  # torch.export raises exceptions of many types
             reason = str(error).strip().partition("\n")[0]
             if images.batch is None:
                 raise NotSupported(
@@ -172,7 +169,7 @@ def captured(subject: Subject, form: Format) -> torch.export.ExportedProgram:
 
 @contextmanager
 def _unfused(model: nn.Module) -> Iterator[None]:
-    """Lets attention take its steps one by one at exact ranks; what counts tokens by their size does so already."""
+    """Replaces fused attention by eager attention at exact ranks; proportional attention is already unfused."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     layers = [layer for layer in layers if isinstance(layer.backend, Fused)]
     with using(layers, [Eager() for _ in layers]):
@@ -185,31 +182,31 @@ def _write(form: Format, program: torch.export.ExportedProgram, path: Path, batc
     except AttnrxError:
         raise
     except OSError as error:
-        raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}. Nothing was left.") from error
-    except Exception as error:  # what translates programs raises what it pleases
+        raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}. No file was saved.") from error
+    except Exception as error:  # translators raise exceptions of many types
         reason = str(error).strip().partition("\n")[0]
         raise NotSupported(
             f"this model cannot be written as {form.name} ({type(error).__name__}: {reason})."
         ) from error
 
 
-def _compared(subject: Subject, form: Format, path: Path, batches: Sequence[Tensor]) -> Evidence:
-    """Runs the file beside the model, and refuses it unless it answers alike."""
+def _compared(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> Evidence:
+    """Returns the parity evidence; raises NotSupported if the file does not run or its logits differ."""
     limit = form.limit(subject.images.dtype)
     runs = Exported(path, form, subject.images, {})
     try:
-        parity = compare(subject.model, runs, batches, limit, subject.prunes_tokens)
+        parity = compare_outputs(subject.model, runs, batches, limit, subject.prunes_tokens)
     except AttnrxError:
         raise
-    except Exception as error:  # every runtime has errors of its own
+    except Exception as error:  # every runtime raises its own exceptions
         reason = str(error).strip().partition("\n")[0]
-        raise NotSupported(f"what was written as {form.name} does not run ({reason}). Nothing was left.") from error
+        raise NotSupported(f"the file written as {form.name} does not run ({reason}). No file was saved.") from error
     evidence = Evidence(parity.findings(limit), {})
     if evidence.failures:
         raise NotSupported(
-            f"what was written as {form.name} does not answer as the model does: a logit differs by "
-            f"{parity.largest:.3g}, {parity.share:.3g} of the largest where {limit:g} is allowed, and "
-            f"{100 * parity.agreement:.0f} % of {parity.images} images keep their class. Nothing was left."
+            f"the file written as {form.name} does not match the model: a logit differs by {parity.largest:.3g}, "
+            f"{parity.share:.3g} of the largest where {limit:g} is allowed, and {100 * parity.agreement:.0f} % of "
+            f"{parity.images} images keep their class. No file was saved."
         )
     return evidence
 
@@ -225,28 +222,28 @@ def _versions() -> dict[str, str]:
 
 
 def require_writable(path: Path) -> None:
-    """Refuses to write over anything but a regular file, or over a file beside it that is not its facts."""
-    require_regular(path)
-    beside = facts_path(path)
-    if os.path.lexists(beside) and file_kind(beside) != KIND:
+    """Raises InvalidInput if `path` is not a regular file, or PATH.json exists and was not written by an export."""
+    require_replaceable(path)
+    facts_file = facts_path(path)
+    if os.path.lexists(facts_file) and file_kind(facts_file) != KIND:
         raise InvalidInput(
-            f"the facts go into {beside}, which exists and was not written by an export: move it away, or choose "
+            f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
             "another name."
         )
 
 
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
-    """Moves what was exported into place.
+    """Moves the exported files to their path.
 
-    A file and its facts have two names, which no system replaces at once: for a moment the facts name the earlier file,
-    too, and the file's content decides which of them hold. Several files have no such moment.
+    A file and its facts cannot be replaced in one step. Between the two steps the facts contain those of the earlier
+    export too, and the hash of the file decides which are valid. An export of several files cannot replace another.
     """
     files, earlier = facts["files"], present_facts(path)
-    taken = [path.with_name(name) for name in files if path.with_name(name).exists()]
-    if len(files) > 1 and taken:
+    existing = [path.with_name(name) for name in files if path.with_name(name).exists()]
+    if len(files) > 1 and existing:
         raise InvalidInput(
-            f"{', '.join(map(str, taken))}: an export of {len(files)} files cannot replace another one at once. Delete "
-            "that first, or choose another name."
+            f"{', '.join(map(str, existing))}: an export of {len(files)} files cannot replace another one at once. "
+            "Delete that first, or choose another name."
         )
     if earlier is not None:
         write_json(facts_path(path), {**facts, "earlier": earlier})
@@ -259,18 +256,18 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _Logits(nn.Module):
-    """Returns the logits of a model that may give them with other things."""
+    """Returns the logits of a model whose output is a tensor or has the attribute `logits`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        answer = self.model(images)
-        return answer if isinstance(answer, Tensor) else answer.logits
+        output = self.model(images)
+        return output if isinstance(output, Tensor) else output.logits
 
 
-def bare_subject(model: nn.Module, like: Subject) -> Subject:
-    """Returns a model of no known family, e.g. as its library ships it, which takes the same images as another."""
-    placed = _Logits(copy.deepcopy(model)).eval().to(like.images.device, like.images.dtype)
-    return replace(like, model=placed, facts={})
+def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
+    """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
+    converted = _Logits(copy.deepcopy(model)).eval().to(like.images.device, like.images.dtype)
+    return replace(like, model=converted, facts={})

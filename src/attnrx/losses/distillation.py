@@ -1,4 +1,4 @@
-"""Learning from the answers of another model."""
+"""Distillation from the logits of another model."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,11 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class Distillation(Loss):
-    """The divergence KL(teacher || model) of the softened answers, times temperature^2 (Hinton et al., 2015).
+    """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
     The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
-    timm:NAME, then with `weights`, a local file. Labels are not read: alone, this loss trains without any.
+    timm:NAME,
+    then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
     """
 
     teacher: str

@@ -1,4 +1,4 @@
-"""Learning from what happens inside another model."""
+"""Distillation from the block outputs of another model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,12 +14,13 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class FeatureDistillation(Loss):
-    """The mean squared difference between the tokens that the model's blocks give and those of the teacher's.
+    """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
     Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
     (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times
-    larger than the rest and would be all that is learned. 0 is the same, 2 is unrelated. `last` counts the blocks,
-    from the last one; None takes all. The teacher must have as many blocks, as wide, for the same tokens.
+    larger than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last
+    one;
+    None means all. The teacher must have equal depth, width and tokens.
     """
 
     reads_features: ClassVar[bool] = True
@@ -34,7 +35,7 @@ class FeatureDistillation(Loss):
             raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Returns the mean over the chosen blocks, the images, the tokens and the features."""
+        """Returns the mean over the selected blocks, the images, the tokens and the features."""
         theirs, own = taught(context, self.teacher, self.weights).features, context.features
         shapes = [[tuple(tokens.shape[1:]) for tokens in features] for features in (own, theirs)]
         if shapes[0] != shapes[1]:

@@ -1,4 +1,4 @@
-"""One head for every shared direction: what the rank constraint of IrrAtt asks of a CP SlimAtt in training."""
+"""One head per shared direction: the rank constraint of IrrAtt as a penalty for training CP SlimAtt."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class FusionOwnership(Loss):
-    """How far the shared directions are from having one head each: the constraint S S^T = I of Eq. 7, as a penalty.
+    """The distance of the shared directions from having one head each: the constraint S S^T = I of Eq. 7, as a penalty.
 
     (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
-    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows in a line from 0
-    to 1 over the run, so that heads can first find out what they need. With `nonnegative_fusion` the other half of the
+    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
+    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
     constraint, S >= 0, holds as well; `fusion_owner` then cuts the model into irregular heads.
     """
 
@@ -28,7 +28,7 @@ class FusionOwnership(Loss):
         require_weight(self)
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Returns the mean penalty of a direction, times the progress of the run."""
+        """Returns the mean penalty per direction, times the progress of the run."""
         fusions = [layer.scores.strength for layer in _shared(context)]
         total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
         return context.progress * total / sum(fusion.shape[1] for fusion in fusions)

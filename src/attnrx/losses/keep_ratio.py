@@ -1,4 +1,4 @@
-"""Keeps the requested share of tokens."""
+"""A penalty for deviating from the requested share of tokens."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class KeepRatio(Loss):
-    """The squared distance of the share of patches that stay from the policy's, over images and stages (Eq. 12)."""
+    """The squared distance of the share of kept patches from the policy's, over images and stages (Eq. 12)."""
 
     weight: float = 2.0
 

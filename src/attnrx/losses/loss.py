@@ -1,4 +1,4 @@
-"""The contract of a training loss, and what it may look at."""
+"""The base class of training losses, and the context that they receive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class LossContext:
-    """One step as a loss sees it.
+    """The inputs of a loss at one training step.
 
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
-    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. Where
-    images were mixed, an image belongs to its label by `share` and to its `partners` label by the rest. `features` are
-    what the blocks of the model gave, where a loss reads them. `progress` is the share of the run that is over.
-    `memory` holds what several losses need of this step.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
+    images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
+    block outputs of the model, if a loss needs them. `progress` is the completed share of the run. `memory` is shared
+    by
+    the losses of this step.
     """
 
     model: nn.Module
@@ -38,7 +39,8 @@ class LossContext:
     def noise(self) -> Float[Tensor, "batch channels height width"]:
         """Returns standard normal noise for the images: drawn for all processes together, then cut.
 
-        So N processes see what one process with the same global batch sees, and a repeated step sees the same again.
+        So N processes use the same noise as one process with the same global batch, and a repeated step repeats its
+        noise.
         """
         process, processes = self.shard
         count = len(self.images)
@@ -48,7 +50,7 @@ class LossContext:
 
 
 class Loss(ABC):
-    """One term of the training objective: a frozen dataclass of its knobs, whose call gives the unweighted value.
+    """One term of the training objective: a frozen dataclass of its options, whose call returns the unweighted value.
 
     Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
     """
@@ -68,6 +70,6 @@ class Loss(ABC):
 
 
 def require_weight(loss: Loss) -> None:
-    """Refuses a weight that would switch a term off or turn it round."""
+    """Raises InvalidInput for a weight that is zero, negative or not finite."""
     if not 0 < loss.weight < float("inf"):
         raise InvalidInput(f"{loss}: weight must be positive and finite; leave the loss out to do without it.")

@@ -1,4 +1,4 @@
-"""Steadier attention under small changes of the image."""
+"""A penalty for changes of attention under small changes of the image."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from attnrx.shapes import Float, Tensor
 class PerturbationRobustness(Loss):
     """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34).
 
-    Averaged over images, heads and layers. `scale` is the deviation of the noise on the scale the model reads. Images
+    Averaged over images, heads and layers. `scale` is the standard deviation of the noise in normalized units. Images
     and noisy images pass once more, through the eager attention, so a step costs about three times as much.
     """
 

@@ -1,4 +1,4 @@
-"""Pulling the effective rank of every head towards a target."""
+"""A penalty that pulls the effective rank of every head towards a target."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from attnrx.shapes import Float, Tensor
 class TargetRank(Loss):
     """The squared distance of a head's effective rank to `rank` (Eq. 28), averaged over the heads of all layers.
 
-    It acts on the strengths alone. Heads without directions have no effective rank and are left out.
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped.
     """
 
     rank: float

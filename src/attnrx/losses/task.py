@@ -1,4 +1,4 @@
-"""The task itself: cross-entropy."""
+"""Cross-entropy."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Task(Loss):
-    """Cross-entropy against the labels, of which `label_smoothing` is spread evenly over all classes."""
+    """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
 
     reads_labels: ClassVar[bool] = True
     label_smoothing: float = 0.1

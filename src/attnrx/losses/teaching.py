@@ -1,4 +1,4 @@
-"""Teachers: other models, frozen, that answer for the images of a step."""
+"""Teachers: other, frozen models that run on the images of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Answer:
 
 
 def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
-    """Shows the images of the step to a teacher, once for all losses that ask.
+    """Runs the teacher on the images of the step, once for all losses that need it.
 
-    A teacher that was trained on images of other statistics gets them on its own scale.
+    A teacher trained with another normalization receives the images on its own scale.
     """
     key = (teacher, weights)
     if key not in context.memory:

@@ -1,4 +1,4 @@
-"""The tokens that stay, as the teacher has them."""
+"""Similarity of the kept tokens to the teacher's."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,9 +14,9 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class TokenSimilarity(Loss):
-    """One minus the cosine between the last layer's tokens and the teacher's, over the patches that stay (Eq. 14).
+    """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
 
-    The teacher must have as many patches, as wide. SPOT takes it with weight 10 for LV-ViT and leaves it out for DeiT.
+    The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
     """
 
     reads_features: ClassVar[bool] = True
@@ -28,7 +28,7 @@ class TokenSimilarity(Loss):
         require_weight(self)
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        """Returns the mean over the patches that stay, over all images of the step."""
+        """Returns the mean over the kept patches, over all images of the step."""
         reduction = reduction_of(context.model)
         if reduction is None or reduction.run.sizes is None or reduction.run.places is None:
             raise NotSupported("TokenSimilarity is about tokens that stay while others leave, and here none leave.")
@@ -39,7 +39,7 @@ class TokenSimilarity(Loss):
                 f"{tuple(own.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
             )
         prefix = reduction.shape.layout.prefix
-        places = reduction.run.places  # a token that was added is none of the teacher's
+        places = reduction.run.places  # an added (fused) token has no counterpart in the teacher
         stay = ((reduction.run.sizes[:, prefix:] > 0) & (places >= 0)).to(own.dtype)
         alike = F.cosine_similarity(own[:, prefix:], theirs[:, prefix:].to(own.dtype), dim=-1)
         return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()

@@ -1,4 +1,4 @@
-"""Model families: where attention lives in each kind of model, and how a model is named, built, saved and loaded."""
+"""Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ from attnrx.models.lvvit import LVViT, LVViTConfig
 from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
 from attnrx.models.observation_hooks import evaluating, head_features, observing, observing_mlp
 from attnrx.models.timm_family import TimmFamily
-from attnrx.models.token_costs import unfused
+from attnrx.models.token_costs import counted_by_spec
 from attnrx.models.token_reduction import (
     TokenReduction,
     attach_tokens_,
@@ -35,7 +35,7 @@ from attnrx.models.transformer import Transformer, TransformerConfig, initialize
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
 
-# The families of other libraries, by what stands before the colon of a name.
+# The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFamily()}
 FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values())
 
@@ -48,7 +48,7 @@ def _lvvit(size: str, **changes: Any) -> LVViT:
     return LVViT(lvvit_config(size, **changes))
 
 
-# Our own models by name, without weights.
+# The models of attnrx by name, without weights.
 _OWN: dict[str, Callable[..., Transformer]] = {
     **{f"{form}:{scenario}": partial(_vit, form, scenario) for form in ("svda", "dense") for scenario in SCENARIOS},
     **{f"lvvit:{size}": partial(_lvvit, size) for size in SIZES},
@@ -73,6 +73,7 @@ __all__ = [
     "block_names",
     "build_model",
     "config_costs",
+    "counted_by_spec",
     "described_tokens",
     "evaluating",
     "family_of",
@@ -95,36 +96,40 @@ __all__ = [
     "require_ordinary_weights",
     "save_model",
     "shape_of",
-    "unfused",
     "use_backend",
 ]
 
 
 def family_of(model: nn.Module) -> Family:
-    """Finds the family of a model, or refuses the model by name."""
+    """Returns the family of a model.
+
+    Raises:
+        NotSupported: The model belongs to no family, or has not been adopted yet.
+    """
     for family in FAMILIES:
         if family.matches(model):
             return family
     if any(library.adopts(model) for library in LIBRARIES.values()):
         raise NotSupported(
-            f"this {type(model).__name__} still has the attention of its own library: adopt it first, with "
-            "attnrx.load(model), which gives a copy with the same logits."
+            f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
+            "attnrx.load(model), which returns a copy with the same logits."
         )
     raise NotSupported(
-        f"{type(model).__module__}.{type(model).__name__} is not a model that attnrx knows; "
-        f"supported are {', '.join(model_names())}, timm:NAME, hf:ID and folders saved by attnrx."
+        f"{type(model).__module__}.{type(model).__name__} is not supported; "
+        f"use {', '.join(model_names())}, timm:NAME, hf:ID or a folder saved by attnrx."
     )
 
 
 def model_names() -> tuple[str, ...]:
-    """Every name of a model of ours."""
+    """Returns the names of all attnrx models."""
     return tuple(_OWN)
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
     """Builds a freshly initialized model from its name, e.g. `svda:cifar10` or `timm:vit_tiny_patch16_224`.
 
-    `changes` override fields of its configuration. On the meta device the model has no weights, and can be priced.
+    `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
+    computed.
     """
     library, _, own = name.partition(":")
     if library in LIBRARIES:
@@ -137,16 +142,15 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
 def load_model(
     source: str | Path | nn.Module, seed: int = 0, weights: str | Path | None = None, pretrained: bool | None = None
 ) -> nn.Module:
-    """Returns a model from a saved folder, from a name, or from an instance, which is adopted if it is another
-    library's.
+    """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
-    `timm:NAME` has the weights of the file `weights`, or those that timm downloads, or with `pretrained=False` fresh
-    ones; `hf:ID` takes a folder or downloads, and the path of a folder saved by transformers needs no `hf:`;
-    `hub:OWNER/NAME` is a saved folder on the hub. Names of ours have fresh weights; `lvvit:SIZE` takes a published
-    file.
+    `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
+    (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
+    `hub:OWNER/NAME` is a saved folder on the hub. Names of attnrx models give fresh weights; `lvvit:SIZE` accepts a
+    published weight file.
     """
     if isinstance(source, nn.Module):
-        return _known(source)
+        return _adopt_if_foreign(source)
     library, _, name = str(source).partition(":")
     if library == "timm":
         return TimmFamily().load(name, weights, pretrained)
@@ -154,7 +158,7 @@ def load_model(
         return LVViTFamily().load(name, weights)
     if weights is not None or pretrained is not None:
         raise InvalidInput(
-            f"load({str(source)!r}) takes no weights or pretrained; both go with timm:NAME, weights with lvvit:SIZE."
+            f"load({str(source)!r}) takes no weights or pretrained; timm:NAME takes both, lvvit:SIZE takes weights."
         )
     if library == "hub":
         return load_weights(download(name), FAMILIES)
@@ -169,7 +173,7 @@ def _read_folder(source: str | Path) -> nn.Module:
     return HuggingFaceFamily().load(source) if is_transformers_folder(source) else load_weights(source, FAMILIES)
 
 
-def _known(model: nn.Module) -> nn.Module:
+def _adopt_if_foreign(model: nn.Module) -> nn.Module:
     for library in LIBRARIES.values():
         if library.adopts(model):
             return library.adopt(model)
@@ -183,9 +187,9 @@ def save_model(
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Saves a model of a known family as a folder that `load_model` reads.
+    """Saves a model of a supported family as a folder that `load_model` reads.
 
-    A model that the folder holds is replaced at once, with everything that was recorded of it (PARTS of
-    `models.checkpoint`); `write_beside` is called with a temporary folder and writes what belongs to the new one.
+    A model already in the folder is replaced atomically, together with all files that belong to it (PARTS of
+    `models.checkpoint`). `write_beside` is called with the temporary folder and writes further files of the new model.
     """
     return save_weights(folder, model, family_of(model), notes, write_beside)

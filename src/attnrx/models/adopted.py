@@ -1,4 +1,4 @@
-"""A model of another library whose attention was replaced by ours."""
+"""A model of another library whose attention was replaced by attnrx attention."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from attnrx.models.observation_hooks import evaluating
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
-PLACES: dict[str, str] = {"query": "scores.query", "key": "scores.key", "value": "value", "output": "output"}
+PARAMETER_NAMES: dict[str, str] = {"query": "scores.query", "key": "scores.key", "value": "value", "output": "output"}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How the model was made by its own library, and what its images must be like.
+    """How the model was created by its own library, and its input format.
 
     `arguments` are JSON values: the keyword arguments of timm's entrypoint, or the configuration of transformers.
     """
@@ -44,13 +44,13 @@ class Origin:
 
 
 def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
-    """Channels, height and width as integers."""
+    """Returns channels, height and width as integers."""
     channels, height, width = (int(value) for value in values)
     return channels, height, width
 
 
 class Adopted(nn.Module):
-    """A foreign model, `source`, with our attention in every layer; gives its logits."""
+    """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
@@ -64,22 +64,22 @@ class Adopted(nn.Module):
         if images.shape[1:] != self.origin.input_shape:
             channels, height, width = self.origin.input_shape
             raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: {self.origin.architecture} wants [batch, {channels}, "
+                f"images of shape {tuple(images.shape)}: {self.origin.architecture} takes [batch, {channels}, "
                 f"{height}, {width}]. Load the data with image_size={height}."
             )
-        return chunked_forward(self, self._answered, images, self._largest)
+        return chunked_forward(self, self._forward_chunk, images, self._max_elements)
 
     @cached_property
-    def _largest(self) -> int:
-        """Numbers that an image makes of itself inside an MLP four times as wide as the tokens."""
+    def _max_elements(self) -> int:
+        """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
         convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
         if convolution is None:
             return 0
         (height, width), (down, right) = self.origin.input_shape[1:], convolution.stride
         return 4 * convolution.out_channels * (height // down) * (width // right)
 
-    def _answered(self, images: Tensor) -> Tensor:
-        """Returns the logits; the last block computes the class token alone where the head reads nothing else."""
+    def _forward_chunk(self, images: Tensor) -> Tensor:
+        """Returns the logits; the last block computes only the class token where the head uses no other token."""
         if self.last is None or self.last.watched:
             return self.logits(images)
         self.last.at_work = True
@@ -89,36 +89,36 @@ class Adopted(nn.Module):
             self.last.at_work = False
 
     def logits(self, images: Tensor) -> Tensor:
-        """Runs the source on images of the right shape."""
+        """Returns the logits of images of the right shape."""
         return self.source(images)
 
 
 class Adapter(nn.Module):
-    """Stands where the attention of a foreign layer stood, and passes on to ours.
+    """Replaces the attention module of a layer and calls attnrx attention.
 
-    Where its layer is given some tokens alone, `among` holds all those that they attend to, for one call.
+    `key_value_tokens` holds the key/value tokens of the next call where its queries are a subset of them; else None.
     """
 
     def __init__(self, attention: Attention):
         super().__init__()
         self.attention = attention
-        self.among: Tensor | None = None
+        self.key_value_tokens: Tensor | None = None
 
     def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Returns what our attention gives."""
-        among = self.among
-        if among is None:
+        """Returns the output of the attention."""
+        key_value_tokens = self.key_value_tokens
+        if key_value_tokens is None:
             return self.attention(tokens)
-        self.among = None
-        return self.attention(tokens, among)
+        self.key_value_tokens = None
+        return self.attention(tokens, key_value_tokens)
 
 
 def assembled(
     weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None], heads: int, scale: float
 ) -> Attention:
-    """Returns our dense attention from four projections ("query", "key", "value", "output"), copying their tensors.
+    """Returns dense attnrx attention with copies of four projections ("query", "key", "value", "output").
 
-    The rows of query, key and value, and the columns of output, are sorted by heads.
+    The rows of query, key and value, and the columns of output, are sorted by head.
     """
     rows, width = weights["query"].shape
     present = tuple(name for name in BIASES if biases[name] is not None)
@@ -126,34 +126,34 @@ def assembled(
     spec = AttentionSpec("dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0], biases=present)
     with torch.device("meta"):
         attention = Attention(spec)
-    tensors = {f"{place}.weight": weights[name] for name, place in PLACES.items()}
-    tensors |= {f"{PLACES[name]}.bias": own for name, own in biases.items() if own is not None}
-    # Copies, because the parts of a fused projection would share one storage.
+    tensors = {f"{path}.weight": weights[name] for name, path in PARAMETER_NAMES.items()}
+    tensors |= {f"{PARAMETER_NAMES[name]}.bias": bias for name, bias in biases.items() if bias is not None}
+    # Cloned, because the slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(tensors[name].requires_grad)
     return attention
 
 
-def require_same(first: Adopted, second: Adopted, because: str) -> None:
-    """Runs both models on the same random images, and refuses unless the logits agree to the precision of their type.
+def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:
+    """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
 
     The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
-    forgotten norm, bias or scale far above. The epsilon is float32's or larger, since some attention computes its
+    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
     softmax in float32.
     """
     parameter = next(first.parameters())
     if parameter.is_meta:
-        raise InvalidInput(f"{first.origin.architecture} has no weights yet; load them before adopting it.")
+        raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64).to(parameter)
     with evaluating((first, second)):
-        one, other = first(images), second(images)
-    epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.float32).eps)
-    limit = epsilon**0.5 * max(1.0, float(one.abs().max()))
-    difference = float((one - other).abs().max())
-    if not difference <= limit:  # NaN too
+        expected, actual = first(images), second(images)
+    epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
+    difference = float((expected - actual).abs().max())
+    if not difference <= limit:  # also true for NaN
         raise NotSupported(
             f"{first.origin.architecture} cannot be adopted: {because}. On random images the logits differ by "
-            f"{difference:.3g}, and rounding explains {limit:.3g}."
+            f"{difference:.3g}; rounding explains at most {limit:.3g}."
         )

@@ -1,4 +1,4 @@
-"""What the families of foreign models have in common: adopting, describing, rebuilding and pricing."""
+"""The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
 
 import copy
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from attnrx.attention import Attention
 from attnrx.config import from_dict, to_dict
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models.adopted import Adapter, Adopted, Origin, require_same
+from attnrx.models.adopted import Adapter, Adopted, Origin, require_equal_logits
 from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.family import Family
 from attnrx.models.last_layer import LastLayer
@@ -21,7 +21,7 @@ from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_costs import priced_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
 from attnrx.spec import AttentionSpec
-from attnrx.storage import require_finite
+from attnrx.storage import require_finite_tensors
 from attnrx.tokens import TokenLayout, TokenPolicy
 
 MLP_MAPS = ("fc1", "fc2")
@@ -29,67 +29,69 @@ Ranks = tuple[tuple[int | None, int | None], ...]
 
 
 class AdoptedFamily(Family):
-    """A kind of foreign model. A subclass says what is where and what it refuses; the rest is done here."""
+    """A family of models of another library. A subclass locates their modules and lists unsupported features."""
 
     model_type: type[Adopted]
     adapter_type: type[Adapter]
     attention_name: str
     mlp_types: tuple[str, ...]
-    """The MLPs of two linear maps, fc1 and fc2, with an activation between them; others stay as they are."""
+    """Classes of MLPs with two linear maps, fc1 and fc2, and an activation between them; others are not compressed."""
     head_names: tuple[str, ...]
-    """Where the classifier and the norm before it are, seen from the source; those that a model lacks are skipped."""
+    """Paths, in the source, of the classifier and the norm before it; paths that a model lacks are skipped."""
     classifier_names: tuple[str, ...]
-    """Which of them classify; two, where a distillation token answers too."""
+    """The entries of `head_names` that are classifiers; two for models with a distillation token."""
     pooled_names: tuple[str, ...] = ()
-    """Which of them see one pooled token instead of all."""
+    """Those of `head_names` that run on one pooled token instead of all tokens."""
 
     @abstractmethod
     def adopts(self, model: nn.Module) -> bool:
-        """Whether the model comes from this library, so that `adopt` takes it or says why not; imports nothing."""
+        """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
 
     @abstractmethod
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Returns every reason why the model cannot be adopted, without reading its weights."""
+        """Yields every reason why the model cannot be adopted, without reading its weights."""
 
     @abstractmethod
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Finds out how the model was made and what it takes; what the user stated goes first."""
+        """Returns how the model was created and its input format; values in `stated` have precedence."""
 
     @abstractmethod
     def create(self, origin: Origin) -> nn.Module:
-        """Makes the model anew with its own library, without weights."""
+        """Creates the model with its own library, without pretrained weights."""
 
     @abstractmethod
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """The transformer blocks."""
+        """Returns the transformer blocks."""
 
     @abstractmethod
     def own(self, attention: nn.Module) -> Attention:
-        """Our attention with the weights of theirs."""
+        """Returns attnrx attention with the weights of a library's attention module."""
 
     @abstractmethod
     def norm_before(self, layer: nn.Module) -> str | None:
-        """Where a block has the norm before its attention, if any; used where the logits read the class token alone."""
+        """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
+        shortcut.
+        """
 
     @abstractmethod
     def patches(self, source: nn.Module) -> nn.Conv2d:
-        """The patch embedding."""
+        """Returns the convolution of the patch embedding."""
 
     @abstractmethod
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Tokens beside the patches: class, distillation and register tokens."""
+        """Returns the number of tokens before the patches: class, distillation and register tokens."""
 
     @abstractmethod
     def has_class_token(self, source: nn.Module) -> bool:
-        """Whether the first token is a class token."""
+        """Returns whether the first token is a class token."""
 
     @abstractmethod
     def pooling(self, source: nn.Module) -> str:
-        """How the answer is read off the tokens: "class", "mean", or another word for what is neither."""
+        """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
 
     @abstractmethod
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """The norm after the last layer, or what stands in its place."""
+        """Returns the norm after the last layer, or the module in its place."""
 
     def adopt(
         self,
@@ -98,40 +100,46 @@ class AdoptedFamily(Family):
         std: tuple[float, ...] | None = None,
         input_shape: tuple[int, int, int] | None = None,
     ) -> Adopted:
-        """Returns a deep copy of the model with our attention in every layer; the model itself is left alone.
+        """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
 
-        Two things are proven on random images before the copy is given out: that its logits are those of the model,
-        and that a model rebuilt from its description gives them too. `mean` and `std` override what the model says
-        of its images; `input_shape` can do so only for models that resize their positions.
+        Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
+        rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
+        overrides its image size, only for models that resize their position embeddings.
 
         Raises:
-            NotSupported: The model has a feature that is not modelled, named in the message.
+            NotSupported: The model has an unsupported feature, named in the message.
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
         self.require_supported(model)
-        require_finite(model.state_dict(), model_name(model))
+        require_finite_tensors(model.state_dict(), model_name(model))
         origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
         adopted = self.model_type(copy.deepcopy(model), origin)
-        adopted.training = model.training  # of the wrapper alone: every module inside keeps its own mode
+        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         for layer in self.layers(adopted.source):
             theirs = getattr(layer, self.attention_name)
             setattr(layer, self.attention_name, self.adapter_type(self.own(theirs)).train(theirs.training))
         self._lighten_(adopted)
-        require_same(self.model_type(model, origin), adopted, "its attention is not what it seems")
+        require_equal_logits(
+            self.model_type(model, origin),
+            adopted,
+            "its attention computes something else than plain softmax attention",
+        )
         self._require_rebuilt(adopted)
         return adopted
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Makes the model anew with its own library, whose attention it keeps."""
+        """Creates the model with its own library, which keeps that library's attention."""
         return self.create(self._adopted(model).origin)
 
     @abstractmethod
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Makes a model by its name with fresh weights; on the meta device, it has none and can only be priced."""
+        """Creates a model by its name with fresh weights, or with none on the meta device, where only its costs are
+        available.
+        """
 
     def outlined(self, model: nn.Module) -> Adopted:
-        """Puts our attention into a model without weights, of which nothing can be proven."""
+        """Puts attnrx attention into a model without weights; its logits cannot be checked."""
         self.require_supported(model)
         adopted = self.model_type(model, self._stated(model, {}))
         for layer in self.layers(adopted.source):
@@ -139,7 +147,7 @@ class AdoptedFamily(Family):
         return adopted
 
     def require_supported(self, model: nn.Module) -> None:
-        """Refuses the model, naming every feature that is not modelled; its weights are not looked at."""
+        """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
         found = tuple(self.refusals(model))
         if found:
             reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in found))
@@ -147,34 +155,36 @@ class AdoptedFamily(Family):
             raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether the model was adopted by this family."""
+        """Returns whether the model was adopted by this family."""
         return isinstance(model, self.model_type)
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """The attention of every layer."""
+        """Returns the attention of every layer."""
         return tuple(adapter.attention for adapter in self._adapters(model))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        """Replaces one layer's attention; its spec is its description."""
+        """Replaces one layer's attention, which carries its own spec."""
         adapter = self._adapters(model)[layer]
         adapter.attention = attention.train(adapter.attention.training)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """The two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another kind."""
+        """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
+        kind.
+        """
         mlps = [layer.get_submodule("mlp") for layer in self.layers(self._adopted(model).source)]
         if not all(type(mlp).__name__ in self.mlp_types for mlp in mlps):
             return ()
         return tuple((mlp.get_submodule(MLP_MAPS[0]), mlp.get_submodule(MLP_MAPS[1])) for mlp in mlps)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Puts another map into one layer's MLP, the first (0) or the second (1)."""
+        """Replaces the first (0) or second (1) map of one layer's MLP."""
         if not self.mlp(model):
             raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
         mlp, name = self.layers(self._adopted(model).source)[layer].mlp, MLP_MAPS[which]
         setattr(mlp, name, linear.train(getattr(mlp, name).training))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """How the model was made, the spec of every layer's attention, and the ranks of its MLP."""
+        """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
         return {
             "architecture": origin.architecture,
@@ -187,7 +197,7 @@ class AdoptedFamily(Family):
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
-        """Makes the described model with its own library, and puts attention and MLPs of the described ranks in."""
+        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
         facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
         origin = Origin(description["architecture"], description["arguments"], **facts)
         adopted = self.model_type(self.create(origin), origin)
@@ -203,8 +213,9 @@ class AdoptedFamily(Family):
         return adopted
 
     def _lighten_(self, adopted: Adopted) -> None:
-        """Removes dropout at rate 0, and computes only the class token in the last block where the head reads nothing
-        else."""
+        """Removes dropout of rate 0, and enables the last-layer class-token shortcut for models with class-token
+        pooling.
+        """
         source, layers = adopted.source, self.layers(adopted.source)
         for layer in layers:
             _without_idle_dropout_(layer)
@@ -213,35 +224,35 @@ class AdoptedFamily(Family):
             adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Returns channels, height and width of an image."""
         return self._adopted(model).origin.input_shape
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation that the images are normalized with."""
+        """Returns the mean and standard deviation of the image normalization."""
         origin = self._adopted(model).origin
         return origin.mean, origin.std
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """The tokens before the first layer, and how the answer is read off those after the last."""
+        """Returns the tokens before the first layer, and the pooling after the last."""
         adopted = self._adopted(model)
         source, pooled = adopted.source, self.pooling(adopted.source)
         if pooled not in ("class", "mean"):
             raise NotSupported(
-                f"{adopted.origin.architecture} reads its answer off the tokens by {pooled!r}; tokens can leave only "
-                "where it is a token before the patches, or the mean of the patches."
+                f"{adopted.origin.architecture} pools its tokens by {pooled!r}; tokens can be pruned only where the "
+                "head takes a token before the patches, or the mean of the patches."
             )
         return TokenLayout(self.prefix_tokens(source), self._positions(adopted), self.has_class_token(source), pooled)
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        """The convolution."""
+        """Returns the convolution of the patch embedding."""
         return self.patches(self._adopted(model).source)
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        """The norm after the last layer."""
+        """Returns the norm after the last layer."""
         return self.last_norm(self._adopted(model).source)
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
-        """Every classifier that the source has."""
+        """Returns every classifier of the source."""
         named = dict(self._adopted(model).source.named_modules())
         found = (named.get(name) for name in self.classifier_names)
         return tuple(head for head in found if isinstance(head, nn.Linear))
@@ -251,7 +262,7 @@ class AdoptedFamily(Family):
         return (height // down) * (width // right)
 
     def set_normalization_(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """States that the model was trained with images normalized in another way; it is saved with the model."""
+        """Records that the model was trained with images normalized in another way; this is saved with the model."""
         adopted = self._adopted(model)
         adopted.origin = replace(adopted.origin, mean=tuple(mean), std=tuple(std))
 
@@ -262,29 +273,30 @@ class AdoptedFamily(Family):
         mlp_ranks: Ranks | None = None,
         tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Prices the model, with other specs, ranks and tokens in its layers on request.
+        """Returns the costs of the model, optionally with other specs, ranks and tokens in its layers.
 
-        Everything learned before the first layer (tokens and positions too) counts as patches, everything learned in a
-        layer beside attention and MLP (LayerScale too) as its norms, so the parameters add up to all of the model.
+        All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
+        layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
+        the model.
         """
         adopted = self._adopted(model)
         layers, maps = self.layers(adopted.source), self.mlp(adopted)
         specs = tuple(own.spec for own in self.attention(model)) if attention is None else attention
-        wanted = mlp_ranks
-        if wanted is None:
-            wanted = tuple((rank_of(first), rank_of(second)) for first, second in maps)
-        if len(specs) != len(layers) or len(wanted) != len(maps):
+        ranks = mlp_ranks
+        if ranks is None:
+            ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps)
+        if len(specs) != len(layers) or len(ranks) != len(maps):
             raise InvalidInput(
-                f"{len(specs)} attention specs and {len(wanted)} pairs of MLP ranks for {len(layers)} layers and "
+                f"{len(specs)} attention specs and {len(ranks)} pairs of MLP ranks for {len(layers)} layers and "
                 f"{len(maps)} MLPs of two maps: give one for each."
             )
         patches = self.patches(adopted.source)
         positions = self._positions(adopted)
-        priced = priced_tokens(model, self, tokens, specs, positions + self.prefix_tokens(adopted.source))
+        token_costs = priced_tokens(model, self, tokens, specs, positions + self.prefix_tokens(adopted.source))
         heads = [module for name, module in adopted.source.named_modules() if name in self.head_names]
         classifier = sum(params(module) for module in heads)
         before = params(adopted.source) - classifier - sum(params(layer) for layer in layers)
-        changes = [tuple(zip(*pair, strict=True)) for pair in zip(maps, wanted, strict=True)] or [()] * len(layers)
+        changes = [tuple(zip(*pair, strict=True)) for pair in zip(maps, ranks, strict=True)] or [()] * len(layers)
         return ModelCosts(
             patches=PartCosts(before, positions * patches.weight.numel()),
             layers=tuple(
@@ -293,32 +305,32 @@ class AdoptedFamily(Family):
                     mlp=mlp_costs(layer.get_submodule("mlp"), own, change),
                     layer_norms=PartCosts(params(layer, without=(self.attention_name, "mlp"))),
                 )
-                for layer, spec, change, own in zip(layers, specs, changes, priced.tokens, strict=True)
+                for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
             ),
             classifier=PartCosts(classifier),
             classifier_macs=sum(matrices(head) for head in heads),
-            predictors=priced.predictors,
-            predictor_norm_features=priced.norm_features,
-            outer_norm_features=self._outer_norm_features(adopted.source, positions, priced.tokens),
+            predictors=token_costs.predictors,
+            predictor_norm_features=token_costs.norm_features,
+            outer_norm_features=self._outer_norm_features(adopted.source, positions, token_costs.tokens),
         )
 
     def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
-        """Features of the norms outside the layers: of the patches, of all tokens, or of one pooled token."""
+        """Returns the features of the norms outside the layers, times the tokens that each of them normalizes."""
         last = self.last_norm(source)
         inside = {module for layer in self.layers(source) for module in layer.modules()}
         total = 0
         for name, module in source.named_modules():
             features = norm_features(module)
             if features and module not in inside:
-                left = tokens[-1] if module is last else tokens[0]
-                state = positions if name.startswith("patch_embed.") else left
-                total += features * (1 if name in self.pooled_names else state)
+                num_tokens = tokens[-1] if module is last else tokens[0]
+                count = positions if name.startswith("patch_embed.") else num_tokens
+                total += features * (1 if name in self.pooled_names else count)
         return total
 
     def _factor_(self, adopted: Adopted, layer: int, which: int, rank: int | None) -> None:
         if rank is not None:
-            whole: Any = self.mlp(adopted)[layer][which]
-            factors = LowRankLinear(whole.in_features, whole.out_features, rank, whole.bias is not None)
+            linear: Any = self.mlp(adopted)[layer][which]
+            factors = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
             self.set_mlp_(adopted, layer, which, factors)
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
@@ -333,22 +345,24 @@ class AdoptedFamily(Family):
 
     def _adopted(self, model: nn.Module) -> Adopted:
         if not isinstance(model, self.model_type):
-            raise InvalidInput(f"{model_name(model)} was not adopted by the family {self.name!r}.")
+            raise InvalidInput(
+                f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
+            )
         return model
 
     def _require_rebuilt(self, adopted: Adopted) -> None:
-        because = "rebuilt from its name and arguments it is another model, so it was changed after it was made"
+        because = "a model rebuilt from its name and arguments differs, so it was changed after it was created"
         with torch.device("meta"):
-            twin = self.build(self.describe(adopted))
-        shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, twin)]
-        if str(adopted) != str(twin) or shapes[0] != shapes[1]:
+            rebuilt = self.build(self.describe(adopted))
+        shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
+        if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
-        twin.load_state_dict(adopted.state_dict(), assign=True)
-        require_same(adopted, twin, because)
+        rebuilt.load_state_dict(adopted.state_dict(), assign=True)
+        require_equal_logits(adopted, rebuilt, because)
 
 
 def _without_idle_dropout_(module: nn.Module) -> None:
-    """Puts nothing in the place of every dropout of share 0, which takes as long to call as a small product."""
+    """Replaces every dropout of rate 0 by an identity: calling a dropout takes as long as a small matrix product."""
     for name, part in module.named_children():
         if type(part) is nn.Dropout and part.p == 0:
             setattr(module, name, nn.Identity().train(part.training))

@@ -1,4 +1,4 @@
-"""The blocks of a model, one for each attention layer: their names, their parameters, their outputs."""
+"""The blocks of a model, one per attention layer: their names, parameters and outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,37 +11,38 @@ from attnrx.shapes import Tensor
 
 
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Returns the path of the block around every attention layer: the part of the layer's path up to its number."""
+    """Returns the path of the block around every attention layer: the layer's path up to its last number."""
     paths = {id(module): name for name, module in model.named_modules()}
     return tuple(_up_to_number(paths[id(layer)]) for layer in family.attention(model))
 
 
 def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
-    """Returns the place of every parameter on the way from image to logits.
+    """Returns the block index of every parameter, in the order of the forward pass.
 
-    0 is what comes before the blocks (patches, positions, tokens), 1 to L are the blocks, L + 1 is what comes after.
+    0 stands for parameters before the blocks (patches, position embeddings, tokens), 1 to L for the blocks, L + 1 for
+    parameters after them.
     """
     blocks = block_names(model, family)
-    places: dict[str, int] = {}
-    met = 0
+    indices: dict[str, int] = {}
+    last_block = 0
     for name, _ in model.named_parameters():
-        own = next((place for place, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
-        met = max(met, own or 0)
-        places[name] = own or (0 if not met else len(blocks) + 1)
-    return places
+        own = next((index for index, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
+        last_block = max(last_block, own or 0)
+        indices[name] = own or (0 if not last_block else len(blocks) + 1)
+    return indices
 
 
 @contextmanager
 def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
-    """Collects what every block gives in a forward pass; whoever reads the list also clears it."""
-    found: list[Tensor] = []
+    """Collects the output of every block in each forward pass; the caller clears the list."""
+    outputs: list[Tensor] = []
 
-    def keep(module: nn.Module, given: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+    def record(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [model.get_submodule(name).register_forward_hook(keep) for name in block_names(model, family)]
+    handles = [model.get_submodule(name).register_forward_hook(record) for name in block_names(model, family)]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

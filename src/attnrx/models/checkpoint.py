@@ -1,7 +1,7 @@
-"""A model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
+"""Saves a model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
 
-The files of a saved model, PARTS, are replaced together: what was recorded of an earlier model never stays beside a new
-one. Everything else in the folder (notes, checkpoints of a training) stays.
+The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains next to a new one.
+All other files in the folder (notes, training checkpoints) are kept.
 """
 
 import re
@@ -27,7 +27,7 @@ from attnrx.storage import (
     file_sha256,
     read_json,
     read_tensors,
-    require_finite,
+    require_finite_tensors,
     sealed,
     write_json,
     write_tensors,
@@ -64,7 +64,7 @@ RECORD = Record(
 )
 
 
-# name -> the kind that is marked inside the file
+# file name -> the kind written inside the file
 PARTS = {
     "config.json": KIND,
     "model.safetensors": f"{KIND} weights",
@@ -83,13 +83,11 @@ def save_weights(
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Replaces the model in a folder at once: weights, config.json, and what `write_beside` writes into the folder that
-    it is given.
-    """
+    """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes."""
     folder = Path(folder)
     require_ordinary_weights(model)
     tensors = dict(model.state_dict())
-    require_finite(tensors, "the model to save")
+    require_finite_tensors(tensors, "the model to save")
     with replacing_folder(folder, is_model_file, last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {
@@ -108,13 +106,13 @@ def save_weights(
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether attnrx wrote a file as a part of a saved model: by its name and by the marker inside."""
+    """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
     kind = f"{PRESCRIPTION} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
     return kind is not None and file_kind(path) == kind
 
 
 def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
-    """Refuses a folder where files of these names exist that are not parts of a saved model."""
+    """Raises an error if the folder has files of these names that do not belong to a saved model."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
@@ -122,7 +120,7 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
 
 
 def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
-    """Builds the model on the meta device and fills it strictly with the saved weights, in evaluation mode."""
+    """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
@@ -135,7 +133,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     if record["family"] not in known:
         raise UnknownName("model family", record["family"], known)
     tensors = read_tensors(folder / "model.safetensors", record["weights_sha256"])
-    require_finite(tensors, str(folder / "model.safetensors"))
+    require_finite_tensors(tensors, str(folder / "model.safetensors"))
     _require_depth(record["model"], tensors, path)
     try:
         with torch.device("meta"):
@@ -145,15 +143,15 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
                 attach_described_(model, family, record["tokens"])
         model.load_state_dict(tensors, strict=True, assign=True)
         require_ordinary_weights(model)
-    except Exception as error:  # other libraries build from the record too, and raise errors of their own
+    except Exception as error:  # timm and transformers build from the record too and raise their own errors
         raise CheckpointError(
-            f"{folder}: the weights do not fit config.json ({error}). One of the files is not its own."
+            f"{folder}: the weights do not fit config.json ({error}). The two files are of different models."
         ) from error
     return model.eval()
 
 
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses a config of more or fewer layers than the tensors are of, before anything is built."""
+    """Raises CheckpointError if config.json and the tensors differ in depth, before building the model."""
     layers = model.get("attention")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
     described = len(layers) if isinstance(layers, list) else shown(layers)
@@ -165,6 +163,6 @@ def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path
     for name, depth in found.items():
         if depth != stored:
             raise CheckpointError(
-                f"{path}: model.{name} describes {depth} layers, and model.safetensors holds {stored}. One of the "
-                "files is not its own."
+                f"{path}: model.{name} describes {depth} layers, and model.safetensors holds {stored}. The two "
+                "files are of different models."
             )

@@ -1,4 +1,4 @@
-"""A batch in parts: where nothing is recorded, images pass through a model a few at a time, in memory that is warm."""
+"""Chunked inference on a CPU: a few images at a time, so that activations stay in reused, cached memory."""
 
 import copy
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from attnrx.shapes import Float, Tensor
 WARM = 8 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
 
-Larger ones are taken from the operating system anew at every operation, page by page, and read from memory instead of
-a cache: that costs more than starting the operations several times.
+The operating system allocates larger ones anew, page by page, at every operation, and they do not fit the cache: that
+takes longer than starting the operations several times.
 """
 
 
@@ -25,30 +25,30 @@ def chunked_forward(
     images: Float[Tensor, "batch channels height width"],
     largest: int,
 ) -> Tensor:
-    """Returns `run(images)`, a few images at a time on a CPU where no gradients are recorded and no hook reads the
+    """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
     batch.
 
-    `largest` is how many numbers an image makes of itself in the widest place. The model must treat every image of a
-    batch by itself, as all do in evaluation mode.
+    `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
+    independently, as all models do in evaluation mode.
     """
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
         return run(images)
     most = max(context.threads * WARM // (largest * images.element_size()), 1)
-    if len(images) <= most or any(map(_sees_batches, model.modules())):
+    if len(images) <= most or any(map(_needs_whole_batch, model.modules())):
         return run(images)
-    reduction, found, runs = reduction_of(model), [], []
-    for part in images.split(most):
-        found.append(run(part))
+    reduction, outputs, runs = reduction_of(model), [], []
+    for chunk in images.split(most):
+        outputs.append(run(chunk))
         if reduction is not None:
             runs.append(copy.copy(reduction.run))
     if reduction is not None:
         reduction.run = TokenRun.joined(runs)
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
-def _sees_batches(module: nn.Module) -> bool:
-    """Whether a part of the model is in training, or tells somebody of what passes through it."""
+def _needs_whole_batch(module: nn.Module) -> bool:
+    """Returns whether a module is in training mode, or has hooks or a backend that must receive the whole batch."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if module.training or not all(getattr(hook, "by_image", False) for hook in hooks):
         return True

@@ -1,4 +1,4 @@
-"""What attnrx must know about a model: where its attention layers are and how it is described and rebuilt."""
+"""The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,73 +17,79 @@ from attnrx.tokens import TokenLayout, TokenPolicy
 
 
 class Family(ABC):
-    """One kind of model. A family maps names; it never changes a model except through `set_attention_`."""
+    """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
 
     name: str
 
     @abstractmethod
     def matches(self, model: nn.Module) -> bool:
-        """Whether the model is of this family."""
+        """Returns whether the model is of this family."""
 
     @abstractmethod
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """The attention of every layer, in order."""
+        """Returns the attention of every layer, in order."""
 
     @abstractmethod
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        """Puts another attention into one layer, in place, and updates the model's own description."""
+        """Replaces one layer's attention in place, and updates the model's own description."""
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """The two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another kind."""
+        """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
+        kind.
+        """
 
     @abstractmethod
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Puts another map into one layer's MLP, the first (0) or the second (1), and updates the description."""
+        """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
 
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """A JSON-ready description from which `build` makes the same model, without its weights."""
+        """Returns a JSON-ready description from which `build` creates the same model, without its weights."""
 
     @abstractmethod
     def build(self, description: Mapping[str, Any]) -> nn.Module:
-        """Builds the described model; called on the meta device when loading."""
+        """Builds the model from its description; called on the meta device when loading."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """The model as its own library makes and runs it, with fresh weights: what a speed is compared with."""
+        """Returns the reference implementation of the model in its own library, with fresh weights: the baseline of
+        speed ratios.
+        """
         return self.build(self.describe(model))
 
     @abstractmethod
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Returns channels, height and width of an image."""
 
     @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation that the model's images are normalized with, one per channel."""
+        """Returns the mean and standard deviation of the image normalization, one value per channel."""
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
-        """The transform of the model's library from a PIL picture to a float tensor; None where it has none."""
+        """Returns the library's transform from a PIL image to a float tensor; None where the library has none."""
         return None
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """What its classes are called, in the order of its logits; () where the model does not say."""
+        """Returns the class names in the order of the logits; () where the model has none."""
         return ()
 
     @abstractmethod
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        """The module whose first argument is the images."""
+        """Returns the module whose first argument is the images."""
 
     @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """The tokens before the first layer, and how the answer is read off those after the last."""
+        """Returns the tokens before the first layer, and the pooling after the last."""
 
     @abstractmethod
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        """What gives the tokens that the answer is read off."""
+        """Returns the module whose output tokens are pooled."""
 
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
-        """The linear maps that answer for the whole image, from one token or a mean; () where the model has none."""
+        """Returns the linear classifiers of the whole image, which take one token or a mean; () where the model has
+        none.
+        """
 
     @abstractmethod
     def costs(
@@ -93,21 +99,21 @@ class Family(ABC):
         mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
         tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Parameters and MACs in closed form: of the model as it is, or with these specs and ranks in its layers.
+        """Returns parameters and MACs in closed form, of the model or with these specs, ranks and tokens in its layers.
 
-        Every layer is priced at its own number of tokens: those that the policy leaves, the given one or else the one
-        that the model carries.
+        Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
+        model.
         """
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Identifies a model by its weights."""
+    """Returns a hash of a model's weights."""
     require_ordinary_weights(model)
     return fingerprint(model.state_dict())
 
 
 def require_ordinary_weights(model: nn.Module) -> None:
-    """Refuses models whose weights cannot be read, compared and stored one by one.
+    """Raises an error for models whose weights cannot be read, compared and stored one by one.
 
     Raises:
         NotSupported: Quantized modules, whose weights are packed, or two names that share one tensor.
@@ -117,8 +123,8 @@ def require_ordinary_weights(model: nn.Module) -> None:
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise NotSupported(
-                f"{name} holds {key}, which is no tensor but {type(value).__name__}: it was quantized by torch. Take "
-                "the model before that; `attnrx export --to int8` quantizes a model for ONNX Runtime."
+                f"{name} holds {key}, which is not a tensor but {type(value).__name__}: torch quantized it. Use "
+                "the model before quantization; `attnrx export --to int8` quantizes a model for ONNX Runtime."
             )
         if value.is_meta:
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")

@@ -1,4 +1,4 @@
-"""The family of the image classifiers of transformers: ViT, DeiT and DINOv2, adopted with our attention."""
+"""The family of the image classifiers of transformers: ViT, DeiT and DINOv2, adopted with attnrx attention."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_p
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in one class of classifiers; `resizes` says that it takes images of another size as they are."""
+    """The module paths of one classifier class; `resizes` is True if it accepts images of another size."""
 
     body: str
     layers: str
@@ -32,7 +32,7 @@ class Layout:
     resizes: bool = False
 
 
-# class -> where its parts are. All of these name what is inside a layer alike.
+# class -> its module paths. Inside a layer, all of these classes use the same names.
 LAYOUTS: dict[str, Layout] = {
     "ViTForImageClassification": Layout("vit", "layers", "ViTAttention"),
     "DeiTForImageClassification": Layout("deit", "layers", "DeiTAttention"),
@@ -47,17 +47,17 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
-    """Returns whether the folder has a config.json that transformers wrote."""
+    """Returns whether the folder has a config.json written by transformers."""
     path = Path(folder) / "config.json"
     record = read_json(path) if path.is_file() else None
     return isinstance(record, Mapping) and "model_type" in record and "kind" not in record
 
 
 class HuggingFaceModel(Adopted):
-    """An image classifier of transformers with our attention.
+    """An image classifier of transformers with attnrx attention.
 
-    Called with images it gives the logits alone, as every model here; with `pixel_values=...` what its library gives,
-    so that it runs in the library's pipelines and trainers.
+    Called with images it returns the logits, as every model here; called with `pixel_values=...` it returns the output
+    of transformers, so that it runs in pipelines and trainers of transformers.
     """
 
     def forward(
@@ -68,8 +68,8 @@ class HuggingFaceModel(Adopted):
         labels: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Returns logits for images, and for `pixel_values` transformers' own output, with a loss where there are
-        labels.
+        """Returns logits for images; for `pixel_values`, the output of transformers, with a loss where labels are
+        given.
 
         Raises:
             InvalidInput: Both or neither were given, or images of another shape.
@@ -78,48 +78,48 @@ class HuggingFaceModel(Adopted):
             return super().forward(images)
         if images is not None or pixel_values is None:
             raise InvalidInput("give images, or pixel_values=... (with labels=... or not) as transformers does.")
-        given = {} if labels is None else {"labels": labels}
-        return self.source(pixel_values=pixel_values, **given, **options)
+        optional = {} if labels is None else {"labels": labels}
+        return self.source(pixel_values=pixel_values, **optional, **options)
 
     @property
     def config(self) -> Any:
-        """The configuration of transformers: the names of the classes, among other things."""
+        """The configuration of transformers."""
         return self.source.config
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the weights."""
+        """The dtype of the weights."""
         return next(self.parameters()).dtype
 
     def can_generate(self) -> bool:
-        """Whether it writes text, which pipelines ask of every model."""
+        """Returns False; pipelines of transformers call this on every model."""
         return False
 
     def logits(self, images: Tensor) -> Tensor:
-        """Runs the source without the outputs that our attention does not have."""
+        """Returns the logits, without the outputs that attnrx attention does not provide."""
         return self.source(pixel_values=images, output_attentions=False, return_dict=True).logits
 
 
 class HuggingFaceAttention(Adapter):
-    """What a layer of transformers calls: our attention, and no attention weights."""
+    """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
     def forward(
         self, hidden_states: Float[Tensor, "batch tokens width"], attention_mask: Tensor | None = None, **options: Any
     ) -> tuple[Float[Tensor, "batch tokens width"], None]:
-        """Mixes the tokens; refuses masks and requests for the attention weights.
+        """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
 
-        While a model is exported, transformers writes out the mask of none, in which every token counts.
+        During export, transformers passes an explicit mask that includes every token; it is ignored.
         """
         if attention_mask is not None and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
         if options.get("output_attentions"):
             raise NotSupported(
-                "output_attentions=True: an adopted model keeps no attention weights. Observe its layers with "
+                "output_attentions=True: an adopted model returns no attention weights. Observe its layers with "
                 "attnrx.models.observation_hooks instead."
             )
         return self.mixed(hidden_states), None
@@ -139,8 +139,8 @@ class HuggingFaceFamily(AdoptedFamily):
     def load(self, source: Path | str, **changes: Any) -> Adopted:
         """Reads a classifier from a local folder, or from the hub by its id, and adopts it in evaluation mode.
 
-        Mean, std and image size are those of the image processor saved beside it; without one they are 0.5 and the
-        size in the configuration. `changes` override fields of the configuration.
+        Mean, std and image size come from the image processor in the same folder; without one they are 0.5 and the size
+        in the configuration. `changes` override fields of the configuration.
         """
         automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(source) as unreachable:
@@ -152,23 +152,23 @@ class HuggingFaceFamily(AdoptedFamily):
                     f"hf:{source} cannot be read as an image classifier: {reason} Give a folder written by "
                     "save_pretrained, or the id of an image classifier on the hub."
                 ) from error
-        sampled = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
-        if sampled:
+        missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
+        if missing:
             raise CheckpointError(
-                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(sampled[:4])} would be random. "
-                "Fine-tune it as a classifier first, and save that."
+                f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
+                "Fine-tune it as a classifier first, and save the result."
             )
         return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
 
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Makes the classifier of a configuration, with fresh weights or with none on the meta device."""
+        """Creates the classifier of a configuration, with fresh weights or with none on the meta device."""
         automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(name) as unreachable:
             try:
                 config = _transformers("AutoConfig").from_pretrained(name, **arguments)
             except (OSError, ValueError, KeyError) as error:
                 reason = unreachable or error
-                raise CheckpointError(f"hf:{name} has no configuration that can be read: {reason}") from error
+                raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
         if not on_meta:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(0)
@@ -177,11 +177,11 @@ class HuggingFaceFamily(AdoptedFamily):
             return self.outlined(automatic.from_config(config))
 
     def adopts(self, model: nn.Module) -> bool:
-        """Whether the model's class is one of transformers'."""
+        """Returns whether the model's class is one of transformers."""
         return type(model).__module__.split(".")[0] == "transformers"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Names what is not plain: another class of model or attention, or a feature."""
+        """Yields unsupported classes of models or attention, and unsupported features."""
         yield from features(model)
         layout = LAYOUTS.get(type(model).__name__)
         if layout is None or not self.adopts(model):
@@ -192,7 +192,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return
         config: Any = model.config
         if config.output_attentions:
-            yield Refusal("a configuration with output_attentions=True (our attention keeps no attention weights)")
+            yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
         for layer in self.layers(model):
             attention: Any = layer.attention
             if type(attention).__name__ != layout.attention:
@@ -207,7 +207,7 @@ class HuggingFaceFamily(AdoptedFamily):
         name, config = type(model).__name__, model.config
         layout: Layout = LAYOUTS[name]
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
-        arguments.pop("_name_or_path", None)  # where it was read from is not what it is
+        arguments.pop("_name_or_path", None)  # the source path is no part of the model
         embedding: Any = model.get_submodule(f"{layout.body}.embeddings.patch_embeddings")
         own = image_shape((embedding.num_channels, *embedding.image_size))
         shape = image_shape(stated.get("input_shape") or own)
@@ -217,55 +217,55 @@ class HuggingFaceFamily(AdoptedFamily):
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
-        """Makes the class from its configuration."""
+        """Creates the class from its configuration."""
         if origin.architecture not in LAYOUTS:
             raise UnknownName("class of transformers", origin.architecture, LAYOUTS)
         kind = _transformers(origin.architecture)
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """The layers of the encoder."""
+        """Returns the layers of the encoder."""
         layout = LAYOUTS[type(source).__name__]
         return tuple(source.get_submodule(f"{layout.body}.{layout.layers}").children())
 
     def own(self, attention: nn.Module) -> Attention:
-        """Takes over the four projections."""
+        """Returns attnrx attention with copies of the four projections."""
         theirs: Any = attention
-        linears: dict[str, nn.Linear] = {name: getattr(theirs, place) for name, place in PROJECTIONS.items()}
+        linears: dict[str, nn.Linear] = {name: getattr(theirs, path) for name, path in PROJECTIONS.items()}
         weights = {name: linear.weight for name, linear in linears.items()}
         biases = {name: linear.bias for name, linear in linears.items()}
         return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
-        """The labels of the configuration, unless they are numbers with a name before them."""
+        """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
         config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
     def norm_before(self, layer: nn.Module) -> str | None:
-        """The first norm; layers of DINOv2 have it by another name, and answer by all their tokens."""
+        """Returns the first norm of ViT and DeiT; not used for DINOv2, which pools all tokens."""
         return "layernorm_before"
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
-        """The convolution of the patch embedding."""
+        """Returns the convolution of the patch embedding."""
         embeddings: Any = self._embeddings(source)
         return embeddings.patch_embeddings.projection
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Class, distillation and register tokens."""
+        """Returns the number of class, distillation and register tokens."""
         embeddings = self._embeddings(source)
         return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
 
     def has_class_token(self, source: nn.Module) -> bool:
-        """Whether the first token is a class token; all of them have one."""
+        """Returns True: all supported classes have a class token."""
         return True
 
     def pooling(self, source: nn.Module) -> str:
-        """How the answer is read off the tokens: DINOv2 classifies the class token beside the mean of the patches."""
+        """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
         return "mean" if type(source).__name__.startswith("Dinov2") else "class"
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """The norm after the encoder."""
+        """Returns the norm after the encoder."""
         return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.layernorm")
 
     def _embeddings(self, source: nn.Module) -> nn.Module:
@@ -282,11 +282,11 @@ def _transformers(name: str) -> Any:
 
 
 def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
-    """Reads what images must be like from the processor beside the model; nothing where there is none."""
+    """Returns the input format from the saved image processor; empty where there is none."""
     try:
         with local_copies_if_unreachable(source):
             processor = _transformers("AutoImageProcessor").from_pretrained(source)
-    except (OSError, ValueError):  # saved without one
+    except (OSError, ValueError):  # saved without an image processor
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
     size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})

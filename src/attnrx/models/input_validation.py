@@ -1,4 +1,4 @@
-"""Images on their way into a model: refused where it cannot read them, with a warning where their scale is another."""
+"""Validates the images that enter a model: wrong shapes and NaN raise DataError, a wrong scale gives a warning."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from attnrx.shapes import Float, Tensor
 
 
 class InputValidation:
-    """Checks the batches that `what` shows a model, before any work is done on them."""
+    """Validates the batches that the operation `what` passes to a model."""
 
     def __init__(self, model: nn.Module, family: Family, what: str):
         self.what = what
@@ -22,30 +22,30 @@ class InputValidation:
         self._warned = False
 
     def take(self, images: Float[Tensor, "batch channels height width"]) -> Tensor:
-        """Returns the images in the model's precision.
+        """Returns the images in the model's dtype.
 
         Raises:
-            DataError: They have another shape than the model reads, or hold NaN or infinity.
+            DataError: The images have another shape than the model's input, or contain NaN or infinity.
         """
         found = tuple(images.shape[1:])
         if found != self.shape:
             raise DataError(
-                f"{self.what} was given images of {_by(found)} (channels, height, width), and the model reads "
-                f"{_by(self.shape)}; load the data with image_size={self.shape[1]}, or take a model for this data."
+                f"{self.what} was given images of {_by(found)} (channels, height, width), and the model takes "
+                f"{_by(self.shape)}; load the data with image_size={self.shape[1]}, or use a model for this data."
             )
         first = self._scale.images
         self._scale.observe(images)
         if not self._scale.is_finite:
             raise DataError(
-                f"{self.what} was given images with NaN or infinity, among those from {first} to "
-                f"{first + len(images) - 1}; leave them out."
+                f"{self.what} was given images with NaN or infinity, at indices {first} to "
+                f"{first + len(images) - 1}; remove them."
             )
         if self._scale.leaves:
             self._warn()
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
-        """Says whether the images were on the model's scale: nothing if they were, else one note, which warns too."""
+        """Returns a note, and warns, if the images are not on the model's scale; else an empty list."""
         return [] if self._scale.fits else [self._warn()]
 
     def _warn(self) -> str:

@@ -1,4 +1,4 @@
-"""The last-layer class-token shortcut: models whose head reads the class token compute only that in the last block."""
+"""The last-layer class-token shortcut: with a class-token head the last block computes only the class token."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from attnrx.shapes import Float, Tensor
 
 
 class LastLayer:
-    """A hook before the last layer: the tokens before the patches alone go through it, and attend to all.
+    """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
 
-    That changes no logit. While `at_work` is False, which it is but for the time that the model answers, all tokens go
-    through. The MACs of a model (`attnrx.costs`) count all of them, as papers do.
+    The logits do not change. The shortcut is active only while `at_work` is True, which the model sets during its
+    forward pass. The MACs of a model (`attnrx.costs`) count all tokens, as papers do.
     """
 
     by_image = True
 
     def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
-        """Registers itself.
+        """Registers the hook.
 
-        `attention` and `norm` are where the block has its adapter, and what its input passes before that; `after` is
-        the norm after the block, `prefix` the number of tokens before the patches.
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it; `after` is the
+        norm after the block, `prefix` the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
         self.at_work = False
@@ -29,32 +29,32 @@ class LastLayer:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody sees, or trains, what the patches become."""
-        return any(map(_watched, (*self.block.modules(), self.after)))
+        """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        return any(map(_is_observed, (*self.block.modules(), self.after)))
 
-    def __call__(self, block: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Sends the tokens before the patches on, and all of them to the attention."""
-        tokens = given[0] if given else named["hidden_states"]
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
+        tokens = args[0] if args else kwargs["hidden_states"]
         adapter: Any = block.get_submodule(self.attention)
-        if not (self.at_work and _takes_few(adapter.attention, tokens)):
-            return given, named
-        adapter.among = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
-        few = tokens[:, : self.prefix]
-        return ((few, *given[1:]), named) if given else (given, {**named, "hidden_states": few})
+        if not (self.at_work and _supports_fewer_queries(adapter.attention, tokens)):
+            return args, kwargs
+        adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        queries = tokens[:, : self.prefix]
+        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
 
 
 def last_layer_of(model: nn.Module) -> LastLayer | None:
-    """Returns what shortens the last layer of a model; None where nothing does."""
+    """Returns the shortcut of a model; None where it has none."""
     found = getattr(model, "last", None)
     return found if isinstance(found, LastLayer) else None
 
 
-def _watched(module: nn.Module) -> bool:
+def _is_observed(module: nn.Module) -> bool:
     if module.training or module._forward_hooks:
         return True
     return not all(getattr(hook, "by_image", False) for hook in module._forward_pre_hooks.values())
 
 
-def _takes_few(attention: Attention, tokens: Float[Tensor, "batch tokens width"]) -> bool:
-    """Whether the attention is computed by something that takes fewer queries than keys; a head of rank 0 has none."""
+def _supports_fewer_queries(attention: Attention, tokens: Float[Tensor, "batch tokens width"]) -> bool:
+    """Returns whether the backend supports fewer queries than keys; a head of rank 0 has no backend."""
     return all(attention.spec.ranks or (0,)) and attention.plan(tokens).backend.takes_few_queries

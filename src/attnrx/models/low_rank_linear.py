@@ -1,4 +1,4 @@
-"""A linear map written as two thinner ones."""
+"""A linear map factored into two smaller ones."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -19,21 +19,18 @@ class LowRankLinear(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Features between the two."""
+        """Features between the two factors."""
         return self.first.out_features
 
     @property
     def in_features(self) -> int:
-        """Features of the input."""
         return self.first.in_features
 
     @property
     def out_features(self) -> int:
-        """Features of the output."""
         return self.second.out_features
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        """Applies both."""
         first, second = self.first, self.second
         if _is_plain(first) and _is_plain(second):  # with few tokens, calling a module takes as long as its arithmetic
             return F.linear(F.linear(features, first.weight), second.weight, second.bias)
@@ -41,7 +38,7 @@ class LowRankLinear(nn.Module):
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is what was made here: not replaced, parametrized or watched."""
+    """Returns whether the layer is an unchanged nn.Linear: not replaced, parametrized or hooked."""
     return type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
 
 
@@ -51,5 +48,5 @@ def linear_of_rank(inputs: int, outputs: int, rank: int | None) -> nn.Module:
 
 
 def rank_of(linear: nn.Module) -> int | None:
-    """Returns the rank of a map written as two, or None."""
+    """Returns the rank of a factored map, or None."""
     return linear.rank if isinstance(linear, LowRankLinear) else None

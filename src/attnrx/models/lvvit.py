@@ -1,4 +1,4 @@
-"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a stem of convolutions, and patches that are classified too."""
+"""LV-ViT (Jiang et al., 2021, All Tokens Matter): a convolutional stem, and a second classifier for the patches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,16 @@ from attnrx.spec import AttentionSpec
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PATCH_SHARE = 0.5
-"""How much the largest answer of a patch counts beside the class token's, as published."""
+"""Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""
 
 
 @dataclass(frozen=True)
 class LVViTConfig(TransformerConfig):
-    """The shape of the model and the facts of its input.
+    """The shape of the model and its input format.
 
-    What a layer adds is divided by `divisor` (the residual scaling of the paper, `skip_lam` in its
-    code). With `classifies_patches` (token labelling) a second classifier answers for every patch.
+    The output of attention and MLP is divided by `divisor` before the residual sum (the residual scaling of the paper,
+    `skip_lam` in its code). With `classifies_patches` (token labelling) a second classifier computes logits for every
+    patch.
     """
 
     image_size: int = 224
@@ -41,17 +42,19 @@ class LVViTConfig(TransformerConfig):
         super().__post_init__()
         if self.patch_size % 2 or self.stem_channels < 1:
             raise InvalidInput(
-                f"patch_size {self.patch_size} with {self.stem_channels} stem channels: the stem halves the image "
-                "first, so the patches must be even, and it needs a channel at least."
+                f"patch_size {self.patch_size} with {self.stem_channels} stem channels: the stem halves the image, "
+                "so patch_size must be even; stem_channels must be 1 or more."
             )
         if not self.divisor > 0:
-            raise InvalidInput(f"divisor={self.divisor}: what a layer adds is divided by a positive number.")
+            raise InvalidInput(f"divisor={self.divisor}: give a positive number.")
 
     @classmethod
     def uniform(
         cls, form: str = "dense", *, width: int = 384, depth: int = 16, heads: int = 6, **facts: Any
     ) -> "LVViTConfig":
-        """The uncompressed model of `depth` equal layers; queries, keys and values have no bias, as published."""
+        """Returns the uncompressed model of `depth` equal layers, with no bias in queries, keys and values, as
+        published.
+        """
         full = AttentionSpec.full(form, width, heads)
         if facts.get("channels", 3) != 3:
             facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
@@ -70,7 +73,8 @@ def _unbiased(spec: AttentionSpec) -> AttentionSpec:
 class Stem(nn.Module):
     """Four convolutions from an image to its patches: 7 x 7 with stride 2, two of 3 x 3, and the projection.
 
-    The first three have no bias, and a BatchNorm and a ReLU after them; the projection takes patches of half the size.
+    The first three have no bias and are followed by BatchNorm and ReLU. The projection uses half the patch size,
+    because the stem halves the image.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -96,23 +100,24 @@ class Stem(nn.Module):
 
 
 class DividedLayer(Layer):
-    """A pre-norm block whose attention and MLP are divided before they are added."""
+    """A pre-norm block whose attention and MLP outputs are divided by a constant before the residual sum."""
 
     def __init__(self, config: LVViTConfig, index: int):
         super().__init__(config.attention[index], config.hidden, config.mlp_rank(index))
         self.divisor = config.divisor
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Adds the share of attention and MLP to the residual stream."""
+        """Adds attention and MLP, divided, to the residual stream."""
         tokens = tokens + self.attention(self.attention_norm(tokens)) / self.divisor
         return tokens + self.mlp(self.mlp_norm(tokens)) / self.divisor
 
 
 class LVViT(Transformer[LVViTConfig]):
-    """Stem, class token, learned positions, layers, and a classifier for the class token and one for the patches.
+    """Stem, class token, learned position embeddings, layers, and a classifier each for the class token and the
+    patches.
 
-    In training mode the norms of the stem go by the batch, so batches in parts are not quite one whole batch. The
-    augmentation of the paper that mixes patches (MixToken) is not part of the model.
+    In training mode the BatchNorms of the stem use statistics of the batch, so gradient accumulation is not exactly
+    equal to one large batch. The paper's augmentation that mixes patches (MixToken) is not part of the model.
     """
 
     def __init__(self, config: LVViTConfig):
@@ -126,21 +131,21 @@ class LVViT(Transformer[LVViTConfig]):
         self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
 
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Returns the logits: the class token's and, class by class, half of the largest among the patches'."""
+        """Returns the logits: those of the class token plus half of the maximum over the patches, class by class."""
         self.require_images(images)
         return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Answers images of the right shape."""
-        answer, patches = self.answers(images)
-        return answer if patches is None else answer + PATCH_SHARE * patches.amax(1)
+        """Returns the logits of images of the right shape."""
+        logits, patches = self.answers(images)
+        return logits if patches is None else logits + PATCH_SHARE * patches.amax(1)
 
     def answers(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch patches classes"] | None]:
-        """Returns the logits of the class token and those of the patches that are left, for training with token labels.
+        """Returns the logits of the class token and of the remaining patches, for training with token labels.
 
-        Where tokens leave by mask, each that has left answers as one that is there.
+        Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.
         """
         self.require_images(images)
         patches = self.stem(images)
@@ -148,5 +153,5 @@ class LVViT(Transformer[LVViTConfig]):
         for layer in self.layers:
             tokens = layer(tokens)
         tokens = self.norm(tokens)
-        answer = self.classifier(tokens[:, 0])
-        return answer, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])
+        logits = self.classifier(tokens[:, 0])
+        return logits, None if self.patch_classifier is None else self.patch_classifier(tokens[:, 1:])

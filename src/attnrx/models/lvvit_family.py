@@ -1,4 +1,4 @@
-"""The family of LV-ViT, with the published sizes and the published weights."""
+"""The family of LV-ViT, with the published sizes and weights."""
 
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
     config_type = LVViTConfig
 
     def load(self, size: str, weights: Path | str, **changes: Any) -> LVViT:
-        """Makes a model with the weights of a published file (safetensors, or what torch saves), in evaluation mode.
+        """Creates a model with the weights of a published file (safetensors, or a torch checkpoint), in evaluation
+        mode.
 
-        `changes` override fields of its configuration, e.g. `image_size=384` for the weights made for it.
+        `changes` override fields of its configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
-            CheckpointError: The file is none, or a tensor in it or in the model has no counterpart; it is named.
+            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart; it is
+                named.
         """
         config = lvvit_config(size, **changes)
         with torch.device("meta"):
@@ -44,11 +46,11 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         return model.requires_grad_(True).eval()
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        """The stem."""
+        """Returns the stem."""
         return self._own(model).get_submodule("stem")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """A class token before the patches; the answer goes by the largest over the patches too, where they answer."""
+        """Returns the layout: a class token before the patches; max pooling where the patches are classified too."""
         config = self._own(model).config
         pooled = "max" if config.classifies_patches else "class"
         return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
@@ -56,12 +58,11 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
     def price(
         self, config: LVViTConfig, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
     ) -> ModelCosts:
-        """Prices a configuration, with other specs and tokens in its layers on request."""
         return lvvit_costs(config, attention, tokens)
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
-    """The configuration `lvvit:SIZE`, with any field of LVViTConfig, form, width, depth or heads changed on request."""
+    """Returns the configuration `lvvit:SIZE`; `changes` override fields of LVViTConfig, form, width, depth or heads."""
     if size not in SIZES:
         raise UnknownName("size of LV-ViT", size, SIZES)
     return LVViTConfig.uniform(**{**SIZES[size], **changes})
@@ -70,30 +71,32 @@ def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
 def lvvit_costs(
     config: LVViTConfig, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None
 ) -> ModelCosts:
-    """Prices a configuration without building it, with other specs and tokens in its layers on request.
+    """Returns the costs of a configuration without building it, optionally with other specs and tokens in its layers.
 
-    Patches are classified after the last layer, so the classifier costs less too where some have left.
+    Patches are classified after the last layer, so pruned tokens reduce the MACs of the classifier too.
     """
     config = config.with_attention(attention)
-    priced = tokens or TokenCosts((config.tokens,) * config.depth)
-    answering = priced.tokens[-1] if config.classifies_patches else 1
+    token_costs = tokens or TokenCosts((config.tokens,) * config.depth)
+    classified = token_costs.tokens[-1] if config.classifies_patches else 1
     classifiers = 2 if config.classifies_patches else 1
     return ModelCosts(
         patches=stem_costs(config),
         embeddings=PartCosts((1 + config.tokens) * config.width),
         layers=tuple(
             layer_costs(spec, own, config.hidden, config.mlp_rank(index))
-            for index, (spec, own) in enumerate(zip(config.attention, priced.tokens, strict=True))
+            for index, (spec, own) in enumerate(zip(config.attention, token_costs.tokens, strict=True))
         ),
         classifier=norm_costs(config.width) + PartCosts(classifiers * (config.width + 1) * config.classes),
-        classifier_macs=answering * config.width * config.classes,
-        predictors=priced.predictors,
-        predictor_norm_features=priced.norm_features,
+        classifier_macs=classified * config.width * config.classes,
+        predictors=token_costs.predictors,
+        predictor_norm_features=token_costs.norm_features,
     )
 
 
 def stem_costs(config: LVViTConfig) -> PartCosts:
-    """Prices the stem: three convolutions at half the size of the image with their BatchNorms, and the projection."""
+    """Returns the costs of the stem: three convolutions at half the image size with their BatchNorms, and the
+    projection.
+    """
     own, pixels = config.stem_channels, (config.image_size // 2) ** 2
     kernels = (config.channels * 7**2, own * 3**2, own * 3**2)
     convolutions = (linear_costs(inputs, own, pixels, bias=False) + norm_costs(own) for inputs in kernels)

@@ -1,4 +1,4 @@
-"""The published weights of LV-ViT: from the names of its authors' code to ours, one tensor for one tensor."""
+"""Maps the published weights of LV-ViT from the parameter names of its authors' code to those of attnrx."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +7,9 @@ from attnrx.errors import CheckpointError
 from attnrx.models.lvvit import LVViT
 from attnrx.models.timm_family import read_checkpoint
 from attnrx.shapes import Tensor
-from attnrx.storage import read_tensors, require_finite
+from attnrx.storage import read_tensors, require_finite_tensors
 
-# Ours by theirs; {} is the number of a layer. A tensor of theirs that holds several of ours is split along its rows.
+# Published name -> attnrx name; {} is a layer index. A published tensor with several attnrx names is split by rows.
 WHOLE = {"cls_token": "class_token", "pos_embed": "positions"}
 PARTS = {
     "patch_embed.proj": "stem.projection",
@@ -30,47 +30,47 @@ LAYER_PARTS = {
 
 
 def read_published(path: Path, model: LVViT, name: str) -> dict[str, Tensor]:
-    """Reads a file with the published names, and returns its tensors under ours; the model says which, and what shapes.
+    """Reads a file with the published names and returns its tensors under the names of attnrx.
 
     Raises:
         CheckpointError: The file cannot be read, or a tensor is missing, unknown, of another shape or not finite.
     """
     tensors = read_tensors(path) if path.suffix == ".safetensors" else read_checkpoint(path)
-    require_finite(tensors, str(path))
+    require_finite_tensors(tensors, str(path))
     return renamed(tensors, model, f"the weights in {path} do not fit {name}")
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
-    """Returns published tensors under our names: every one of them, and for every one of ours."""
+    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart."""
     ours, names = model.state_dict(), published_names(model)
     missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or unknown:
         raise CheckpointError(f"{problem}: missing are {_listed(missing)}; not known are {_listed(unknown)}.")
     found: dict[str, Tensor] = {}
-    for theirs, parts in names.items():
-        wanted = [ours[part] for part in parts]
-        shape = (sum(part.shape[0] for part in wanted), *wanted[0].shape[1:]) if wanted[0].ndim else ()
-        given = tensors[theirs]
-        if tuple(given.shape) != shape:
-            raise CheckpointError(f"{problem}: {theirs} has the shape {tuple(given.shape)}, and {shape} is wanted.")
-        split = given.split([len(part) for part in wanted]) if len(parts) > 1 else (given,)
-        # Copies, because the parts of a fused projection would share one storage.
-        found |= {part: own.clone() for part, own in zip(parts, split, strict=True)}
+    for theirs, targets in names.items():
+        expected = [ours[target] for target in targets]
+        shape = (sum(tensor.shape[0] for tensor in expected), *expected[0].shape[1:]) if expected[0].ndim else ()
+        tensor = tensors[theirs]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{problem}: {theirs} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
+        split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
+        # Cloned, because the slices of a fused projection share one storage.
+        found |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
     return found
 
 
 def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
-    """Gives, for every tensor of the published model of this shape, the names of ours that it holds."""
+    """Returns, for every published tensor, the names of the attnrx parameters that it holds."""
     ours = model.state_dict().keys()
     modules = {theirs: (own,) for theirs, own in PARTS.items()}
     for layer in range(model.config.depth):
-        for theirs, parts in LAYER_PARTS.items():
-            modules[theirs.format(layer)] = tuple(part.format(layer) for part in parts)
+        for theirs, targets in LAYER_PARTS.items():
+            modules[theirs.format(layer)] = tuple(target.format(layer) for target in targets)
     names: dict[str, tuple[str, ...]] = {theirs: (own,) for theirs, own in WHOLE.items()}
-    for theirs, parts in modules.items():
+    for theirs, targets in modules.items():
         for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            if f"{parts[0]}.{kind}" in ours:
-                names[f"{theirs}.{kind}"] = tuple(f"{part}.{kind}" for part in parts)
+            if f"{targets[0]}.{kind}" in ours:
+                names[f"{theirs}.{kind}"] = tuple(f"{target}.{kind}" for target in targets)
     return names
 
 

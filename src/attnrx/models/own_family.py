@@ -1,4 +1,4 @@
-"""What the families of our own models have in common: everything is where the configuration says."""
+"""The base class of the families of attnrx models, which are described by their configuration."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from attnrx.tokens import TokenPolicy
 
 
 class OwnFamily(Family, Generic[Config]):
-    """A kind of model of ours. A subclass says which one, what its tokens are and what it costs."""
+    """A family of attnrx models. A subclass defines the model class, its tokens and its costs."""
 
     model_type: type[Transformer[Config]]
     config_type: type[Config]
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether the model is of this kind."""
+        """Returns whether the model is of this family."""
         return isinstance(model, self.model_type)
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        """The attention of every layer."""
+        """Returns the attention of every layer."""
         return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -40,7 +40,7 @@ class OwnFamily(Family, Generic[Config]):
         own.config = own.config.with_layer(layer, attention.spec)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """The two linear maps of every MLP."""
+        """Returns the two linear maps of every MLP."""
         return tuple((layer.mlp[0], layer.mlp[2]) for layer in self._own(model).layers)  # type: ignore[union-attr]
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
@@ -50,7 +50,7 @@ class OwnFamily(Family, Generic[Config]):
         own.config = own.config.with_mlp_rank(layer, which, rank_of(linear))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """The configuration as a dictionary."""
+        """Returns the configuration as a dictionary."""
         return to_dict(self._own(model).config)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
@@ -58,12 +58,12 @@ class OwnFamily(Family, Generic[Config]):
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Returns channels, height and width of an image."""
         config = self._own(model).config
         return config.channels, config.image_size, config.image_size
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of the training data."""
+        """Returns the mean and standard deviation of the image normalization."""
         config = self._own(model).config
         return config.mean, config.std
 
@@ -74,23 +74,24 @@ class OwnFamily(Family, Generic[Config]):
         mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
         tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        """Prices the configuration, with other specs, ranks and tokens in its layers on request."""
+        """Returns the costs of the configuration, optionally with other specs, ranks and tokens in its layers."""
         config = self._own(model).config
-        priced = priced_tokens(model, self, tokens, attention or config.attention, self.token_layout(model).tokens)
-        return self.price(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, priced)
+        num_tokens = self.token_layout(model).tokens
+        token_costs = priced_tokens(model, self, tokens, attention or config.attention, num_tokens)
+        return self.price(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, token_costs)
 
     @abstractmethod
     def price(
         self, config: Config, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
     ) -> ModelCosts:
-        """Prices a configuration, with other specs and tokens in its layers on request."""
+        """Returns the costs of a configuration, optionally with other specs and tokens in its layers."""
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        """The norm after the last layer."""
+        """Returns the norm after the last layer."""
         return self._own(model).norm
 
     def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
-        """The classifier of the class token, or of the mean."""
+        """Returns the classifier of the class token, or of the mean."""
         return (self._own(model).classifier,)  # type: ignore[return-value]
 
     def _own(self, model: nn.Module) -> Transformer[Config]:

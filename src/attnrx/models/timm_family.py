@@ -1,4 +1,4 @@
-"""The family of timm's Vision Transformers: ViT, DeiT, DeiT III and DINOv2, adopted with our attention."""
+"""The family of timm's Vision Transformers: ViT, DeiT, DeiT III and DINOv2, adopted with attnrx attention."""
 
 import importlib
 import json
@@ -20,10 +20,10 @@ from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.shapes import Float, Tensor
 
-# What distinguishes timm's other blocks; any that is not listed is refused by the name of its class.
+# Reasons why timm's other blocks are unsupported; a block that is not listed is refused with its class name.
 BLOCKS: dict[str, str] = {
     "ParallelScalingBlock": "attention and MLP in parallel with common projections",
-    "ParallelThingsBlock": "several attentions side by side in one layer",
+    "ParallelThingsBlock": "several parallel attention modules in one layer",
     "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
 }
 CLASSES: dict[str, str] = {
@@ -38,43 +38,45 @@ FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_c
 
 
 class TimmModel(Adopted):
-    """A Vision Transformer of timm with our attention; tells timm's loops what its own models tell them."""
+    """A Vision Transformer of timm with attnrx attention, with the attributes that timm's training and validation loops
+    use.
+    """
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """What timm says of the model, with the images that it takes: what `resolve_model_data_config` reads."""
+        """The pretrained configuration with the model's input format, which `resolve_model_data_config` reads."""
         config = dict(getattr(self.source, "pretrained_cfg", None) or {})
         taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
         return {**config, **taken, "num_classes": self.num_classes}
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """The same, by the name that timm gave it before."""
+        """The same, under the older name of timm."""
         return self.pretrained_cfg
 
     @property
     def num_classes(self) -> int:
-        """How many classes it tells apart."""
+        """The number of classes."""
         return int(self.source.num_classes)  # type: ignore[arg-type]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Puts a fresh classifier in, as timm does; it is saved with the model."""
+        """Replaces the classifier by a fresh one, as timm does; this is saved with the model."""
         source: Any = self.source
         source.reset_classifier(num_classes, *(() if global_pool is None else (global_pool,)))
         arguments = {**self.origin.arguments, "num_classes": num_classes}
         if global_pool is not None:
             arguments["global_pool"] = global_pool
-            self.last = None  # the answer may now be read off all tokens
+            self.last = None  # the new pooling may use all tokens
         self.origin = replace(self.origin, arguments=arguments)
 
 
 class TimmAttention(Adapter):
-    """What a block of timm calls: our attention, with the two arguments that a classifier never uses."""
+    """attnrx attention with the call signature of a timm block; classifiers never use its two mask arguments."""
 
     def forward(
         self, x: Float[Tensor, "batch tokens width"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "batch tokens width"]:
-        """Mixes the tokens; refuses masks."""
+        """Returns the attention output; raises NotSupported for masks."""
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         return self.mixed(x)
@@ -95,10 +97,10 @@ class TimmFamily(AdoptedFamily):
     def load(
         self, name: str, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
     ) -> Adopted:
-        """Makes a model by its timm name and adopts it, in evaluation mode.
+        """Creates a model by its timm name and adopts it, in evaluation mode.
 
-        The weights come from a file (safetensors, or what torch saves; with timm's names), are downloaded by timm, or
-        drawn afresh from seed 0 with `pretrained=False`. `arguments` go to timm, e.g. `num_classes=10`,
+        The weights come from a file (safetensors or a torch checkpoint, with timm's names), are downloaded by timm, or
+        are initialized from seed 0 with `pretrained=False`. `arguments` are passed to timm, e.g. `num_classes=10`,
         `img_size=160`.
         """
         if weights is not None and pretrained:
@@ -111,23 +113,23 @@ class TimmFamily(AdoptedFamily):
         return self.adopt(model).eval()
 
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Makes the model with weights drawn from seed 0, or with none on the meta device."""
+        """Creates the model with weights initialized from seed 0, or with none on the meta device."""
         if not on_meta:
             return self.load(name, pretrained=False, **arguments)
         with torch.device("meta"):
             return self.outlined(_create(name, arguments))
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
-        """The evaluation transform of timm: resize, centre crop, normalization."""
+        """Returns the evaluation transform of timm: resize, centre crop, normalization."""
         data = _timm("data")
         return data.create_transform(**data.resolve_model_data_config(model))
 
     def adopts(self, model: nn.Module) -> bool:
-        """Whether the model's class is one of timm's."""
+        """Returns whether the model's class is one of timm."""
         return type(model).__module__.split(".")[0] == "timm"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Names what is not plain: another class of model, block, attention or patch embedding, or a feature."""
+        """Yields unsupported classes of models, blocks, attention or patch embeddings, and unsupported features."""
         vit, timm_layers = _timm("models.vision_transformer"), _timm("layers")
         known = (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled)
         yield from features(model)
@@ -152,21 +154,21 @@ class TimmFamily(AdoptedFamily):
                 yield from _changes(block.attn)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the entrypoint and its arguments, which timm keeps on every model that it makes."""
+        """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
         facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
             raise NotSupported(
-                f"this {type(model).__name__} does not say how it was made. Make it with timm.create_model, "
-                "whose arguments are kept on the model, and load its weights into that."
+                f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
+                "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
-        # get_model_args leaves out the drop rates, which belong to the model that is trained on.
+        # get_model_args omits the drop rates, which belong to the model when it is trained further.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
         embedding: Any = model.patch_embed
         own = image_shape((embedding.proj.in_channels, *embedding.img_size))
         shape = image_shape(stated.get("input_shape") or own)
         if shape != own and not getattr(model, "dynamic_img_size", False):
             raise InvalidInput(
-                f"{facts['architecture']} was made for images of {own}: make it with img_size={shape[1:]}."
+                f"{facts['architecture']} was created for images of {own}: create it with img_size={shape[1:]}."
             )
         return Origin(
             facts["architecture"],
@@ -177,17 +179,17 @@ class TimmFamily(AdoptedFamily):
         )
 
     def create(self, origin: Origin) -> nn.Module:
-        """Calls timm's entrypoint, with arguments of the model alone: others read files or reach the hub."""
-        strange = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
-        if ":" in origin.architecture or strange:
+        """Calls timm's entrypoint with model arguments only; other arguments read files or access the hub."""
+        forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
+        if ":" in origin.architecture or forbidden:
             raise InvalidInput(
-                f"timm:{origin.architecture} with {', '.join(strange) or 'the address of a hub'}: a saved model is "
-                "made by a name of timm and arguments of the model."
+                f"timm:{origin.architecture} with {', '.join(forbidden) or 'the address of a hub'}: a saved model may "
+                "have only a timm name and arguments of the model."
             )
         return _create(origin.architecture, origin.arguments)
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """The blocks."""
+        """Returns the blocks."""
         return tuple(source.get_submodule("blocks").children())
 
     def own(self, attention: nn.Module) -> Attention:
@@ -200,29 +202,28 @@ class TimmFamily(AdoptedFamily):
         return assembled({**weights, "output": theirs.proj.weight}, biases, theirs.num_heads, theirs.scale)
 
     def norm_before(self, layer: nn.Module) -> str | None:
-        """The first norm, unless the block has its norms after attention and MLP."""
+        """Returns the first norm, unless the block is post-norm."""
         return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
-        """The convolution of the patch embedding."""
+        """Returns the convolution of the patch embedding."""
         return source.get_submodule("patch_embed.proj")  # type: ignore[return-value]
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Class, distillation and register tokens."""
+        """Returns the number of class, distillation and register tokens."""
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
     def has_class_token(self, source: nn.Module) -> bool:
-        """Whether the first token is a class token."""
+        """Returns whether the first token is a class token."""
         return source.cls_token is not None
 
     def pooling(self, source: nn.Module) -> str:
-        """How the answer is read off the tokens."""
         if source.pool_include_prefix:
             return f"{source.global_pool} with the tokens before the patches"
         return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """The norm after the blocks; an identity where the norm comes after the mean."""
+        """Returns the norm after the blocks; an identity where the norm follows the mean."""
         return source.get_submodule("norm")
 
 
@@ -234,10 +235,10 @@ def _timm(module: str) -> ModuleType:
 
 
 def _changes(attention: Any) -> Iterator[Refusal]:
-    """Names what a user or another package did to a plain attention."""
+    """Yields changes of a plain attention module by the user or another package."""
     yield from changed_linears(attention, ("qkv", "proj"))
     if attention.attn_drop.p or attention.proj_drop.p:
-        yield Refusal("dropout inside attention (make it with attn_drop_rate=0 and proj_drop_rate=0)")
+        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
 
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
@@ -250,36 +251,36 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
-        except Exception as error:  # timm asserts, and its downloads raise errors of several packages
+        except Exception as error:  # timm raises AssertionError, and its downloads errors of several packages
             if pretrained:
                 reason = unreachable or f"{type(error).__name__}: {error}"
                 raise CheckpointError(
-                    f"timm could not give the weights of {name} ({reason}). Give a file with weights=..., or "
+                    f"timm could not load the weights of {name} ({reason}). Give a file with weights=..., or "
                     "pretrained=False for fresh weights."
                 ) from error
-            raise InvalidInput(f"timm cannot make {name} with {dict(arguments)}: {error}") from error
+            raise InvalidInput(f"timm cannot create {name} with {dict(arguments)}: {error}") from error
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Reads a file of weights with timm, which takes tensors alone and finds them under the usual names."""
+    """Reads a weight file with timm, which loads tensors only and finds the state dict under the usual keys."""
     load = _timm("models").load_state_dict
     try:
         tensors = dict(load(str(path)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a file with weights.") from error
-    except Exception as error:  # what a file that holds no weights raises depends on its format
+    except Exception as error:  # the error for a file without weights depends on its format
         raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{path} holds other things than tensors, so it is not a file with weights.")
+        raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
     return tensors
 
 
 def _load_file_(model: nn.Module, path: Path, name: str) -> None:
-    # As timm does for a pretrained file: positions are resampled to the size of the model's images.
+    # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
     convert, state = _timm("models.vision_transformer").checkpoint_filter_fn, read_checkpoint(path)
     try:
         model.load_state_dict(convert(state, model), strict=True)
-    except Exception as error:  # timm's conversion and torch raise what they please
+    except Exception as error:  # timm's conversion and torch raise errors of many types
         raise CheckpointError(f"the weights in {path} do not fit timm:{name} ({error}).") from error
 
 
@@ -288,6 +289,6 @@ def _as_json(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(dict(arguments)))
     except TypeError as error:
         raise NotSupported(
-            f"{name} was made with an argument that cannot be saved ({error}); timm takes the names of layers too, "
+            f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers too, "
             "e.g. act_layer='gelu'."
         ) from error

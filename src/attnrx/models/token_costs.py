@@ -1,4 +1,4 @@
-"""The price of tokens that leave a model, or that would: in closed form, and what counting it needs."""
+"""Costs of token pruning and merging in closed form, and the forward pass in which FLOPs can be counted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,29 +18,29 @@ from attnrx.tokens import TokenPolicy
 def priced_tokens(
     model: nn.Module, family: Family, policy: TokenPolicy | None, specs: Sequence[AttentionSpec], tokens: int
 ) -> TokenCosts:
-    """Prices a policy on a model with these layers: this one if it is given, else the one that the model carries.
+    """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.
 
-    `tokens` are those of every layer where all stay.
+    `tokens` is the number of tokens per layer without a policy.
     """
-    at_work = reduction_of(model)
+    attached = reduction_of(model)
     if policy is not None:
-        require_all_tokens(model, "price a policy on")
+        require_all_tokens(model, "compute the costs of a policy on")
         return token_costs(policy, shape_of(model, family), specs)
-    if at_work is not None:
-        return token_costs(at_work.policy, at_work.shape, specs, at_work.by)
+    if attached is not None:
+        return token_costs(attached.policy, attached.shape, specs, attached.by)
     return TokenCosts((tokens,) * len(specs))
 
 
 @contextmanager
-def unfused(model: nn.Module, family: Family) -> Iterator[None]:
-    """Runs every layer on the eager backend, which pads nothing, so that what is counted is what the specs ask for.
+def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
+    """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
 
-    Where tokens leave, reducers are shown maps in which every token attends to all alike: the answers are then not
-    those of the model, but its costs are, as they do not depend on which tokens leave.
+    Token reducers receive uniform attention maps here: the logits are not those of the model, but the costs are,
+    because they do not depend on which tokens are pruned.
     """
     layers = family.attention(model)
     handles = [
-        layer.register_forward_hook(partial(_show_even, layer.backend))
+        layer.register_forward_hook(partial(_capture_uniform, layer.backend))
         for layer in layers
         if isinstance(layer.backend, AttentionCapture) and layer.backend.wanted
     ]
@@ -52,9 +52,9 @@ def unfused(model: nn.Module, family: Family) -> Iterator[None]:
             handle.remove()
 
 
-def _show_even(capture: AttentionCapture, layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+def _capture_uniform(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
     spec, (batch, count) = layer.spec, output.shape[:2]
     assert isinstance(spec, AttentionSpec)
-    even = output.new_full((batch, len(spec.heads), count, count), 1 / count)
+    uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
     keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
-    capture.show(CapturedAttention(even, even[:, :, 0], keys, even[:, :, 0]))
+    capture.show(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))

@@ -1,4 +1,4 @@
-"""Tokens that leave a model on their way: stages between its layers, which a reducer decides at."""
+"""Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,10 +33,10 @@ BY = ("mask", "compress")
 
 
 class TokenReduction(nn.Module):
-    """A policy at work in one model: `by="compress"` lets tokens leave, `by="mask"` keeps every shape.
+    """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
-    A masked token stays in its place with size 0: no other token attends to it, and pooling leaves it out. In training
-    a learned reducer always masks: it draws which patches stay, at `temperature`, as many as it likes.
+    A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
+    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -51,30 +51,30 @@ class TokenReduction(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether stages draw what stays, to learn from it."""
+        """Whether stages sample the kept patches, with a gradient."""
         return self.training and self.policy.reducer.learned
 
     @property
     def counts_sizes(self) -> bool:
-        """Whether attention must know the sizes of the tokens."""
+        """Whether attention needs the sizes of the tokens."""
         return self.by == "mask" or self.policy.reducer.proportional or self.draws
 
     def sizes(self) -> Float[Tensor, "batch tokens"] | None:
-        """The sizes that attention counts tokens by."""
+        """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self.run.sizes if self.counts_sizes else None
 
     def predictor(self, stage: int) -> nn.Module:
-        """The predictor of a stage, or that of all."""
+        """Returns the predictor of a stage, or the one of all stages."""
         return self.stages[0 if self.policy.reducer.one_predictor else stage]
 
     def begin(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Starts a batch, or a part of one."""
+        """Starts a batch, or a chunk of one."""
         self.run.begin()
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
 
     def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
-        """Adds the scores that one layer gives the patches, of all images or of some."""
+        """Adds the patch scores of one layer, for all images or for those of `part`."""
         run, scores = self.run, scores[:, self.shape.layout.prefix :]
         before = run.accumulated if run.accumulated_layers else None
         if part is None:
@@ -87,19 +87,19 @@ class TokenReduction(nn.Module):
         run.accumulated_layers += part is None or part.is_last
 
     def show(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
-        """Takes in what a layer with these heads of the original model showed, of all images or of some.
+        """Receives the captured attention of a layer with these heads of the original model, for all images or some.
 
-        A compressed layer stores its heads in another order, and not those that were removed. The reducer sees every
-        head in its place, and a removed one as the mask has it: it attends to all tokens alike. What it showed is held
-        where the next stage `decides` by it.
+        A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
+        its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
+        the next stage `decides` by it.
         """
         if heads != tuple(range(self.shape.heads)):
             sizes = self.sizes()
             sizes = sizes if sizes is None or captured.part is None else sizes[captured.part.images]
             captured = replace(
                 captured,
-                attention=_in_place(captured.attention, heads, self.shape.heads, sizes),
-                class_attention=_in_place(captured.class_attention, heads, self.shape.heads, sizes),
+                attention=_at_all_heads(captured.attention, heads, self.shape.heads, sizes),
+                class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_with_zeros(captured.value_norms, heads, self.shape.heads),
             )
         if decides:
@@ -108,12 +108,14 @@ class TokenReduction(nn.Module):
             )
         needs = self.policy.reducer.needs
         if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
-            self._take_in(captured.attention, captured.part, "attention_variance" in needs)
+            self._add_to_moments(captured.attention, captured.part, "attention_variance" in needs)
         if "class_attention_sum" in needs and captured.class_attention is not None:
             self.accumulate(captured.class_attention.mean(1), captured.part)
 
-    def _take_in(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None, variance: bool) -> None:
-        """Adds a layer's maps to the moments."""
+    def _add_to_moments(
+        self, attention: Float[Tensor, "part heads queries keys"], part: Part | None, variance: bool
+    ) -> None:
+        """Adds a layer's attention maps to the moments."""
         run = self.run
         if part is None:
             before = run.moments
@@ -124,18 +126,18 @@ class TokenReduction(nn.Module):
         run.moments.write_(attention, part)
 
     def decide(self, stage: int, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
-        """Lets the reducer decide, and returns the tokens that go on."""
+        """Runs the reducer at one stage, and returns the tokens for the next layer."""
         prefix, run = self.shape.layout.prefix, self.run
         count = self.policy.counts(self.shape.layout.patches)[stage]
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.places is None:
             self._require_patches(tokens.shape[1] - prefix)
             run.places = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(tokens.shape[0], -1)
-        if count >= self.shape.layout.patches:  # nothing leaves, so nothing may change
+        if count >= self.shape.layout.patches:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.places)
             return tokens
         captured = CapturedAttention.joined(run.captures)
-        showed = (
+        statistics = (
             captured.class_attention,
             captured.attention,
             run.moments,
@@ -144,27 +146,31 @@ class TokenReduction(nn.Module):
             run.image_keys,
         )
         whole = self.by == "compress" and not self.draws
-        place = {"stage": stage, "layer": self.policy.layers[stage], "depth": self.shape.depth}
-        state = TokenState(tokens, prefix, sizes, run.places, *showed, captured.value_norms, **place, whole=whole)
+        position = {"stage": stage, "layer": self.policy.layers[stage], "depth": self.shape.depth}
+        state = TokenState(
+            tokens, prefix, sizes, run.places, *statistics, captured.value_norms, **position, whole=whole
+        )
         if self.draws:
             return self._draw(stage, state)
         reduction = self.policy.reducer.reduce(state, count, self.predictor(stage))
-        act = _compressed if self.by == "compress" else _masked
-        tokens, run.sizes, run.places, run.moments, run.accumulated = act(state, reduction)
-        run.trail.append(run.places if self.by == "compress" else _left(run.places, run.sizes[:, prefix:], reduction))
+        apply = _compressed if self.by == "compress" else _masked
+        tokens, run.sizes, run.places, run.moments, run.accumulated = apply(state, reduction)
+        run.trail.append(
+            run.places if self.by == "compress" else _remaining_indices(run.places, run.sizes[:, prefix:], reduction)
+        )
         return tokens
 
     def _require_patches(self, found: int) -> None:
-        """Refuses an image of another size, which the model inside may take but the policy was not attached for."""
-        wanted = self.shape.layout.patches
-        if found != wanted:
+        """Raises InvalidInput for an image size other than the one the policy was attached for."""
+        expected = self.shape.layout.patches
+        if found != expected:
             raise InvalidInput(
-                f"{found} patches where {self.policy} was attached for images of {wanted}: give images of the size "
-                "that the model states, or adopt the model for this size and attach the policy to that."
+                f"an image has {found} patches, and {self.policy} was attached for {expected}: give images of the "
+                "model's input size, or adopt the model for this size and attach the policy to it."
             )
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
-        """Draws what stays; every token stays in its place, with size 1 or 0."""
+        """Samples the kept patches; every token keeps its index, with size 1 or 0."""
         reducer, run, prefix = self.policy.reducer, self.run, state.prefix
         scores = reducer.keep_scores(state, self.predictor(stage))
         keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
@@ -177,23 +183,23 @@ class TokenReduction(nn.Module):
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
     def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
-        """Returns the tokens that the answer is read off, such that those that have left do not count."""
+        """Returns the tokens that are pooled, changed so that pruned tokens do not count."""
         return tokens if self.run.sizes is None else _POOLED[self.shape.layout.pooled](self, tokens, self.run.sizes)
 
     def for_mean(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
-        """Weighs the patches before their mean is taken, so that it is the mean over the patches of the image."""
+        """Scales the patches so that their mean is the mean over the patches of the image."""
         prefix = self.shape.layout.prefix
-        own = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
-        patches = own[:, prefix:]
+        counts = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
+        patches = counts[:, prefix:]
         weights = patches * (patches.shape[1] / patches.sum(1, keepdim=True))
         return torch.cat([tokens[:, :prefix], tokens[:, prefix:] * weights[..., None]], dim=1)
 
     def for_max(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
-        """Writes a patch that is there over those that have left: a maximum does not see it twice."""
+        """Overwrites pruned patches by the first remaining one, which does not change the maximum."""
         prefix = self.shape.layout.prefix
-        patches, there = tokens[:, prefix:], sizes[:, prefix:] > 0
-        first = there.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
-        patches = torch.where(there[..., None], patches, patches.gather(1, first))
+        patches, remains = tokens[:, prefix:], sizes[:, prefix:] > 0
+        first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
+        patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
 
@@ -201,7 +207,7 @@ _POOLED = {"mean": TokenReduction.for_mean, "max": TokenReduction.for_max}
 
 
 def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
-    """Returns what reducers may have to know of a model that has, or once had, so many heads in every layer."""
+    """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
     specs = [layer.spec for layer in family.attention(model)]
     stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
     return Shape(specs[0].width, heads or stored, family.token_layout(model), depth=len(specs))
@@ -210,13 +216,13 @@ def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shap
 def attach_tokens_(
     model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
 ) -> TokenReduction:
-    """Puts a policy into the model, in place, and returns what was put there; its predictors, if any, are fresh.
+    """Attaches a policy to the model, in place, and returns the reduction; its predictors, if any, are fresh.
 
-    `heads` is how many the original had, where some may have been removed from every layer.
+    `heads` is the number of heads of the original model, where some may have been removed from every layer.
     """
     layers = family.attention(model)
     if reduction_of(model) is not None:
-        raise InvalidInput("this model lets tokens leave already; attach a policy to the original.")
+        raise InvalidInput("this model already has a token policy; attach a policy to the original.")
     shape = shape_of(model, family, heads)
     layout = shape.layout
     policy = policy.on(layout, len(layers))
@@ -224,12 +230,12 @@ def attach_tokens_(
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
     model.tokens = reduction
     if policy.counts(layout.patches)[-1] == layout.patches:
-        return reduction.train(model.training)  # nothing ever leaves: the model runs as it did, bit for bit
+        return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
     for stage, layer in enumerate(policy.layers):
         _first_(blocks[layer - 1], _Stage(reduction, stage))
     for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
-        _first_(block, _Accumulate(reduction))  # what enters one, left the one before
+        _first_(block, _Accumulate(reduction))  # the input of a block is the output of the one before
     _first_(family.patch_embedding(model), _Begin(reduction))
     for index, layer in enumerate(layers, 1):
         _capture_(layer, index, reduction)
@@ -239,7 +245,7 @@ def attach_tokens_(
 
 
 def _first_(block: nn.Module, hook: Any) -> None:
-    """Lets the hook see what the block is given before any that is there already."""
+    """Registers a pre-forward hook that runs before the existing ones."""
     # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
     later = dict(block._forward_pre_hooks)
     block._forward_pre_hooks.clear()
@@ -248,19 +254,19 @@ def _first_(block: nn.Module, hook: Any) -> None:
 
 
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
-    """Lets a layer's attention count sizes and show what the reducer must see, where it has to."""
+    """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
     policy = reduction.policy
-    wanted = _wanted(policy, index)
-    sized = reduction.counts_sizes or policy.reducer.learned
-    if wanted or (sized and index >= policy.layers[0]):
+    statistics = _needed_statistics(policy, index)
+    uses_sizes = reduction.counts_sizes or policy.reducer.learned
+    if statistics or (uses_sizes and index >= policy.layers[0]):
         show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
-        layer.backend = AttentionCapture(reduction.sizes, show, wanted)
-        if wanted and not layer.spec.heads:
-            layer.register_forward_hook(partial(_show_no_heads, layer.backend))
+        layer.backend = AttentionCapture(reduction.sizes, show, statistics)
+        if statistics and not layer.spec.heads:
+            layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
-    """Describes the policy of a model as JSON-ready values; None where all tokens stay."""
+    """Returns the policy of a model as JSON-ready values; None where it has none."""
     reduction = reduction_of(model)
     return (
         None
@@ -274,39 +280,39 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
 
 
 def attach_described_(model: nn.Module, family: Family, record: Mapping[str, Any]) -> None:
-    """Puts the described policy into the model."""
+    """Attaches the described policy to the model."""
     attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"], record["heads"])
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
-    """Returns the policy at work in a model; None where all tokens stay."""
+    """Returns the token reduction of a model; None where it has none."""
     found = getattr(model, "tokens", None)
     return found if isinstance(found, TokenReduction) else None
 
 
 def require_all_tokens(model: nn.Module, verb: str) -> None:
-    """Refuses a model whose tokens leave on their way, for what needs them all in every layer."""
+    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
     reduction = reduction_of(model)
     if reduction is not None:
         raise NotSupported(
-            f"tokens leave this model on their way ({reduction.policy}), so its layers do not see the same tokens: "
-            f"{verb} the original, and let tokens leave last."
+            f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
+            f"{verb} the original, and apply the token policy last."
         )
 
 
-def _in_place(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None) -> Tensor | None:
-    """Puts the maps of some heads into their places among all; those of the others are the same for every key."""
+def _at_all_heads(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None) -> Tensor | None:
+    """Returns the maps of all `count` heads: those of `heads` at their indices, the others uniform over the keys."""
     if maps is None:
         return None
-    counted = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
-    even = (counted / counted.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
-    found = even.expand(maps.shape[0], count, *maps.shape[2:]).clone()
+    weights = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
+    uniform = (weights / weights.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
+    found = uniform.expand(maps.shape[0], count, *maps.shape[2:]).clone()
     found[:, list(heads)] = maps
     return found
 
 
 def _with_zeros(norms: Tensor | None, heads: tuple[int, ...], count: int) -> Tensor | None:
-    """Puts the lengths of some heads' values into their places among all; a removed head reads nothing."""
+    """Returns the value norms of all `count` heads: those of `heads` at their indices, the others zero."""
     if norms is None:
         return None
     found = norms.new_zeros(norms.shape[0], count, norms.shape[2])
@@ -314,26 +320,26 @@ def _with_zeros(norms: Tensor | None, heads: tuple[int, ...], count: int) -> Ten
     return found
 
 
-def _wanted(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
-    """Names what the reducer must see of a layer."""
+def _needed_statistics(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
+    """Returns the statistics that the reducer needs of a layer."""
     needs = set(policy.reducer.needs)
-    wanted = needs & LAST_LAYER if layer + 1 in policy.layers else set()
+    statistics = needs & LAST_LAYER if layer + 1 in policy.layers else set()
     if needs & MOMENTS and layer < policy.layers[-1]:
-        wanted.add("attention")
+        statistics.add("attention")
     if "class_attention_sum" in needs and layer < policy.layers[-1]:
-        wanted.add("class_attention")
-    return tuple(sorted(wanted))
+        statistics.add("class_attention")
+    return tuple(sorted(statistics))
 
 
-def _show_no_heads(capture: AttentionCapture, layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-    """Shows a layer that has lost all its heads, whose backend does not run."""
+def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    """Reports a capture for a layer without heads, whose backend does not run."""
     batch, count = output.shape[:2]
     maps = output.new_zeros(batch, 0, count, count)
     capture.show(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))
 
 
 class _Hook:
-    """What a reduction does beside a block: to every image by itself, so that a batch may pass in parts."""
+    """A hook of a reduction. It treats the images of a batch independently, so that a batch may be chunked."""
 
     by_image = True
 
@@ -342,13 +348,13 @@ class _Hook:
 
 
 class _Begin(_Hook):
-    def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
-        self.reduction.begin(given[0])
+    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        self.reduction.begin(args[0])
 
 
 class _Accumulate(_Hook):
-    def __call__(self, module: nn.Module, given: tuple, named: Mapping[str, Any]) -> None:
-        tokens = given[0] if given else named["hidden_states"]
+    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        tokens = args[0] if args else kwargs["hidden_states"]
         self.reduction.accumulate(self.reduction.policy.reducer.layer_score(tokens))
 
 
@@ -357,27 +363,28 @@ class _Stage(_Hook):
         super().__init__(reduction)
         self.stage = stage
 
-    def __call__(self, module: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if given:
-            return (self.reduction.decide(self.stage, given[0]), *given[1:]), named
-        return given, {**named, "hidden_states": self.reduction.decide(self.stage, named["hidden_states"])}
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if args:
+            return (self.reduction.decide(self.stage, args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.reduction.decide(self.stage, kwargs["hidden_states"])}
 
 
 class _Pooled(_Hook):
-    def __call__(self, module: nn.Module, given: tuple, tokens: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
         return self.reduction.pooled(tokens)
 
 
-Parts = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
+# tokens, sizes, patch indices, moments, accumulated scores
+Reduced = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
 
 
-def _compressed(state: TokenState, reduction: Reduction) -> Parts:
-    """Returns the tokens that are left, their sizes, their places in the image, and what was gathered of them."""
-    kept, extra, prefix, places = reduction.kept, reduction.extra, state.prefix, state.places
+def _compressed(state: TokenState, reduction: Reduction) -> Reduced:
+    """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
+    kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
     tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
-    sizes, left = _left_sizes(state, reduction), places.gather(1, kept)
+    sizes, indices = _remaining_sizes(state, reduction), state.places.gather(1, kept)
     if extra is not None:
-        left = torch.cat([left, left.new_full((left.shape[0], extra.shape[1]), -1)], dim=1)
+        indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
     moments = state.moments
     if moments is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
@@ -386,27 +393,27 @@ def _compressed(state: TokenState, reduction: Reduction) -> Parts:
     gathered = state.accumulated
     if gathered is not None:
         gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
-    return torch.cat(tokens, dim=1), torch.cat([state.sizes[:, :prefix], sizes], dim=1), left, moments, gathered
+    return torch.cat(tokens, dim=1), torch.cat([state.sizes[:, :prefix], sizes], dim=1), indices, moments, gathered
 
 
-def _masked(state: TokenState, reduction: Reduction) -> Parts:
-    """Writes what is left into its places, extra tokens into those that become free, and size 0 to the rest."""
-    kept, extra, places = reduction.kept, reduction.extra, state.places
+def _masked(state: TokenState, reduction: Reduction) -> Reduced:
+    """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
+    kept, extra, indices = reduction.kept, reduction.extra, state.places
     moments, gathered = state.moments, state.accumulated
-    written, values = kept, reduction.tokens
+    targets, values = kept, reduction.tokens
     if extra is not None:
-        num_pruned = state.there.scatter(1, kept, 0.0)
-        free = num_pruned.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
-        written, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        places, moments, gathered = _replaced(state, free)
-    patches = state.patches.scatter(1, written[..., None].expand_as(values), values)
-    sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, written, _left_sizes(state, reduction))
+        pruned_mask = state.there.scatter(1, kept, 0.0)
+        free = pruned_mask.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
+        targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
+        indices, moments, gathered = _replaced(state, free)
+    patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
+    sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, _remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
-    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), places, moments, gathered
+    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, gathered
 
 
 def _replaced(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
-    """Returns the places and what was gathered of the tokens, where new ones stand at the patches `added`."""
+    """Returns patch indices and statistics after new tokens were written at the patches `added`."""
     moments, gathered = state.moments, state.accumulated
     return (
         state.places.scatter(1, added, -1),
@@ -415,14 +422,14 @@ def _replaced(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | No
     )
 
 
-def _left_sizes(state: TokenState, reduction: Reduction) -> Tensor:
+def _remaining_sizes(state: TokenState, reduction: Reduction) -> Tensor:
     if reduction.sizes is not None:
         return reduction.sizes
-    own = state.sizes[:, state.prefix :].gather(1, reduction.kept)
-    return own if reduction.extra is None else torch.cat([own, torch.ones_like(reduction.extra[..., 0])], dim=1)
+    sizes = state.sizes[:, state.prefix :].gather(1, reduction.kept)
+    return sizes if reduction.extra is None else torch.cat([sizes, torch.ones_like(reduction.extra[..., 0])], dim=1)
 
 
-def _left(places: Tensor, sizes: Tensor, reduction: Reduction) -> Tensor:
+def _remaining_indices(indices: Tensor, sizes: Tensor, reduction: Reduction) -> Tensor:
     count = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
     first = (sizes > 0).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
-    return places.gather(1, first)
+    return indices.gather(1, first)

@@ -1,4 +1,4 @@
-"""What is known of the tokens while a batch passes through a model."""
+"""Token statistics of the current batch."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from attnrx.tokens import MapMoments
 
 
 class TokenRun:
-    """What is known of the tokens while one batch passes through the model; begun anew with every batch.
+    """Token statistics of one batch during a forward pass; reset at every batch.
 
-    `sizes` is None until the first token has left. `places` says which patch of the image every patch token is, -1 for
-    those that a stage added, and `trail` what was left after each stage. `image_keys` are hashes of the images, for a
-    reducer that needs them. In training, `sampled` is what a learned reducer
-    drew at each stage: 1 for a patch that stays, 0 for one that leaves, with a gradient.
+    `sizes` is None until a token is pruned. `places` holds the index of every patch token in the image, -1 for tokens
+    added by a stage; `trail` holds those indices after each stage. `image_keys` are hashes of the images, for reducers
+    that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a pruned one,
+    with a gradient.
     """
 
     def __init__(self):
@@ -30,16 +30,16 @@ class TokenRun:
         self.sampled: list[Float[Tensor, "batch patches"]] = []
 
     def begin(self) -> None:
-        """Forgets the batch before."""
+        """Resets all fields."""
         self.__init__()
 
     @classmethod
-    def joined(cls, parts: Sequence["TokenRun"]) -> "TokenRun":
-        """Returns what is known of a batch whose images passed in parts; what layers showed has been used up."""
+    def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
+        """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
         found = cls()
-        sizes = [part.sizes for part in parts if part.sizes is not None]
-        places = [part.places for part in parts if part.places is not None]
+        sizes = [run.sizes for run in runs if run.sizes is not None]
+        indices = [run.places for run in runs if run.places is not None]
         found.sizes = torch.cat(sizes) if sizes else None
-        found.places = torch.cat(places) if places else None
-        found.trail = [torch.cat(stage) for stage in zip(*(part.trail for part in parts), strict=True)]
+        found.places = torch.cat(indices) if indices else None
+        found.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
         return found

@@ -1,4 +1,4 @@
-"""What our own transformers have in common: their configuration, their layers, their first weights."""
+"""The base classes of attnrx models: configuration, layers, weight initialization."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of the model and the facts of its input.
+    """The shape of the model and its input format.
 
-    `attention` holds one spec per layer, so a compressed model is described as fully as an original one; `mlp_ranks`
-    likewise holds the ranks of the two maps of every MLP (None: one matrix), or nothing. `mean` and `std` say how the
-    images must be normalized; they are facts that the model was trained with.
+    `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
+    ranks of the two maps of every MLP (None: one matrix), or is empty. `mean` and `std` are the image normalization
+    that the model was trained with.
     """
 
     attention: tuple[AttentionSpec, ...]
@@ -84,21 +84,21 @@ class TransformerConfig:
         return (self.image_size // self.patch_size) ** 2
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
-        """The ranks of the two maps of one layer's MLP; None where it is one matrix."""
+        """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
     def with_mlp_rank(self: Config, layer: int, which: int, rank: int | None) -> Config:
-        """The same model with another rank for one map of one MLP."""
+        """Returns the configuration with another rank for one map of one MLP."""
         ranks = [list(self.mlp_rank(index)) for index in range(self.depth)]
         ranks[layer][which] = rank
         return replace(self, mlp_ranks=tuple((first, second) for first, second in ranks))
 
     def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
-        """The same model with another spec for one layer."""
+        """Returns the configuration with another spec for one layer."""
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
     def with_attention(self: Config, attention: tuple[AttentionSpec, ...] | None) -> Config:
-        """The same model with other specs in all its layers; None leaves them."""
+        """Returns the configuration with other specs in all layers; None changes nothing."""
         if attention is None:
             return self
         if len(attention) != self.depth:
@@ -131,7 +131,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module, Generic[Config]):
-    """A model of ours: layers, a norm after them, and the configuration that describes them."""
+    """The base of attnrx models: layers, a final norm, and the configuration that describes them."""
 
     layers: nn.ModuleList
     norm: nn.LayerNorm
@@ -142,20 +142,20 @@ class Transformer(nn.Module, Generic[Config]):
         self.tokens: nn.Module | None = None
 
     def require_images(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Refuses images of another shape."""
+        """Raises InvalidInput for images of another shape."""
         size = self.config.image_size
         if images.shape[1:] != (self.config.channels, size, size):
             raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: this model wants [batch, {self.config.channels}, {size}, "
+                f"images of shape {tuple(images.shape)}: this model takes [batch, {self.config.channels}, {size}, "
                 f"{size}]. Load the data with image_size={size}."
             )
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
-    """Draws fresh weights: truncated normal of deviation 0.02, biases zero, every strength set to `strength`.
+    """Initializes the weights: truncated normal of standard deviation 0.02, biases zero, every strength `strength`.
 
-    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so a model that starts at 1 attends almost
-    uniformly at first.
+    A score is bounded by max|strength| / sqrt(head_dim) (Theorem 1), so at strength 1 attention is almost uniform at
+    first.
     """
     if not (math.isfinite(strength) and strength > 0):
         raise InvalidInput(f"strength={strength}: the initial strength must be a positive finite number.")

@@ -1,4 +1,4 @@
-"""What gives away that the attention of a foreign model is not the plain one."""
+"""Detects features by which the attention of a model differs from plain softmax attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from torch import nn
 
 NOT_PLAIN = "Only plain softmax attention, whose scores are bilinear in the tokens, can be adopted."
-POOLING = "attn_pool"  # a pooling head of its own in front of the classifier, not the attention of a layer
+POOLING = "attn_pool"  # a pooling head before the classifier, not the attention of a layer
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a model cannot be adopted, and what the user can do about it, where the reason does not contain that."""
+    """Why a model cannot be adopted, and a remedy where the reason does not include one."""
 
     reason: str
     remedy: str = ""
 
 
-# Attributes of attention modules, and of any module. One that is None or an identity is not there.
+# Attributes of attention modules, and of any module. An attribute that is None or an identity counts as absent.
 ATTENTION_FEATURES: dict[str, str] = {
     "q_norm": "QK-norm",
     "k_norm": "QK-norm",
@@ -45,7 +45,7 @@ MODEL_FEATURES: dict[str, str] = {
 
 
 def features(model: nn.Module) -> Iterator[Refusal]:
-    """Names the features by which attention anywhere in the model is not the plain one."""
+    """Yields the features by which attention anywhere in the model is not plain."""
     for name, module in model.named_modules():
         is_attention = "Att" in type(module).__name__ and POOLING not in name.split(".")
         table = {**MODEL_FEATURES, **ATTENTION_FEATURES} if is_attention else MODEL_FEATURES
@@ -55,7 +55,7 @@ def features(model: nn.Module) -> Iterator[Refusal]:
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
-    """Names the projections that are no plain Linear any more: adapters, quantization, parametrizations."""
+    """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
     for name in names:
         kind = type(getattr(module, name))
         if kind is not nn.Linear:
@@ -66,5 +66,5 @@ def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refus
 
 
 def model_name(model: nn.Module) -> str:
-    """The full name of a model's class."""
+    """Returns the full name of a model's class."""
     return f"{type(model).__module__}.{type(model).__name__}"

@@ -1,4 +1,4 @@
-"""Our own Vision Transformer: the compact SVDA-ViT of the paper, and the same model with dense attention."""
+"""The Vision Transformer of attnrx: the compact SVDA-ViT of the paper, and the same model with dense attention."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from attnrx.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class ViTConfig(TransformerConfig):
-    """The shape of the model and the facts of its input; the defaults are those of the paper's CIFAR-10."""
+    """The shape of the model and its input format; the defaults are those of the paper for CIFAR-10."""
 
     image_size: int = 32
     patch_size: int = 4
@@ -35,10 +35,10 @@ class ViTConfig(TransformerConfig):
     def uniform(
         cls, form: str = "svda", *, width: int = 256, depth: int = 4, heads: int = 4, **facts: Any
     ) -> "ViTConfig":
-        """The uncompressed model of `depth` equal layers.
+        """Returns the uncompressed model of `depth` equal layers.
 
-        Blocks, heads, width and patch are by default those of the SVDA paper (Table 4). It does not state the width of
-        the MLP: four times that of the model gives its printed savings.
+        Depth, heads, width and patch size default to those of the SVDA paper (Table 4). The paper does not state the
+        MLP width: four times the model width reproduces its printed savings.
         """
         channels = facts.get("channels", 3)
         facts.setdefault("mean", (0.5,) * channels)
@@ -52,16 +52,14 @@ class ViTConfig(TransformerConfig):
 
 
 class VisionTransformer(Transformer[ViTConfig]):
-    """Patches, fixed sine-cosine positions, layers, mean pooling, linear classifier. No class token, no position
-    table.
-    """
+    """Patches, fixed sine-cosine position embeddings, layers, mean pooling, linear classifier; no class token."""
 
     positions: Tensor
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
         self.patches = nn.Conv2d(config.channels, config.width, config.patch_size, config.patch_size)
-        # On the CPU even when the module is built on the meta device: positions are computed, never loaded.
+        # On the CPU even when the module is built on the meta device: positions are computed, not loaded.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
         self.register_buffer("positions", positions, persistent=False)
         self.layers = nn.ModuleList(
@@ -76,7 +74,7 @@ class VisionTransformer(Transformer[ViTConfig]):
         return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Runs all layers on images of the right shape."""
+        """Returns the logits of images of the right shape."""
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + self.positions.to(tokens.dtype)
         for layer in self.layers:
@@ -85,8 +83,9 @@ class VisionTransformer(Transformer[ViTConfig]):
 
 
 def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
-    """Returns fixed two-dimensional sine-cosine positions: a quarter of the width each for the sine and cosine of row
-    and column.
+    """Returns fixed two-dimensional sine-cosine position embeddings.
+
+    A quarter of the width each holds the sine and the cosine of row and column.
     """
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies

@@ -1,4 +1,4 @@
-"""The family of our own Vision Transformers, SVDA or dense, with the paper's named configurations."""
+"""The family of the Vision Transformers of attnrx, SVDA or dense, with the paper's named configurations."""
 
 from typing import Any
 
@@ -40,22 +40,21 @@ class ViTFamily(OwnFamily[ViTConfig]):
     config_type = ViTConfig
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        """The convolution."""
+        """Returns the convolution of the patch embedding."""
         return self._own(model).get_submodule("patches")
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Patches alone, whose mean is classified."""
+        """Returns the layout: patches only, mean pooling."""
         return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")
 
     def price(
         self, config: ViTConfig, attention: tuple[AttentionSpec, ...] | None, tokens: TokenCosts | None
     ) -> ModelCosts:
-        """Prices a configuration, with other specs and tokens in its layers on request."""
         return config_costs(config, attention, tokens)
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
-    """The configuration `form:scenario`, with any field of ViTConfig, width, depth or heads changed on request."""
+    """Returns the configuration `form:scenario`; `changes` override fields of ViTConfig, width, depth or heads."""
     if scenario not in SCENARIOS:
         raise UnknownName("configuration", scenario, SCENARIOS)
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
@@ -64,20 +63,20 @@ def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
 def config_costs(
     config: ViTConfig, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None
 ) -> ModelCosts:
-    """Prices a configuration without building it, with other specs and tokens in its layers on request.
+    """Returns the costs of a configuration without building it, optionally with other specs and tokens in its layers.
 
-    That prices a prescription before it is realized.
+    This gives the costs of a prescription before it is realized.
     """
-    priced = tokens or TokenCosts((config.tokens,) * config.depth)
+    token_costs = tokens or TokenCosts((config.tokens,) * config.depth)
     config = config.with_attention(attention)
     return ModelCosts(
         patches=linear_costs(config.channels * config.patch_size**2, config.width, config.tokens),
         layers=tuple(
             layer_costs(spec, own, config.hidden, config.mlp_rank(index))
-            for index, (spec, own) in enumerate(zip(config.attention, priced.tokens, strict=True))
+            for index, (spec, own) in enumerate(zip(config.attention, token_costs.tokens, strict=True))
         ),
         classifier=norm_costs(config.width) + PartCosts((config.width + 1) * config.classes),
         classifier_macs=config.width * config.classes,
-        predictors=priced.predictors,
-        predictor_norm_features=priced.norm_features,
+        predictors=token_costs.predictors,
+        predictor_norm_features=token_costs.norm_features,
     )

@@ -1,4 +1,4 @@
-"""Sharing a budget out in closed form: the best of all plans, if what their choices do to the answers adds up."""
+"""Allocation of a budget: the optimal plan under the assumption that the sensitivities of its choices add up."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from attnrx.planning.sensitivity import Sensitivities, Weights
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 
 NOTHING = 1e-12
-# What is saved is counted in so many parts of the whole, and rounded to them; before anything is saved so many may be
-# owed, for a stage. So many parts less than what must be saved are looked at, too, since rounding may hide them.
+# Savings are rounded to 1 / PARTS of the original's cost. Up to OWED parts of negative savings are allowed, because a
+# stage has a cost. Plans that miss the target by up to HIDDEN parts are checked too, because of the rounding.
 PARTS, OWED, HIDDEN = 2000, 200, 10
 
 
 @dataclass(frozen=True)
 class Step:
-    """One plan: its price as a share of the original's, and the damage predicted."""
+    """One plan, its cost as a share of the original's, and its predicted divergence."""
 
     choices: Choices
     cost: float
@@ -28,18 +28,17 @@ class Step:
 
 
 def even_weights(depth: int) -> dict[str, np.ndarray]:
-    """Counts every damage once."""
+    """Returns weights of 1 for all sensitivities."""
     return {axis: np.ones(depth) for axis in AXES}
 
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """The plans that should do least damage at every price, among all that there are.
+    """The plans of minimal predicted divergence for every cost.
 
-    A multiple-choice knapsack, solved by dynamic programming over the layers. What is known after a layer is how many
-    patches have left, and how much is saved: nothing else of a plan says what its later layers cost, or do to the
-    answers. Of all plans that come to the same two numbers, the one that did least damage is kept. What is saved is
-    rounded to `PARTS` of the whole, which is all that keeps a plan from being the best.
+    A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
+    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Per state
+    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `PARTS`, the only approximation.
     """
 
     space: Space
@@ -48,10 +47,10 @@ class Frontier:
     weights: Weights
 
     def at(self, most: float) -> Step:
-        """Returns the plan of least damage that costs at most this share.
+        """Returns the plan of minimal predicted divergence that costs at most this share.
 
         Raises:
-            NotSupported: The prices know no plan that is cheap enough: nothing is promised that they do not show.
+            NotSupported: No plan is cheap enough by the cost table.
         """
         for choices in self._by_sensitivity(self.nothing - most):
             cost = self.cost_table.total(choices)
@@ -59,24 +58,24 @@ class Frontier:
                 step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
                 return given_back(self.space, self.cost_table, self.sensitivities, most, self.weights, step)
         raise NotSupported(
-            f"no plan over {', '.join(self.space.axes)} comes to {most:g} of the original's {self.cost_table.of}: the "
-            f"cheapest that the prices show is {self.cheapest:.3f}. Ask for more, or allow more axes."
+            f"no plan over {', '.join(self.space.axes)} reaches {most:g} of the original's {self.cost_table.of}: the "
+            f"cheapest plan of the cost table is {self.cheapest:.3f}. Give a larger target, or allow more axes."
         )
 
     @property
     def cheapest(self) -> float:
-        """The least share that any plan costs, as far as rounding tells."""
+        """The smallest cost of any plan as a share, up to rounding."""
         saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - OWED
         return self.nothing - float(saved) / PARTS
 
     @cached_property
     def nothing(self) -> float:
-        """What the model costs as it is: of a latency not quite 1, by our own attention."""
+        """The cost of the unchanged model; for latency not exactly 1, because the reference is the library's model."""
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
     def _gone(self) -> np.ndarray:
-        """How many patches may have left."""
+        """The possible numbers of pruned patches."""
         return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
 
     @property
@@ -85,97 +84,99 @@ class Frontier:
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
-        """Returns the least damage [gone, saved] after all layers, and for every layer the way there.
+        """Returns the minimal sensitivity [gone, saved] after all layers, and the backpointers of every layer.
 
-        Place OWED of `saved` is nothing.
+        Index OWED of `saved` means no savings.
         """
         least = np.full((len(self._gone), OWED + PARTS + 1), np.inf)
         least[0, OWED] = 0.0
-        way = []
+        backpointers = []
         for layer in range(self.space.depth):
-            least, came = self._left(layer, least)
-            least, chosen, options = self._ranked(layer, least)
-            way.append((came, chosen, options))
-        return least, way
+            least, previous = self._prune_patches(layer, least)
+            least, chosen, options = self._choose_ranks(layer, least)
+            backpointers.append((previous, chosen, options))
+        return least, backpointers
 
-    def _left(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lets patches leave before a layer: the least damage [gone, saved], and where of `gone` it came from."""
-        came = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])
+    def _prune_patches(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Adds a stage before a layer: returns the minimal sensitivity [gone, saved] and the previous indices."""
+        previous = np.tile(np.arange(len(least), dtype=np.int32)[:, None], least.shape[1])
         if not layer or len(least) == 1:
-            return least, came
+            return least, previous
         found, patches = least.copy(), self.space.patches
-        harm = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
-        harm = harm * self.weights[TOKENS][layer]
+        cost = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
+        cost = cost * self.weights[TOKENS][layer]
         for before, gone in enumerate(self._gone):
             most = gone + self.space.at_once(int(patches - gone))
             after = slice(before + 1, int(np.searchsorted(self._gone, most, side="right")))
-            less = _moved(least[before], self._saved_by_stage(layer, before)) + (harm[after] - harm[before])[:, None]
-            better = less < found[after]
-            found[after][better] = less[better]
-            came[after][better] = before
-        return found, came
+            shifted = _shifted(least[before], self._saved_by_stage(layer, before))
+            candidate = shifted + (cost[after] - cost[before])[:, None]
+            better = candidate < found[after]
+            found[after][better] = candidate[better]
+            previous[after][better] = before
+        return found, previous
 
-    def _ranked(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Chooses the ranks of a layer: the least damage [gone, saved], which option it takes, and the options."""
+    def _choose_ranks(self, layer: int, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Chooses the ranks of a layer: returns the minimal sensitivity [gone, saved], the chosen option, and the
+        options."""
         found, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
-        for place, gone in enumerate(self._gone):
-            saved, harm, levels = self._options(layer, int(gone))
-            tried = np.stack([_moved(least[place], int(parts)) for parts in saved]) + harm[:, None]
-            chosen[place] = tried.argmin(0)
-            found[place] = tried.min(0)
+        for index, gone in enumerate(self._gone):
+            saved, sensitivity, levels = self._options(layer, int(gone))
+            candidates = np.stack([_shifted(least[index], int(parts)) for parts in saved]) + sensitivity[:, None]
+            chosen[index] = candidates.argmin(0)
+            found[index] = candidates.min(0)
             options.append(np.column_stack([saved, levels]))
         return found, chosen, options
 
     def _options(self, layer: int, gone: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what every choice of ranks saves, in parts, and does, and its levels; only those that are worth
-        it."""
-        levels, harm = self._levels, np.zeros(len(self._levels))
+        """Returns the savings (in units of 1 / PARTS), sensitivities and levels of all Pareto-optimal rank choices of a
+        layer."""
+        levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
-            harm += self.sensitivities.ranks[axis][layer, level] * self.weights[axis][layer]
+            sensitivity += self.sensitivities.ranks[axis][layer, level] * self.weights[axis][layer]
         tokens = self.cost_table.prefix + self.cost_table.patches
         full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)
         scores, values, mlp = levels.T
-        priced = (
+        costs = (
             self.cost_table.attention[layer, scores, values, tokens - gone]
             + self.cost_table.mlp[layer, mlp, tokens - gone]
         )
-        saved = np.array([self._parts(float(cost)) for cost in full - priced])
-        order = np.lexsort((-saved, harm))  # those that do less first, and of equals the one that saves more
-        worth = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
-        return saved[order][worth], harm[order][worth], levels[order][worth]
+        saved = np.array([self._parts(float(cost)) for cost in full - costs])
+        order = np.lexsort((-saved, sensitivity))  # by increasing sensitivity, then by decreasing savings
+        optimal = saved[order] > np.maximum.accumulate(np.concatenate([[-OWED - PARTS], saved[order][:-1]]))
+        return saved[order][optimal], sensitivity[order][optimal], levels[order][optimal]
 
     @cached_property
     def _levels(self) -> np.ndarray:
-        """Every choice of levels [options, axis] that a layer has."""
+        """All combinations of levels [options, axis] of a layer."""
         return np.array(list(itertools.product(*((0, *self.space.available(axis)) for axis in RANKS))))
 
     def _saved_by_stage(self, layer: int, before: int) -> int:
-        """Gives, in parts, what a stage saves in itself, never more than nothing."""
-        seen = self.cost_table.prefix + self.space.patches - int(self._gone[before])
-        return self._parts(-self.cost_table.stages[layer, seen])
+        """Returns the savings of a stage itself in units of 1 / PARTS, which are negative or zero."""
+        tokens = self.cost_table.prefix + self.space.patches - int(self._gone[before])
+        return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
         return round(saved / self.cost_table.whole * PARTS)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Returns the plans that save as much, or so little less that rounding may hide it, the least damage first."""
+        """Yields the plans that save at least this share minus HIDDEN parts, by increasing sensitivity."""
         first = OWED + max(round(saved * PARTS) - HIDDEN, -OWED)
         least = self._least[:, first:]
-        for place in least.argsort(None, kind="stable"):
-            gone, over = divmod(int(place), least.shape[1])
+        for index in least.argsort(None, kind="stable"):
+            gone, over = divmod(int(index), least.shape[1])
             if not np.isfinite(least[gone, over]):
                 return
             yield self._traced(gone, first + over)
 
     def _traced(self, gone: int, saved: int) -> Choices:
-        """Follows the way back from how many patches have left at last, and what is saved."""
+        """Follows the backpointers from the final state [gone, saved] to the plan."""
         choices = Choices.nothing(self.space.depth)
-        for layer, (came, chosen, options) in reversed(list(enumerate(self._solved[1]))):
+        for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
             parts, *levels = (int(own) for own in options[gone][chosen[gone, saved]])
             for axis, level in zip(RANKS, levels, strict=True):
                 choices = choices.with_level(axis, layer, level)
             saved -= parts
-            before = int(came[gone, saved])
+            before = int(previous[gone, saved])
             if before != gone:
                 choices = choices.with_num_pruned(layer, int(self._gone[gone] - self._gone[before]))
                 saved -= self._saved_by_stage(layer, before)
@@ -183,34 +184,34 @@ class Frontier:
         return choices
 
 
-def _moved(least: np.ndarray, parts: int) -> np.ndarray:
-    """Returns the damages [saved] when so many parts more are saved, or fewer."""
-    moved = np.full_like(least, np.inf)
-    moved[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
-    return moved
+def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
+    """Shifts the sensitivities [saved] by `parts`, filled with infinity."""
+    shifted = np.full_like(least, np.inf)
+    shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
+    return shifted
 
 
 def filled(
     space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, start: Choices
 ) -> Step:
-    """Meets a budget from any plan: again and again whatever saves most for the damage it does (marginal gain per
-    cost), then what was saved too much is given back.
+    """Meets a budget greedily from any plan: repeats the move with the largest savings per added sensitivity, then
+    undoes choices that the budget does not require.
 
-    A step goes from what is chosen to any lower level of one layer, or lets a few more patches leave before it.
+    A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
 
     Raises:
-        NotSupported: No such way comes to a plan that is cheap enough.
+        NotSupported: The moves reach no plan that is cheap enough.
     """
     now = Step(start, cost_table.total(start), sensitivities.total(start, weights))
     while now.cost > most:
         best, gain = None, 0.0
         for choices in space.moves(now.choices):
             cost, sensitivity = cost_table.total(choices), sensitivities.total(choices, weights)
-            saved, done = now.cost - cost, sensitivity - now.sensitivity
-            if saved > NOTHING and saved / max(done, NOTHING) > gain:
-                best, gain = Step(choices, cost, sensitivity), saved / max(done, NOTHING)
+            saved, added = now.cost - cost, sensitivity - now.sensitivity
+            if saved > NOTHING and saved / max(added, NOTHING) > gain:
+                best, gain = Step(choices, cost, sensitivity), saved / max(added, NOTHING)
         if best is None:
-            raise NotSupported(f"no plan near this one comes to {most:g} of the original's {cost_table.of}.")
+            raise NotSupported(f"no plan near this one reaches {most:g} of the original's {cost_table.of}.")
         now = best
     return given_back(space, cost_table, sensitivities, most, weights, now)
 
@@ -218,7 +219,7 @@ def filled(
 def given_back(
     space: Space, cost_table: CostTable, sensitivities: Sensitivities, most: float, weights: Weights, last: Step
 ) -> Step:
-    """Returns back what was saved too much: again and again the choice that did most damage."""
+    """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
     now = last
     while True:
         best = now

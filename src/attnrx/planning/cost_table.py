@@ -1,4 +1,4 @@
-"""What a plan costs, before anything is built: every layer at its own ranks and tokens, from tables."""
+"""Cost tables: the costs of every layer by ranks and tokens, without building a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from attnrx.models import family_of
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.tokens import Shape
 
-# The parts of a layer's costs that a level of an axis decides about, and which of them grow with the tokens' square.
+# The cost parts of a layer that depend on each axis, and those that grow quadratically with the number of tokens.
 PARTS = {
     "qk": ("query_key", "diagonal", "scores", "fusion"),
     "vo": ("value_output", "read_out"),
@@ -25,8 +25,9 @@ SQUARE = ("scores", "fusion", "read_out")
 class CostTable:
     """The cost of every layer by ranks and tokens, in one unit; `whole` is that of the original.
 
-    `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with a place for
-    every number of tokens from none to all. `stages` is [layer, tokens seen] for letting tokens leave before a layer.
+    `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
+    number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
+    number of its input tokens. `outside` is the cost outside the blocks.
     """
 
     of: str
@@ -41,10 +42,10 @@ class CostTable:
 
     def __post_init__(self):
         if not np.isfinite(self.attention).all() or not np.isfinite(self.mlp).all() or self.whole <= 0:
-            raise InvalidInput(f"prices of {self.of} that are not numbers above zero; measure them again.")
+            raise InvalidInput(f"the costs of {self.of} are not finite and positive; measure them again.")
 
     def layer(self, choices: Choices, layer: int, gone: int) -> float:
-        """Prices one layer."""
+        """Returns the cost of one layer with `gone` patches pruned before it."""
         tokens = self.prefix + self.patches - gone
         return float(
             self.attention[layer, choices.qk[layer], choices.vo[layer], tokens]
@@ -52,12 +53,12 @@ class CostTable:
         )
 
     def total(self, choices: Choices) -> float:
-        """Prices the whole model, as a share of the original's."""
+        """Returns the cost of the whole model as a share of the original's."""
         left = choices.left
         layers = sum(self.layer(choices, index, gone) for index, gone in enumerate(left))
-        seen = (0, *left)
+        gone_before = (0, *left)
         stages = sum(
-            float(self.stages[index, self.prefix + self.patches - seen[index]])
+            float(self.stages[index, self.prefix + self.patches - gone_before[index]])
             for index, count in enumerate(choices.num_pruned)
             if count
         )
@@ -65,7 +66,7 @@ class CostTable:
 
 
 def exact_cost_table(space: Space, of: str) -> CostTable:
-    """Prices MACs or parameters in closed form."""
+    """Returns the cost table of MACs or parameters in closed form."""
     model = space.model
     before = family_of(model).costs(model)
     tokens = before.layers[0].tokens

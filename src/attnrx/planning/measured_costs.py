@@ -1,4 +1,4 @@
-"""Prices by measured latency: how long a block takes at every rank and number of tokens, measured on this machine."""
+"""Cost tables of measured latency: the time of a block by rank and number of tokens on this machine."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
 
-# The shares of the tokens at which blocks are timed; between them the time is taken to lie on straight lines.
+# The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
 TIMED = (0.25, 0.5, 0.75, 1.0)
-# Tokens leave before this layer, and the block after it is timed: it is the first that may see tokens of several sizes.
-# What share stays does not matter: the block is given as many as it is to be timed with.
+# The stage before this layer and the following block are timed: it is the first block that may have merged tokens with
+# sizes. The keep ratio does not matter, because the block is called with the number of tokens to be timed.
 AFTER, SOME = 2, 0.75
 ROUNDS, WARMUP = 7, 2
 REFERENCE, ALL = "original", "all"
@@ -35,10 +35,10 @@ REFERENCE, ALL = "original", "all"
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """What is timed: batches of so many images, under these conditions, by a clock of `costs.CLOCKS`.
+    """The batch size, the conditions and a clock of `costs.CLOCKS` for latency measurements.
 
-    `in_subprocess` times in a new process that keeps its memory (`attnrx.subprocess_runner`): how fast memory is handed
-    out depends on what a process did before, and making a plan is not what the models will be used after.
+    `in_subprocess` measures in a new process that keeps freed memory (`attnrx.subprocess_runner`), because the speed of
+    memory allocation depends on the history of the process.
     """
 
     batch: int = 32
@@ -53,29 +53,30 @@ class TimingSettings:
 
     @property
     def protocol(self) -> LatencyProtocol:
-        """The same for two whole models that take turns, more often: it is what a plan promises."""
+        """The protocol for whole models, with four times as many rounds, because a plan promises its result."""
         return LatencyProtocol(self.conditions, 4 * self.rounds, clock=self.name)
 
     def images(self, space: Space) -> torch.Tensor:
-        """Noise: the time depends on how many images there are, not on what they show."""
+        """Returns a batch of noise: latency depends on the number of images, not on their content."""
         shape = family_of(space.model).input_shape(space.model)
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostTable:
-    """Times one block of every kind at every level and at several numbers of tokens, and the whole model beside it.
+    """Times one block at every level and at several numbers of tokens, and the whole model.
 
-    Where tokens have left, attention may count the sizes of the others, and does in what is timed. Each time is
-    divided by that of the original's block in the same round. These prices are shares of what our own model takes,
-    and say nothing of what letting tokens leave takes in itself: `pinning` does. No level is offered that is not
-    faster than those that keep more.
+    After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
+    by that of the original block in the same round. The costs are shares of the latency of attnrx's own model and do
+    not include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
 
     Raises:
-        NotSupported: The layers are not all of one shape.
+        NotSupported: The layers do not all have the same shape.
     """
     family = family_of(space.model)
     if len({layer.spec for layer in family.attention(space.model)}) > 1:
-        raise NotSupported("the layers of this model are not all of one shape, so one block does not price the others.")
+        raise NotSupported(
+            "the layers of this model do not all have the same shape, so one block does not represent the others."
+        )
     tokens = space.shape.layout.tokens
     grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, timing, grid)
@@ -83,27 +84,28 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
     for qk in (0, *space.available("qk")):
         for vo in (0, *space.available("vo")):
             attention[qk, vo] = timer.block({"qk": qk, "vo": vo})
-        log(f"prices: qk at {space.levels[qk]:g}")
+        log(f"cost table: qk at {space.levels[qk]:g}")
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in space.available("mlp"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
     mlp = never_slower_mlp(mlp, space)
     last = timer.last() / attention[0, 0]
-    every = np.arange(tokens + 1)
-    wide = _with_last(_between(every, grid, attention), _between(every, grid, last * attention), space.depth)
-    narrow = _with_last(_between(every, grid, mlp), _between(every, grid, last * mlp), space.depth)
-    return timer.whole(wide, narrow)
+    counts = np.arange(tokens + 1)
+    all_attention = _with_last(
+        _interpolated(counts, grid, attention), _interpolated(counts, grid, last * attention), space.depth
+    )
+    all_mlp = _with_last(_interpolated(counts, grid, mlp), _interpolated(counts, grid, last * mlp), space.depth)
+    return timer.whole(all_attention, all_mlp)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
-    """Returns the table of every layer. The last may compute less than the others; its ranks then save in
-    proportion."""
+    """Stacks the tables of all layers; the last one may be cheaper (last-layer class-token shortcut)."""
     return np.stack([*([others] * (depth - 1)), last])
 
 
 class _AfterStage(nn.Module):
-    """A block as it runs after a stage at which tokens have left: every token that is there has a size."""
+    """A block in its state after a stage with token reduction: every token has a size."""
 
     def __init__(self, block: nn.Module, reduction: TokenReduction):
         super().__init__()
@@ -116,21 +118,21 @@ class _AfterStage(nn.Module):
 
 
 class _Timer:
-    """Times blocks and models under one set of conditions, in units of the original's block at all its tokens.
+    """Times blocks and models under one set of conditions, in units of the original block with all tokens.
 
-    The block of a model that stands for the others is the first after a stage, if there could be one.
+    The timed block is the first one after a stage if there can be one, else the first block.
     """
 
     def __init__(self, space: Space, timing: TimingSettings, grid: list[int]):
         self.space, self.timing, self.grid = space, timing, grid
         self.family = family_of(space.model)
-        self.leaves = TOKENS in space.axes and space.depth > AFTER
-        self.layer = AFTER if self.leaves else 0
+        self.prunes_tokens = TOKENS in space.axes and space.depth > AFTER
+        self.layer = AFTER if self.prunes_tokens else 0
         self.original = self._place(space.model, self.layer)
         width, images = space.shape.width, _at_once(space, timing)
         generator = torch.Generator().manual_seed(0)
         self.rows = {n: torch.randn(images, n, width, generator=generator) for n in grid}
-        # A batch may pass in parts; `whole` counts how often a block then runs.
+        # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-timing.batch // images)
 
     def _place(self, model: nn.Module, layer: int) -> Callable[[torch.Tensor], Any]:
@@ -144,12 +146,12 @@ class _Timer:
         return self.timing.conditions.place(_AfterStage(block, reduction))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Returns the times of a block at several numbers of tokens, after a stage, and at last at all of them
-        before."""
+        """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
+        before any stage."""
         return self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layer)
 
     def last(self) -> np.ndarray:
-        """Returns the times of the last block as it runs in the model, which may compute the class token alone."""
+        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
         model = copy.deepcopy(self.space.model)
         shortened = last_layer_of(model)
         if shortened is not None:
@@ -158,11 +160,11 @@ class _Timer:
 
     def _times(self, model: nn.Module, layer: int) -> np.ndarray:
         before = self._place(model, layer)
-        after = self._place_after_stage(model, layer) if self.leaves else before
-        rows = {n: self._placed(own) for n, own in self.rows.items()}
-        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, own) for n, own in rows.items()}
-        every = rows[self.grid[-1]]
-        seconds = self._turns({**runs, ALL: partial(before, every), REFERENCE: partial(self.original, every)})
+        after = self._place_after_stage(model, layer) if self.prunes_tokens else before
+        rows = {n: self._placed(tokens) for n, tokens in self.rows.items()}
+        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
+        all_tokens = rows[self.grid[-1]]
+        seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
         return np.array([seconds[name] for name in (*runs, ALL)])
 
     def _placed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -182,7 +184,7 @@ class _Timer:
         return {name: float((own / seconds[REFERENCE]).median()) for name, own in seconds.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
-        """Times the whole model, and what is outside its blocks, and returns all prices."""
+        """Times the whole model and the model without blocks, and returns the cost table."""
         space, conditions = self.space, self.timing.conditions
         images = conditions.place_images(self.timing.images(space))
         models = {"own": space.model, "empty": self._empty()}
@@ -190,7 +192,7 @@ class _Timer:
         rows = self._placed(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)}, 2 * self.timing.rounds)
         own, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
-        # Inside a model a block finds its input warm: the whole says what all of them really take.
+        # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
         scale = (own - outside) / float(attention[:, 0, 0, -1].sum())
         layout = space.shape.layout
         stages = np.zeros((space.depth, layout.tokens + 1))
@@ -198,19 +200,19 @@ class _Timer:
         return CostTable("latency", "blocks", own, outside, attention * scale, mlp * scale, stages, *sizes)
 
     def _empty(self) -> nn.Module:
-        """The model without its blocks: what is outside them."""
+        """Returns the model with identity blocks."""
         empty = copy.deepcopy(self.space.model)
         for name in block_names(empty, self.family):
-            empty.get_submodule(name).forward = _as_given
+            empty.get_submodule(name).forward = _identity
         return empty
 
 
-def _as_given(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _identity(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tokens
 
 
-class _Seen:
-    """Sees how many images a block is given at once, without hindering that they pass in parts."""
+class _ChunkSize:
+    """A forward pre-hook that records the number of images per call of a block; `by_image` keeps chunking enabled."""
 
     by_image = True
 
@@ -223,15 +225,16 @@ class _Seen:
 
 def _at_once(space: Space, timing: TimingSettings) -> int:
     family, conditions = family_of(space.model), replace(timing.conditions, compiled=False, graphs=False)
-    seen, model = _Seen(), copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
-    model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(seen, with_kwargs=True)
+    hook = _ChunkSize()
+    model = copy.deepcopy(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
+    model.get_submodule(block_names(model, family)[0]).register_forward_pre_hook(hook, with_kwargs=True)
     with conditions.held():
         model(conditions.place_images(timing.images(space)))
-    return seen.images
+    return hook.images
 
 
-def _between(every: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
-    """Returns the times at every number of tokens: on lines between those after a stage, and what all of them take."""
+def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
+    """Returns the times at every number of tokens: linear between those after a stage; the last entry at all tokens."""
     flat = times.reshape(-1, len(grid) + 1)
-    lines = [np.where(every < grid[-1], np.interp(every, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
-    return np.stack(lines).reshape(*times.shape[:-1], len(every))
+    lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
+    return np.stack(lines).reshape(*times.shape[:-1], len(counts))

@@ -1,4 +1,4 @@
-"""Times that are fitted together: no level of an axis is slower than those that keep more."""
+"""Monotone regression of measured times: no level of an axis is slower than a level that keeps more."""
 
 from collections.abc import Collection
 
@@ -9,10 +9,10 @@ from attnrx.planning.space import Space
 
 
 def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
-    """Returns the nearest times at which no lower level is slower.
+    """Returns the least-squares fit of the times in which no lower level is slower.
 
-    What a level saves adds up over scores and values, but for what it only saves where both are as low: a kernel may
-    pad the one to the other. Few steps through many times quiet the clock.
+    The savings of qk and vo are additive, with an interaction term for levels that both have reached, because a kernel
+    may pad one to the other. Fitting few parameters to many times also reduces measurement noise.
     """
     qk, vo = space.available("qk"), space.available("vo")
     pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
@@ -26,7 +26,7 @@ def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
 
 
 def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
-    """Returns the nearest savings at which no lower level saves less."""
+    """Returns the least-squares fit of the savings in which no lower level saves less."""
     levels = (0, *space.available("mlp"))
     found = mlp.copy()
     found[levels, :] = _falling(
@@ -36,12 +36,13 @@ def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
 
 
 def _reached(level: int, levels: Collection[int]) -> list[float]:
-    """For every level 1 where this one is as low, 0 elsewhere."""
+    """Returns one indicator per level: 1 if `level` is at least as low, else 0."""
     return [float(level >= other) for other in sorted(levels)]
 
 
 def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
-    """Fits times [places, numbers] by what every step that a place has reached saves, off one whole or off zero."""
+    """Fits times [rows, columns] by non-negative savings of the indicators `steps` [rows, steps], subtracted from a
+    common intercept, or from zero."""
     if not steps.size:
         return times
     linear_model = required_module("sklearn.linear_model", "plan", "a cost model of measured latency")

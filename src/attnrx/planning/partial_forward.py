@@ -1,4 +1,4 @@
-"""Running a model from the middle: what the layers before have given is put in their place."""
+"""Partial forward passes: blocks are replaced by their recorded outputs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,20 +14,20 @@ from attnrx.shapes import Tensor
 
 @contextmanager
 def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterator[None]:
-    """Lets the first `layer` blocks compute nothing: the last of them gives `given`, as a block gives its output.
+    """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
 
-    With 0 the whole model runs. Hooks on the blocks run as ever.
+    With 0 the whole model runs. Hooks on the blocks still run.
     """
     blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            # What is given is of all images: a hook on a block lets the batch pass as a whole.
-            stack.callback(block.register_forward_hook(_seen).remove)
+            # `given` contains the whole batch: a hook on a block disables chunking.
+            stack.callback(block.register_forward_hook(_no_hook).remove)
             stack.enter_context(_replaced(block, given if index == layer - 1 else None))
         yield
 
 
-def _seen(module: nn.Module, given: Any, output: Any) -> None:
+def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
     pass
 
 
@@ -40,12 +40,12 @@ def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del block.forward  # the one of the class again
+        del block.forward  # restores the method of the class
 
 
 @contextmanager
 def recorded(model: nn.Module, family: Family) -> Iterator[list[tuple[Any, Any]]]:
-    """Collects what every block is given and returns in a forward pass; whoever reads the list also clears it."""
+    """Yields a list of (input, output) of every block, filled by forward passes; the caller must clear it."""
     found: list[tuple[Any, Any]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -59,5 +59,5 @@ def recorded(model: nn.Module, family: Family) -> Iterator[list[tuple[Any, Any]]
 
 
 def as_output(tokens: Tensor, output: Any) -> Any:
-    """Returns tokens in the shape in which a block gave its output: alone, or the first of several."""
+    """Returns tokens in the format of a block's output: a tensor, or the first element of a tuple."""
     return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])

@@ -1,4 +1,4 @@
-"""A plan: what was sought, what was chosen and why, what it will cost, and what else could have been had."""
+"""A plan: target, prescription, explanations, predicted costs and accuracy, and alternative plans."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.atomic_writes import replacing_folder
-from attnrx.checks.promises import Expected
+from attnrx.checks.promises import PredictedQuantity
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.prescription import Prescription
 from attnrx.storage import file_kind, write_json
@@ -16,7 +16,7 @@ KIND, SCHEMA = "attnrx plan", 1
 
 @dataclass(frozen=True)
 class Point:
-    """One plan of the front: its price as a share of the original's, and the divergence predicted and measured."""
+    """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats)."""
 
     cost: float
     sensitivity: float
@@ -25,18 +25,18 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A prescription for a target, with its promises.
+    """A prescription for a target, with its predictions.
 
-    `cost` is the share of the original's cost that the tables predict, `measured` the measured latency when the plan
-    was made (for latency). `expected` holds the divergence in nats, the agreement and the change of the top-1
-    accuracy, the last two as shares. `explained` has one line for every choice, `front` other plans, cheapest last.
+    `cost` is the predicted share of the original's cost, `measured` the latency measured while planning (for latency).
+    `expected` holds the divergence in nats, and the agreement and the change of top-1 accuracy as shares. `explained`
+    has one line per choice; `front` contains plans between the original and this one, cheapest last.
     """
 
     prescription: Prescription
     target: str
     spend: str
     cost: float
-    expected: Mapping[str, Expected]
+    expected: Mapping[str, PredictedQuantity]
     explained: tuple[str, ...]
     front: tuple[Point, ...]
     measured: Mapping[str, Any] | None = None
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def promises(self) -> dict[str, Any]:
-        """What `verify` holds to account, as JSON-ready values; the prescription carries them."""
+        """The predictions that the check `promises` verifies, as JSON-ready values; the prescription records them."""
         return {
             "target": self.target,
             "spend": self.spend,
@@ -55,11 +55,11 @@ class Plan:
 
     @property
     def promising(self) -> Prescription:
-        """The prescription with the promises in its record."""
+        """The prescription with the predictions in `about["plan"]`."""
         return replace(self.prescription, about={**self.prescription.about, "plan": self.promises})
 
     def save(self, folder: Path | str) -> Path:
-        """Writes plan.json and the prescription beside it; an earlier plan in the folder is replaced at once."""
+        """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically."""
         record = {
             "kind": KIND,
             "schema": SCHEMA,

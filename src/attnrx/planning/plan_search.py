@@ -1,7 +1,7 @@
-"""Refining a plan against what is measured: a search for how much every damage should count.
+"""Refinement of a plan by measured divergence: a search over the weights of the sensitivities.
 
-Optuna finds how much each kind of damage counts, and how that changes over the layers; then the best plan is varied: a
-few choices are changed at random, and the closed form meets the budget from there. Optuna keeps the trials of both.
+Optuna searches a weight of the sensitivities per axis, and its slope over the layers. Then the best plan is varied: a
+few choices are changed at random, and a greedy closed form meets the budget from there. Optuna stores all trials.
 """
 
 import hashlib
@@ -18,21 +18,20 @@ from attnrx.planning.allocation import Step, even_weights
 from attnrx.planning.sensitivity import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
-# This share of the trials, and so many at the least, looks everywhere; the others vary the best that is known, by so
-# many choices at most. Of so many variations the one that should do least damage is tried; so many are made until as
-# many are new.
+# The share (BROAD) and minimum (BROAD_LEAST) of trials with sampled knobs; the others vary the best plan by at most
+# MOST_VARIED choices. Of VARIATIONS new variations, from at most ATTEMPTS, the one with the lowest predicted
+# divergence is measured.
 BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 1 / 3, 8, 3, 8, 40
-# A search lets the damages of an axis count up to so many powers of two more than measured alone, or less; and so many
-# for how that changes over the layers.
+# The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES = "knobs", "choices"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that was made and measured: the knobs it came from, and the means over the images.
+    """One measured plan, its knobs, and the means over the images.
 
-    A varied plan has the knobs of the one that it was varied from. A search goes by `softened` (see `Deviation`).
+    A varied plan has the knobs of the plan it varies. The search minimizes `softened` (see `Deviation`).
     """
 
     knobs: dict[str, float]
@@ -43,10 +42,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """How a plan is refined: so many trials in all, drawn from `seed`, the later ones near the best that is known.
+    """The settings of the search: the number of trials and the seed.
 
-    With a `storage`, a file or an address of Optuna, trials are kept there under a name that says what is sought:
-    a search that was stopped goes on, and several machines that share it search together.
+    With `storage`, a file or an Optuna URL, trials are stored under a name derived from the request: an interrupted
+    search is resumed, and several machines can share it.
     """
 
     trials: int = 32
@@ -59,8 +58,7 @@ class Search:
 
 
 def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
-    """Returns the weight of every damage: a power of two for its axis, which changes from the first layer to the
-    last."""
+    """Returns the weights [layer] of the sensitivities of every axis: powers of two, log-linear over the layers."""
     across = np.linspace(-0.5, 0.5, space.depth)
     found = even_weights(space.depth)
     for axis in AXES:
@@ -68,9 +66,10 @@ def weights_of(space: Space, knobs: Mapping[str, float]) -> Weights:
     return found
 
 
-def knobs_of(space: Space) -> dict[str, float]:
-    """Names what is searched, and how far from where the search begins: only what counts against another axis, and
-    the tilts.
+def search_ranges(space: Space) -> dict[str, float]:
+    """Returns the names of the knobs and their search ranges, in powers of two: one weight per axis and the tilts.
+
+    Only relative weights matter, so the first axis has no weight knob.
     """
     ranks = [axis for axis in space.axes if axis != TOKENS and space.available(axis)]
     first = next(iter(ranks), None) if TOKENS not in space.axes else None
@@ -80,7 +79,7 @@ def knobs_of(space: Space) -> dict[str, float]:
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Changes up to `MOST_VARIED` things: takes them back, or lets as many more go, to any level or number."""
+    """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
         found = list((space.ways_back if random.integers(2) else space.moves)(choices))
         if found:
@@ -89,22 +88,22 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 
 
 @runtime_checkable
-class Budget(Protocol):
-    """Makes plans at one cost, and measures them."""
+class PlanBuilder(Protocol):
+    """Builds plans at one cost, and measures them."""
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        """Returns the plan at some knobs, on the way from the original or from another plan."""
+        """Returns the plan for the knobs, optimal or reached greedily from the plan `start`."""
         ...
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        """Measures a plan, unless it was measured before."""
+        """Measures a plan; results are cached."""
         ...
 
 
-def refine_plan(space: Space, search: Search, requested: str, budget: Budget, first: Trial) -> tuple[Trial, ...]:
-    """Makes and measures plans beside the first, and returns all as they came.
+def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
+    """Builds and measures further plans, and returns all trials in order, `first` included.
 
-    The first third of them comes from knobs about those of the first, the others vary the best that is known.
+    The first third of them samples knobs around those of `first`, the others vary the best plan so far.
     """
     if search.trials < 2:
         return (first,)
@@ -133,17 +132,17 @@ def refine_plan(space: Space, search: Search, requested: str, budget: Budget, fi
     if done < search.trials:
         study.optimize(objective, n_trials=search.trials - done)
     knobs, choices = _known(study.best_trial)
-    if all(choices != trial.step.choices for trial in made):  # found by a search before this one, or elsewhere
+    if all(choices != trial.step.choices for trial in made):  # found by an earlier search, or on another machine
         made.append(budget.tried(knobs, budget.step(knobs, choices)))
     return tuple(made)
 
 
 @dataclass(frozen=True)
 class _Proposals:
-    """Which plan to try next: so many at knobs drawn by Optuna, then ones that vary the best that is known."""
+    """Proposes the next plan: for `broad` trials with knobs sampled by Optuna, then variations of the best plan."""
 
     space: Space
-    budget: Budget
+    budget: PlanBuilder
     start: Trial
     broad: int
     seed: int
@@ -152,7 +151,7 @@ class _Proposals:
         if trial.number >= self.broad:
             return self._near(trial)
         start = self.start.knobs
-        spans = {name: (start[name] - span, start[name] + span) for name, span in knobs_of(self.space).items()}
+        spans = {name: (start[name] - span, start[name] + span) for name, span in search_ranges(self.space).items()}
         knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
         return knobs, self.budget.step(knobs)
 
@@ -166,7 +165,7 @@ class _Proposals:
             knobs, choices = _known(best)
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
-            with suppress(NotSupported):  # what was taken back may be needed
+            with suppress(NotSupported):  # the varied plan may not reach the budget
                 step = self.budget.step(knobs, varied(self.space, choices, random))
                 steps += [step] * (step.choices not in seen)
             if len(steps) == VARIATIONS:
@@ -175,7 +174,7 @@ class _Proposals:
 
 
 def _known(trial: Any) -> tuple[dict[str, float], Choices]:
-    """Reads the knobs and the choices of a trial that Optuna keeps."""
+    """Returns the knobs and the choices of a stored trial."""
     choices = {name: tuple(own) for name, own in trial.user_attrs[CHOICES].items()}
     return trial.user_attrs[KNOBS], Choices(**choices)
 

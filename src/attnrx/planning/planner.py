@@ -1,4 +1,4 @@
-"""Making a plan: prices and damages, the closed form, the search, and a measured promise."""
+"""The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,40 +18,36 @@ from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.cost_correction import corrected
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.measured_costs import TimingSettings, measured_cost_table
-from attnrx.planning.plan import Expected, Plan, Point
-from attnrx.planning.plan_search import Search, Trial, knobs_of, refine_plan, weights_of
+from attnrx.planning.plan import Plan, Point, PredictedQuantity
+from attnrx.planning.plan_search import Search, Trial, refine_plan, search_ranges, weights_of
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
-from attnrx.progress import Log
+from attnrx.progress import Log, no_log
 from attnrx.realization import realize
 from attnrx.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, parse_reducer
 
-# A plan for the clock is made again until the clock agrees, so often. Between NEAR and all of the target is near
-# enough; CARE is aimed at.
+# A plan for latency is repeated up to ATTEMPTS times until the measured latency is between NEAR and 1 times the target;
+# each attempt aims at CARE times the target.
 ATTEMPTS, NEAR, CARE = 4, 0.98, 0.993
-# Every choice alone is measured on so many images, since there are many choices, every plan that is tried on more, by
-# what varies little from image to image; and so many that did best on all, by what is promised.
+# The numbers of images for single choices (there are many) and for the plans of the search (by the softened divergence,
+# which varies little between images); the FINALISTS best plans are measured on all images by the divergence.
 FOR_SENSITIVITIES, FOR_TRIALS, FINALISTS = 96, 128, 6
-# Levels are eighths of a head's directions; for the clock ranks are multiples of one, which kernels like.
+# Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
-# Plans of the front, from the whole model to the target.
+# The number of plans of the front, from the original to the target.
 FRONT = 5
-# Halvings of the share in which a drop is sought.
+# Bisection steps of the search for an accuracy drop.
 HALVINGS = 6
-
-
-def silent(quantities: str) -> None:
-    """Says nothing."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan may use: its axes, the reducer of the tokens, how it is searched for, and what is timed.
+    """The settings of a plan: axes, token reducer, search and timing.
 
-    `batch_size` is how many images are answered at once; `log` takes progress messages.
+    `batch_size` is the batch size for measuring outputs; `log` is called with progress messages.
     """
 
     axes: tuple[str, ...] = AXES
@@ -59,15 +55,15 @@ class PlanSettings:
     search: Search = field(default_factory=Search)
     timing: TimingSettings = field(default_factory=TimingSettings)
     batch_size: int = 32
-    log: Log = silent
+    log: Log = no_log
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Returns all plans: every head at its own rank, unless a clock on CUDA counts, where heads are padded."""
+        """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
         reducer: Reducer | None = parse_reducer(self.reducer) if TOKENS in self.axes else None
-        clocked = target.spend == "latency"
-        form = "uniform_rank" if clocked and self.timing.conditions.on_cuda else "total_rank"
+        is_latency = target.spend == "latency"
+        form = "uniform_rank" if is_latency and self.timing.conditions.on_cuda else "total_rank"
         least = min(layer.spec.head_dim for layer in family_of(model).attention(model))
-        return Space(model, diagnosis, reducer, self.axes, form, multiple=max(least // EIGHTHS, 1) if clocked else 1)
+        return Space(model, diagnosis, reducer, self.axes, form, multiple=max(least // EIGHTHS, 1) if is_latency else 1)
 
 
 def plan(
@@ -79,32 +75,32 @@ def plan(
     *,
     settings: PlanSettings | None = None,
 ) -> Plan:
-    """Shares one budget out over ranks and tokens, for the least divergence of the answers.
+    """Allocates one budget to ranks and tokens, minimizing the divergence of the outputs.
 
-    What every choice costs comes from tables (closed form for MACs and parameters, the clock for latency), what it
-    does to the answers is measured on the first of `images`, each alone. The closed form is the best of all plans if
-    damages add up (`Frontier`); because they do not quite, a search then weighs them and varies the best plan, by the
-    divergence of whole plans: all on some of `images`, those that did best there on all, which are kept in memory
-    meanwhile. What is promised is measured on `others`, which nothing was chosen by. Labels are needed for a target of
-    accuracy only; where `others` have none, no change of accuracy is promised.
+    The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency); their
+    sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up;
+    because this is an approximation, a search then weights them and varies the best plan, by the measured divergence of
+    whole plans: all on a part of `images`, the best on all of them. The images are held in memory. The predictions are
+    measured on `others`, which are not used for any choice. Labels are needed for a target of accuracy only; without
+    labels of `others` no change of accuracy is predicted.
 
     Raises:
-        NotSupported: No plan is cheap enough by the prices, or the clock does not show what they say.
-        NoOpPrescription: The model as it is meets the target.
+        NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
+        NoOpPrescription: The unchanged model meets the target.
     """
-    sought = Target.parse(target) if isinstance(target, str) else target
+    target = Target.parse(target) if isinstance(target, str) else target
     require_all_tokens(model, "plan for")
     settings = settings or PlanSettings()
-    own, unseen = images_for(model, images, "images"), images_for(model, others, "others")
-    if sought.of == DROP:
-        require_labels(own)
-    made = Planner(settings.space(model, diagnosis, sought), settings, sought, own)
-    best, most = made.for_drop() if sought.of == DROP else made.for_cost(sought.most)
-    return made.finished(best, most, Answers.of(model, unseen, settings.batch_size))
+    plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
+    if target.of == DROP:
+        require_labels(plan_images)
+    planner = Planner(settings.space(model, diagnosis, target), settings, target, plan_images)
+    best, most = planner.for_drop() if target.of == DROP else planner.for_cost(target.most)
+    return planner.finished(best, most, Answers.of(model, other_images, settings.batch_size))
 
 
 class Planner:
-    """All that is known while one plan is made."""
+    """The state of planning: cached cost table, sensitivities, measured plans and trials."""
 
     def __init__(self, space: Space, settings: PlanSettings, target: Target, images: ImageSet):
         self.space, self.settings, self.target, self.log = space, settings, target, settings.log
@@ -120,9 +116,9 @@ class Planner:
         if self.target.spend != "latency":
             return exact_cost_table(self.space, self.target.spend)
         timing = self.settings.timing
-        tell = partial(print, flush=True) if timing.in_subprocess else self.log
+        log = partial(print, flush=True) if timing.in_subprocess else self.log
         cost_table = call_in_subprocess_if(
-            measured_cost_table, self.space, timing, tell, in_subprocess=timing.in_subprocess, on_line=self.log
+            measured_cost_table, self.space, timing, log, in_subprocess=timing.in_subprocess, on_line=self.log
         )
         return corrected(cost_table, self.space, self._shares)
 
@@ -136,11 +132,11 @@ class Planner:
 
     @cached_property
     def first(self) -> dict[str, float]:
-        """Where the search begins: how much the damages of an axis count, by those of the others, when they add up."""
-        return dict.fromkeys(knobs_of(self.space), 0.0)
+        """The initial knobs of the search: all zero, i.e. all weights are 1."""
+        return dict.fromkeys(search_ranges(self.space), 0.0)
 
     def frontier(self, knobs: dict[str, float]) -> Frontier:
-        """Returns the best plans at all prices, by the damages as some knobs weigh them; the last is kept."""
+        """Returns the optimal plans for all costs with the weights of these knobs; the last result is cached."""
         if self.solved is None or self.solved[0] != knobs:
             self.solved = (
                 knobs,
@@ -149,7 +145,7 @@ class Planner:
         return self.solved[1]
 
     def step(self, most: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        """Returns the best plan at some knobs, or one that comes to the price from another plan."""
+        """Returns the optimal plan for these knobs, or the greedy one from the plan `start`."""
         if start is not None:
             return filled(self.space, self.cost_table, self.sensitivities, most, weights_of(self.space, knobs), start)
         frontier = self.frontier(knobs)
@@ -164,40 +160,41 @@ class Planner:
         return realize(self.space.model, self.space.prescription(choices))
 
     def measured(self, choices: Choices, answers: Answers) -> Deviation:
-        """Measures a plan on some images, once."""
+        """Returns the deviation of a plan on some images, cached."""
         key = len(answers), choices
         if key not in self.known:
             self.known[key] = answers.measure(self.realized(choices))
         return self.known[key]
 
     def for_cost(self, most: float) -> tuple[Trial, float]:
-        """Finds the best plan at a cost; where the clock decides, until the clock agrees."""
+        """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement."""
         return self._by_timing(most) if self.target.spend == "latency" else (self._searched(most), most)
 
     def _by_timing(self, most: float) -> tuple[Trial, float]:
-        """Asks for as much less, or more, as measured, and keeps the best plan that it finds fast enough.
+        """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
+        enough.
 
-        By how much the prices are off where such plans are, the closed form alone tells before anything is searched.
+        The first attempt measures the plan of the closed form, without a search, to find the error of the cost table.
         """
-        allowed, ratios, kept = most, [], None
+        allowed, ratios, best = most, [], None
         for attempt in range(ATTEMPTS):
             trial = self._searched(allowed) if attempt else self._best((self._first(allowed),))
             timed = self._clocked(trial)
             ratios.append(timed["ratio"])
             self.log(f"measured {ratios[-1]:.3f} where {trial.step.cost:.3f} was predicted")
-            if ratios[-1] <= most and (kept is None or trial.divergence < kept[0].divergence):
-                kept = trial, allowed, timed
+            if ratios[-1] <= most and (best is None or trial.divergence < best[0].divergence):
+                best = trial, allowed, timed
             if NEAR * most <= ratios[-1] <= most and (attempt or self.settings.search.trials < 2):
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
-        if kept is None:
+        if best is None:
             raise NotSupported(
-                f"{self.target} cannot be promised: of plans priced at about {most:.3f} was measured "
-                f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} of the original's latency. Measure on a machine that "
-                "does nothing else, or ask for less."
+                f"{self.target} cannot be promised: plans with a predicted ratio of about {most:.3f} were measured at "
+                f"{', '.join(f'{ratio:.3f}' for ratio in ratios)} of the original's latency. Measure on an idle "
+                "machine, or give a larger target."
             )
-        self.timed = kept[2]
-        return kept[0], kept[1]
+        self.timed = best[2]
+        return best[0], best[1]
 
     def _first(self, most: float) -> Trial:
         budget = _Budget(self, most)
@@ -212,7 +209,7 @@ class Planner:
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
-        """Returns the plan that does best on all images, of those that did best on fewer."""
+        """Returns the trial with the lowest divergence on all images among the FINALISTS on fewer images."""
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
         first = list(order.values())[:FINALISTS]
         found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
@@ -221,12 +218,12 @@ class Planner:
         return best
 
     def tried(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
-        """Measures a plan as a trial of a search."""
+        """Measures a plan on some images and returns it as a trial."""
         found = self.measured(step.choices, answers)
         return Trial(knobs, step, found.mean, found.softened.mean().item())
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
-        """Times a plan beside the model as its library ships it."""
+        """Returns the latency of a plan relative to the library's reference implementation."""
         timing, found = (
             self.settings.timing,
             self._beside_library_model({"plan": self.realized(trial.step.choices)})["plan"],
@@ -254,7 +251,7 @@ class Planner:
         return call_in_subprocess_if(compare_latencies, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
 
     def for_drop(self) -> tuple[Trial, float]:
-        """Finds the cheapest plan whose drop on the images is within the limit, by halving what is allowed."""
+        """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
         low, high, found = 0.0, 1.0, None
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -276,7 +273,7 @@ class Planner:
         return self._searched(high), high
 
     def finished(self, best: Trial, most: float, others: Answers) -> Plan:
-        """Measures what is promised on images that nothing was chosen by, and tells why."""
+        """Builds the plan: measures its predictions on held-out images and explains its choices."""
         choices, space = best.step.choices, self.space
         deviation = others.measure(self.realized(choices))
         if self.target.of == DROP and self.target.spend == "latency":
@@ -313,7 +310,7 @@ class Planner:
         )
 
     def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
-        """Plans between the original and the target, at the knobs of the best one, measured on the images."""
+        """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
         frontier = self.frontier(best.knobs)
         shares = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
         found = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
@@ -325,36 +322,39 @@ class Planner:
 
 
 class _Budget:
-    """Makes plans at one cost, and measures each once."""
+    """Builds plans at one cost, and measures each once."""
 
-    def __init__(self, making: Planner, most: float):
-        self.making, self.most = making, most
+    def __init__(self, planner: Planner, most: float):
+        self.planner, self.most = planner, most
 
     def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        return self.making.step(self.most, knobs, start)
+        return self.planner.step(self.most, knobs, start)
 
     def tried(self, knobs: dict[str, float], step: Step) -> Trial:
-        found = self.making.tried(knobs, step, self.making.fewer)
-        self.making.log(f"plan at {step.cost:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
+        found = self.planner.tried(knobs, step, self.planner.fewer)
+        self.planner.log(f"plan at {step.cost:.3f}: {found.divergence:.4f} nats, softened {found.softened:.4f}")
         return found
 
 
-def expected_of(deviation: Deviation) -> dict[str, Expected]:
-    """Returns what may be expected of other images."""
+def expected_of(deviation: Deviation) -> dict[str, PredictedQuantity]:
+    """Returns the predictions for other images."""
     quantities = {"divergence": deviation.divergence, "agreement": deviation.agrees}
     if deviation.change is not None:
         quantities["change"] = deviation.change
     count = len(deviation.divergence)
     if count < 2:
         raise InvalidInput(f"{count} images to promise by: give at least two that the plan is not made on.")
-    # That no image of a few changed is no proof that none will: one more is counted that did.
+    # A pseudo-count of one changed image: without any change the spread would be estimated as zero.
     more = {"divergence": 0.0, "agreement": 1.0, "change": 1.0}
     spreads = {name: ((own - own.mean()).square().sum() + more[name]) / (count - 1) for name, own in quantities.items()}
-    return {name: Expected(float(own.mean()), float(spreads[name].sqrt()), count) for name, own in quantities.items()}
+    return {
+        name: PredictedQuantity(float(own.mean()), float(spreads[name].sqrt()), count)
+        for name, own in quantities.items()
+    }
 
 
 def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
-    """Says of every choice what it saves, all others being made, and what it costs alone."""
+    """Returns one line per choice: its savings given all other choices, and its sensitivity alone."""
     lines, whole = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     even = weights_of(space, {})
@@ -365,7 +365,7 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
                 continue
             back = choices.with_num_pruned(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
             alone = nothing.with_num_pruned(layer, own) if axis == TOKENS else nothing.with_level(axis, layer, own)
-            what = f"{own} patches leave" if axis == TOKENS else f"{axis} keep {space.levels[own]:g} of their rank"
+            what = f"{own} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[own]:g} of their rank"
             saved, cost = 100 * (cost_table.total(back) - whole), sensitivities.total(alone, even)
             lines.append(
                 f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.of}, alone {cost:.2g} nats"

@@ -1,4 +1,4 @@
-"""What the original answers to some images, and how far a candidate's answers are from that."""
+"""Cached outputs of the original on some images, and the deviation of a candidate's outputs from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ Pixels = Float[Tensor, "batch channels height width"]
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a candidate is from the original, image by image.
+    """The deviation of a candidate from the original, per image.
 
-    `divergence` is KL(original || candidate) of the answers in nats, `softened` that of answers softened by a high
-    temperature, `agrees` whether both name the same class, and `change` +1 where the candidate alone is right, -1
-    where it alone is wrong, 0 elsewhere; None for images without labels.
+    `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
+    temperature (`softened_divergence`), `agrees` 1 for the same predicted class, and `change` +1 if only the candidate
+    is correct, -1 if only the original is, else 0; None for images without labels.
     """
 
     divergence: Float[Tensor, "images"]
@@ -37,7 +37,7 @@ class Deviation:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Images that are kept, batch by batch, and what the original answers to them."""
+    """Batches of images in memory, and the original's log-probabilities for them."""
 
     batches: tuple[Tensor, ...]
     labels: Int[Tensor, "images"] | None
@@ -45,7 +45,7 @@ class Answers:
 
     @classmethod
     def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
-        """Computes the original's answers; labels that fit no head are refused, images without labels are not."""
+        """Computes the original's outputs; raises for labels that fit no head, but accepts images without labels."""
         if images.has_labels:
             require_labels(images)
         weight = next(model.parameters())
@@ -63,23 +63,23 @@ class Answers:
         return len(self.logs)
 
     def first(self, count: int) -> "Answers":
-        """Returns the first batches, of so many images together or a few more."""
-        kept, images = [], 0
+        """Returns the first batches with at least `count` images in total."""
+        batches, images = [], 0
         for batch in self.batches:
             if images >= count:
                 break
-            kept.append(batch)
+            batches.append(batch)
             images += len(batch)
         labels = None if self.labels is None else self.labels[:images]
-        return Answers(tuple(kept), labels, self.logs[:images])
+        return Answers(tuple(batches), labels, self.logs[:images])
 
     def measure(self, candidate: nn.Module) -> Deviation:
-        """Asks a candidate, and compares."""
+        """Runs a candidate on the images and returns its deviation."""
         with evaluating([candidate]):
             return self.deviation([log_probabilities(candidate(batch)) for batch in self.batches])
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Compares what was answered batch by batch."""
+        """Returns the deviation of log-probabilities, given per batch."""
         other = torch.cat(list(answered))
         before, after = self.logs.argmax(-1), other.argmax(-1)
         change = None
@@ -89,21 +89,21 @@ class Answers:
         return Deviation(divergence(self.logs, other), softened_divergence(self.logs, other), agrees, change)
 
     def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
-        """Returns every batch with what the original answered."""
+        """Yields every batch with the original's log-probabilities."""
         yield from zip(self.batches, self.logs.split([len(batch) for batch in self.batches]), strict=True)
 
 
 def softened_divergence(
     base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
 ) -> Float[Tensor, "images"]:
-    """Gives, per image, the limit of T^2 KL(base || other) as both are softened by a temperature T that grows.
+    """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
 
-    That is half the variance over the classes of the difference of the logits. All classes of an image count, so that
-    it varies much less from image to image than the divergence, which a few images decide.
+    It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
+    much less between images than the divergence, which few images dominate.
     """
     return (base.double() - other.double()).var(-1, correction=0) / 2
 
 
 def log_probabilities(logits: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:
-    """Returns the logarithms of the answers, in float64 on the CPU."""
+    """Returns the log-probabilities in float64 on the CPU."""
     return torch.log_softmax(logits.double(), dim=-1).cpu()

@@ -1,4 +1,7 @@
-"""What every choice of a plan does to the answers: measured alone, one layer at a time, and taken to add up."""
+"""Sensitivities: the divergence of the outputs caused by each choice of a plan, measured for one layer at a time.
+
+A plan adds up the sensitivities of its choices.
+"""
 
 import copy
 import math
@@ -24,22 +27,22 @@ from attnrx.tokens import ALL_LAYERS, TokenPolicy
 Weights = Mapping[str, np.ndarray]
 Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]
 
-# The levels (places in LEVELS) at which the answers are measured, and the shares of the patches that leave.
+# The levels (indices into LEVELS) and the shares of pruned patches at which the outputs are measured.
 PROBED = (2, 4)
 PRUNED_SHARES = (1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12)
 LEAST = 1e-9
-# How far answers are from the original's, as in `Deviation`.
+# The measures of the deviation of outputs from the original's, as in `Deviation`.
 MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_divergence}
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """The mean divergence of the answers, as it is or softened, that each choice alone brings about.
+    """The mean divergence of the outputs, plain or softened, for each choice alone.
 
-    `ranks` is [layer, level] for every axis. Of the tokens `places` and `tokens` [layer, place] hold the logarithms of
-    what was measured at some numbers of patches that leave; between and beyond, the divergence grows as a power of
-    their number. Where some have left before, it is what leaves in addition that counts: those that are left are less
-    alike.
+    `ranks` is [layer, level] for every axis. For tokens, `places` [point] holds the logarithms of some numbers of
+    pruned patches, and `tokens` [layer, point] those of the divergences measured there; in between and beyond, the
+    divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
+    divergences at the totals, because the remaining patches are less redundant.
     """
 
     ranks: Mapping[str, np.ndarray]
@@ -49,7 +52,7 @@ class Sensitivities:
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
     def of_pruning(self, layer: int, count: int, present: int) -> float:
-        """Returns what it costs that so many of the patches that are there leave before a layer."""
+        """Returns the sensitivity of pruning `count` of the `present` patches before a layer."""
         if not count:
             return 0.0
         gone = self.patches - present
@@ -64,7 +67,7 @@ class Sensitivities:
         return self._known[key]
 
     def total(self, choices: Choices, weights: Weights) -> float:
-        """Adds up what all choices cost; `weights` [layer] multiply those of an axis."""
+        """Returns the sum over all choices; `weights` [layer] multiply the sensitivities of an axis."""
         found, present = 0.0, self.patches
         for layer, count in enumerate(choices.num_pruned):
             for axis in RANKS:
@@ -75,12 +78,10 @@ class Sensitivities:
 
 
 def measure_sensitivities(space: Space, answers: Answers, log: Log) -> dict[str, Sensitivities]:
-    """Measures every axis at a few levels in every layer alone; the error that ranks leave out says what lies between.
+    """Measures every axis at the levels PROBED in one layer at a time, for every one of MEASURES.
 
-    Gives the damages by every one of MEASURES.
-
-    The layers before the one that is changed are run once for all; what a rank leaves out is the energy of the
-    directions beyond it, in the metric of the data, which the prescriptions know.
+    The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
+    energy of the pruned directions in the metric of the data, as recorded in the prescriptions.
     """
     probes = {
         (axis, level): realize(space.model, piece)
@@ -92,26 +93,26 @@ def measure_sensitivities(space: Space, answers: Answers, log: Log) -> dict[str,
     counts = counts if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
-    passing = _Passing(space, family_of(space.model))
+    probe_batch = _BatchProbe(space, family_of(space.model))
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
-            passing.take(images, logs)
+            probe_batch.take(images, logs)
             for key, probe in probes.items():
-                measured[key] += passing.with_block_of(probe)
-            for place, count in enumerate(counts):
-                num_pruned[:, place] += passing.with_num_pruned(count)
-            log(f"damages: {done} of {len(answers.batches)} batches")
-    places, found = np.log(np.array(counts or [1], dtype=float)), {}
+                measured[key] += probe_batch.with_block_of(probe)
+            for point, count in enumerate(counts):
+                num_pruned[:, point] += probe_batch.with_num_pruned(count)
+            log(f"sensitivities: {done} of {len(answers.batches)} batches")
+    log_counts, found = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
-        own = {key: sums[:, index] for key, sums in measured.items()}
-        ranks = {axis: _curves(space, axis, own, len(answers)) for axis in RANKS}
+        by_level = {key: sums[:, index] for key, sums in measured.items()}
+        ranks = {axis: _curves(space, axis, by_level, len(answers)) for axis in RANKS}
         logs = np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST))
-        found[name] = Sensitivities(ranks, places, logs, space.patches)
+        found[name] = Sensitivities(ranks, log_counts, logs, space.patches)
     return found
 
 
-class _Passing:
-    """One batch, what every block of the original was given and gave, and what changes when one block is another."""
+class _BatchProbe:
+    """One batch with the recorded inputs of every block, from which changed blocks are evaluated."""
 
     def __init__(self, space: Space, family: Family):
         self.space, self.family = space, family
@@ -124,7 +125,7 @@ class _Passing:
             self.kind = blocks[0][1]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Sums every measure over the images when a layer is that of another model, layer by layer."""
+        """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
         found = np.zeros((len(self.inputs), len(MEASURES)))
         for layer, name in enumerate(block_names(other, self.family)):
             output = other.get_submodule(name)(self.inputs[layer])
@@ -132,7 +133,7 @@ class _Passing:
         return found
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Sums every measure over the images when so many patches leave before a layer, layer by layer."""
+        """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
         found, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
         assert reducer is not None
         needs = set(reducer.needs)
@@ -140,36 +141,36 @@ class _Passing:
             changed = copy.deepcopy(self.space.model)
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
-            # What a reducer must see, it must be shown: by the layer before, or by all of them.
+            # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
             found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
         return found
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
         with resumed(model, self.family, given, layer):
-            answered = log_probabilities(model(self.images))
-        return [float(measure(self.logs, answered).sum()) for measure in MEASURES.values()]
+            logs = log_probabilities(model(self.images))
+        return [float(measure(self.logs, logs).sum()) for measure in MEASURES.values()]
 
 
 def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int) -> np.ndarray:
-    """Returns [layer, level]: through what was measured, in proportion to the error left out."""
+    """Returns the sensitivities [layer, level], log-log interpolated by removed energy between the measured levels."""
     found = np.zeros((space.depth, len(space.levels)))
-    known = {level: sums / images for (own, level), sums in measured.items() if own == axis}
+    known = {level: sums / images for (measured_axis, level), sums in measured.items() if measured_axis == axis}
     if not known:
         return found
     errors = {level: _errors(space, axis, level) for level in space.available(axis)}
     for layer in range(space.depth):
-        places = np.log([max(errors[level][layer], 1e-30) for level in known])
-        logs = np.log([max(own[layer], LEAST) for own in known.values()])
-        for level, own in errors.items():
-            found[layer, level] = math.exp(_on_line(math.log(max(own[layer], 1e-30)), places, logs))
+        log_errors = np.log([max(errors[level][layer], 1e-30) for level in known])
+        logs = np.log([max(means[layer], LEAST) for means in known.values()])
+        for level, per_layer in errors.items():
+            found[layer, level] = math.exp(_on_line(math.log(max(per_layer[layer], 1e-30)), log_errors, logs))
     return np.maximum.accumulate(found, axis=1)
 
 
 def _errors(space: Space, axis: str, level: int) -> list[float]:
     piece = space.piece(axis, level)
     assert piece is not None
-    if axis == "qk":  # what a prescription says of directions that leave need not be their strengths
+    if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
         layers = zip(space.spectra, piece.layers, strict=True)
         return [float((own.strength.square() * own.used * ~layer.qk.keep).sum()) for own, layer in layers]
     return [sum(_removed_energy(own) for own in layer.outputs.values()) for layer in piece.layers]
@@ -180,12 +181,12 @@ def _removed_energy(output: OutputDecision) -> float:
     return sum(float(own[rank:].sum()) for own, rank in zip(energies, output.ranks, strict=True))
 
 
-def _on_line(place: float, places: np.ndarray, values: np.ndarray) -> float:
-    """Goes along straight lines between the points, and on beyond the last of either end; one point has slope 1."""
-    order = np.argsort(places)
-    xs, ys = places[order], values[order]
+def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:
+    """Interpolates and extrapolates piecewise linearly with slopes of at least 0; a single point has slope 1."""
+    order = np.argsort(points)
+    xs, ys = points[order], values[order]
     if len(xs) < 2 or xs[-1] - xs[0] < 1e-6:
-        return float(ys[0] + place - xs[0])
-    at = int(np.clip(np.searchsorted(xs, place) - 1, 0, len(xs) - 2))
+        return float(ys[0] + x - xs[0])
+    at = int(np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2))
     slope = (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])
-    return float(ys[at] + max(slope, 0.0) * (place - xs[at]))
+    return float(ys[at] + max(slope, 0.0) * (x - xs[at]))

@@ -1,4 +1,4 @@
-"""What a plan may choose: in every layer the ranks of qk, vo and the MLP, and the patches that leave before it."""
+"""The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.models import family_of, shape_of
 from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
-from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe, rewritten
+from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.spectrum import Spectrum
 from attnrx.tokens import Reducer, Shape, TokenPolicy
 
@@ -18,19 +18,17 @@ RANKS = ("qk", "vo", "mlp")
 
 AXES = (*RANKS, TOKENS)
 
-# Eighths of what there is: of 64 directions multiples of 8, which the kernels like.
+# Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
 
-# How many steps more patches may leave at once: a stage costs something however few leave.
+# The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
 JUMPS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """One plan: for every layer the level of each kind of rank (0: everything stays), and the patches that leave
-    before it.
-    """
+    """One plan: per layer the level of each rank axis (0: full rank), and the number of patches pruned before it."""
 
     qk: tuple[int, ...]
     vo: tuple[int, ...]
@@ -39,22 +37,22 @@ class Choices:
 
     @classmethod
     def nothing(cls, depth: int) -> "Choices":
-        """Leaves everything as it is."""
-        whole = (0,) * depth
-        return cls(whole, whole, whole, whole)
+        """Returns the plan without any compression."""
+        zeros = (0,) * depth
+        return cls(zeros, zeros, zeros, zeros)
 
     def with_level(self, axis: str, layer: int, level: int) -> "Choices":
-        """Changes one level."""
+        """Returns the plan with another level of one axis in one layer."""
         own: tuple[int, ...] = getattr(self, axis)
         return replace(self, **{axis: (*own[:layer], level, *own[layer + 1 :])})
 
     def with_num_pruned(self, layer: int, count: int) -> "Choices":
-        """Changes how many patches leave before a layer."""
+        """Returns the plan with another number of patches pruned before a layer."""
         return replace(self, num_pruned=(*self.num_pruned[:layer], count, *self.num_pruned[layer + 1 :]))
 
     @property
     def left(self) -> tuple[int, ...]:
-        """How many patches fewer than the image has each layer sees."""
+        """The total number of patches pruned before each layer."""
         total, found = 0, []
         for count in self.num_pruned:
             total += count
@@ -66,9 +64,9 @@ class Choices:
 class Space:
     """All plans for one model.
 
-    `form` is the rule that a level is put into: "total_rank" deals the layer's directions out to its heads, which costs
-    the same MACs as "uniform_rank", the same rank for all heads, and does less damage; where heads are padded to the
-    largest rank, only the second is faster. Ranks are multiples of `multiple`.
+    `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same
+    rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
+    rank. Ranks are multiples of `multiple`; the number of pruned patches is a multiple of `step`.
     """
 
     model: nn.Module
@@ -86,48 +84,48 @@ class Space:
         if unknown or not self.axes:
             raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
         if TOKENS in self.axes and self.reducer is None:
-            raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or leave the axis out.")
+            raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or omit the axis.")
         if self.reducer is not None and self.reducer.learned:
             raise NotSupported(
-                f"{self.reducer} learns which tokens leave, and nothing is trained while a plan is made; plan with a "
-                "reducer that does without, e.g. ward, tome or class_attention."
+                f"{self.reducer} needs training, and planning trains nothing; use a reducer without training, e.g. "
+                "ward, tome or class_attention."
             )
 
     @cached_property
     def shape(self) -> Shape:
-        """What the reducer must know of the model."""
+        """The shape of the model for the token reducer."""
         return shape_of(self.model, family_of(self.model))
 
     @cached_property
     def depth(self) -> int:
-        """Layers of the model."""
+        """The number of layers of the model."""
         return len(family_of(self.model).attention(self.model))
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
+        """The number of patches of an image."""
         return self.shape.layout.patches
 
     @property
     def metric(self) -> str | None:
-        """The metric of the scores: that of the data where they have no norms, which fix the directions."""
+        """The metric of qk: "mix" for layers without norms; None with norms, which fix the directions."""
         normed = any(layer.spectrum.norms != "none" for layer in self.diagnosis.layers)
         return None if normed else "mix"
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """The score directions that levels are about, layer by layer."""
+        """The spectra of the score directions in `metric`, per layer."""
         diagnosis = self.diagnosis if self.metric is None else rewritten(self.diagnosis, self.metric)[0]
         return tuple(layer.spectrum for layer in diagnosis.layers)
 
     def available(self, axis: str) -> tuple[int, ...]:
-        """Returns the levels of an axis that change anything, in every layer the same."""
+        """Returns the levels of an axis that are not no-ops, the same for all layers."""
         if axis not in self.axes:
             return ()
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Prescribes one level of one axis for all layers; None where that would change nothing."""
+        """Returns the prescription of one level of one axis in all layers, cached; None for a no-op."""
         key = (axis, level)
         if key not in self._pieces:
             try:
@@ -137,11 +135,11 @@ class Space:
         return self._pieces[key]
 
     def rule(self, level: int) -> Rule:
-        """The rule of a level."""
+        """Returns the rule of a level."""
         return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={self.multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
-        """Returns the policy that lets the chosen patches leave; None where none do."""
+        """Returns the token policy of a plan; None if it prunes no patches."""
         stages = [layer for layer, count in enumerate(choices.num_pruned) if count]
         if not stages or self.reducer is None:
             return None
@@ -150,7 +148,7 @@ class Space:
         return TokenPolicy(self.reducer, tuple(layer + 1 for layer in stages), keep)
 
     def prescription(self, choices: Choices) -> Prescription:
-        """Prescribes what was chosen."""
+        """Returns the prescription of a plan."""
         rules = {
             axis: by_layer([self.rule(level) for level in getattr(choices, axis)])
             for axis in RANKS
@@ -163,10 +161,10 @@ class Space:
         by_map = {name: rule for axis, rule in rules.items() for name in (LINEAR_MAPS if axis == "mlp" else (axis,))}
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
-        return prescribe(self.diagnosis, {**by_map, TOKENS: tokens})
+        return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
-        """Returns every plan that takes a little back: one higher level somewhere, or fewer patches before a layer."""
+        """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
         for axis in RANKS:
             levels, own = (0, *self.available(axis)), getattr(choices, axis)
             for layer, now in enumerate(own):
@@ -175,7 +173,7 @@ class Space:
             yield from (choices.with_num_pruned(layer, less) for less in range(0, count, self.step))
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
-        """Returns every plan that lets a little more go: one lower level somewhere, or more patches before a layer."""
+        """Yields every plan with one change that keeps less: a lower rank or more pruned patches in one layer."""
         for axis in RANKS:
             levels, own = self.available(axis), getattr(choices, axis)
             for layer, now in enumerate(own):
@@ -190,7 +188,7 @@ class Space:
                     yield fitted
 
     def _fitted(self, choices: Choices) -> Choices:
-        """Lets half of what is there leave at every stage at most: where more leave early, fewer can later."""
+        """Limits the number of patches pruned at every stage to half of its input patches."""
         present, num_pruned = self.patches, []
         for count in choices.num_pruned:
             num_pruned.append(min(count, self.at_once(present)))
@@ -198,5 +196,5 @@ class Space:
         return replace(choices, num_pruned=tuple(num_pruned))
 
     def at_once(self, present: int) -> int:
-        """Returns how many patches may leave at one stage, in steps: half of those that are there."""
+        """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
         return present // 2 // self.step * self.step

@@ -1,4 +1,4 @@
-"""What a plan is to reach, as text: `latency=0.6x`, `macs=0.5x`, `params=0.7x` or `max-drop=1pt`."""
+"""The target of a plan and its text form: `latency=0.6x`, `macs=0.5x`, `params=0.7x` or `max-drop=1pt`."""
 
 import re
 from dataclasses import dataclass
@@ -14,10 +14,9 @@ _TEXT = re.compile(r"(?P<of>[a-z-]+)\s*=\s*(?P<number>[0-9.]+(?:e-?[0-9]+)?)\s*(
 
 @dataclass(frozen=True)
 class Target:
-    """At most this share of the original's latency, MACs or parameters, or this drop of the top-1 accuracy in points.
+    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points.
 
-    With a drop, `of` is "max-drop" and `spend` names the cost that is to become as small as can be; otherwise they are
-    the same.
+    For a drop, `of` is "max-drop" and `spend` the cost to minimize; otherwise both are the same.
     """
 
     of: str
@@ -45,7 +44,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str, spend: str | None = None) -> "Target":
-        """Reads a target."""
+        """Parses a target."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise InvalidInput(f"the target {text!r} is not of the form {EXAMPLES}.")

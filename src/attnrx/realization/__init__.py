@@ -1,4 +1,4 @@
-"""Prescriptions made real: the only room that changes a model."""
+"""Realizes prescriptions: the only package that changes a model."""
 
 from attnrx.realization.fitting import refitted
 from attnrx.realization.realizing import BY, NORMS, realize

@@ -1,4 +1,4 @@
-"""Strengths solved on data: those of the kept directions whose attention comes nearest to the original's."""
+"""Refits strengths on calibration data by least squares, so that the attention approximates the original's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,29 +15,29 @@ from attnrx.shapes import Float, Tensor
 
 
 def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
-    """Returns the layers with the kept strengths solved on the calibration images; untouched heads keep theirs, bit for
-    bit.
+    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
+    bit-identical.
     """
     family = family_of(model)
     attentions = family.attention(model)
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
 
-    def observe(index: int, seen: Observation) -> None:
-        keep = prescription.layers[index].qk.keep.to(seen.query.device)
+    def observe(index: int, observation: Observation) -> None:
+        keep = prescription.layers[index].qk.keep.to(observation.query.device)
         has_norms = attentions[index].spec.norms != "none"
-        left, right = _kept_rows(seen.query, keep, has_norms), _kept_rows(seen.key, keep, has_norms)
-        fits[index].observe(left, right, seen.scores, seen.scale)
+        left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
+        fits[index].observe(left, right, observation.scores, observation.scale)
 
     weight, input_validation = next(model.parameters()), InputValidation(model, family, "realize")
     with evaluating([model]), observing(model, family, observe):
         for batch in calibration.batches(64, device=weight.device):
             model(input_validation.take(batch.images))
-    input_validation.notes()  # warns
+    input_validation.notes()  # called for its warning
     return [_with_fit(layer, fit) for layer, fit in zip(prescription.layers, fits, strict=True)]
 
 
-def nearest(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
-    """Returns the candidate whose logits have the smallest mean KL divergence from the model's, the first of equals."""
+def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
+    """Returns the candidate whose logits have the smallest mean KL divergence from the model's; the first of equals."""
     weight, sums = next(model.parameters()), torch.zeros(len(candidates), dtype=torch.float64)
     with evaluating([model, *candidates]), torch.no_grad():
         for batch in images.batches(64, device=weight.device):
@@ -50,12 +50,14 @@ def nearest(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet)
 
 
 def _with_fit(layer: LayerPrescription, fit: StrengthFit) -> LayerPrescription:
-    own = layer.qk
-    solved = fit.solve(own.keep, own.strength).to(own.strength.dtype)
-    touched = ~own.keep.all(-1, keepdim=True)
-    return layer.with_scores(replace(own, strength=torch.where(touched & own.keep, solved, own.strength)))
+    decision = layer.qk
+    solved = fit.solve(decision.keep, decision.strength).to(decision.strength.dtype)
+    changed = ~decision.keep.all(-1, keepdim=True)
+    return layer.with_scores(
+        replace(decision, strength=torch.where(changed & decision.keep, solved, decision.strength))
+    )
 
 
 def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
-    kept = rows * keep.to(rows.dtype)
-    return nn.functional.normalize(kept, dim=-1) if has_norms else kept
+    masked = rows * keep.to(rows.dtype)
+    return nn.functional.normalize(masked, dim=-1) if has_norms else masked

@@ -1,4 +1,4 @@
-"""Realizing a decision about what a layer reads out, or what a map of its MLP gives: fewer features in between."""
+"""Realizes a decision about the values of a layer or a map of its MLP: reduces the features in between."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from attnrx.shapes import Float, Tensor
 
 
 def compress_values_(target: Attention, source: Attention, values: OutputDecision, order: Sequence[int]) -> None:
-    """Writes the reduced values of `source` into a layer that was built for them, its heads in this order."""
+    """Writes the reduced values of `source` into a layer of matching shape, its heads in this order."""
     value, output, bias = reduced(source, values)
     kept = torch.arange(sum(values.ranks)).split(values.ranks)
     features = torch.cat([torch.zeros(0, dtype=torch.long), *(kept[head] for head in order)])
@@ -22,19 +22,19 @@ def compress_values_(target: Attention, source: Attention, values: OutputDecisio
 
 
 def mask_values_(attention: Attention, values: OutputDecision) -> None:
-    """Writes the reduced values over the first features of every head, and zeros over the rest; every shape stays."""
+    """Writes the reduced values into the first features of every head, and zeros into the rest; keeps every shape."""
     value, output, bias = reduced(attention, values)
     spec = attention.spec
     if attention.output.bias is None:
         raise InvalidInput(
-            "the output projection of this layer has no bias to take over that of the values, so a mask cannot hold "
-            "every shape; realize the prescription by='compress'."
+            "the output projection of this layer has no bias that could absorb that of the values, so a mask cannot "
+            "keep every shape; realize the prescription by='compress'."
         )
     starts = torch.tensor([0, *spec.reads]).cumsum(0).tolist()
-    places = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
+    indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])
     rows = value.new_zeros(sum(spec.reads), value.shape[1])
     columns = output.new_zeros(output.shape[0], sum(spec.reads))
-    rows[places], columns[:, places] = value, output
+    rows[indices], columns[:, indices] = value, output
     _write_(attention, rows, columns, bias)
 
 
@@ -43,8 +43,9 @@ def reduced(
 ) -> tuple[Float[Tensor, "kept width"], Float[Tensor, "width kept"], Float[Tensor, "width"]]:
     """Returns the reduced value rows, output columns and output bias, in float64.
 
-    The rows of the softmax sum to one, so what a constant in the values adds is a constant: decode @ encode @ (o -
-    center) + center with o = attention @ x + value bias leaves the bias of the output to hold it all.
+    The rows of the softmax sum to one, so a constant in the values adds a constant to the output. With o = attention @
+    x + value bias, the bias of the output projection therefore absorbs all constants of decode @ encode @ (o - center)
+    + center.
     """
     spec = attention.spec
     stored = attention.value.augmented()
@@ -56,13 +57,13 @@ def reduced(
     output = weight @ values.decode.double()
     own_bias = attention.output.bias
     bias = weight.new_zeros(weight.shape[0]) if own_bias is None else own_bias.detach().cpu().double()
-    seen = torch.cat(
+    encoded_centers = torch.cat(
         [
             encode @ center[: encode.shape[1]]
             for encode, center in zip(encodes, _centers(values, attention), strict=True)
         ]
     )
-    bias = bias + weight @ values.center.double() + output @ (augmented[:, -1] - seen)
+    bias = bias + weight @ values.center.double() + output @ (augmented[:, -1] - encoded_centers)
     return augmented[:, :-1], output, bias
 
 
@@ -80,7 +81,7 @@ def _write_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> N
 
 
 def compressed_linear(linear: nn.Linear, output: OutputDecision) -> LowRankLinear:
-    """Returns the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + what is constant."""
+    """Returns the two factors of a map: y = W x + b becomes decode @ (encode @ W x) + a constant."""
     first, second, bias = _factors(linear, output)
     result = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
     result = result.to(linear.weight.device, linear.weight.dtype)
@@ -91,7 +92,7 @@ def compressed_linear(linear: nn.Linear, output: OutputDecision) -> LowRankLinea
 
 
 def mask_linear_(linear: nn.Linear, output: OutputDecision) -> None:
-    """Writes the product of the two factors over the map."""
+    """Writes the product of the two factors into the map."""
     first, second, bias = _factors(linear, output)
     if linear.bias is None:
         raise InvalidInput("a map without a bias cannot hold the mean of its reduced outputs; use by='compress'.")

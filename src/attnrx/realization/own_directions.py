@@ -1,4 +1,4 @@
-"""Realizing a decision about the directions that a layer has: its own rows, kept or left out."""
+"""Realizes a decision about a layer's own directions: keeps or removes rows of its projections."""
 
 import torch
 
@@ -11,7 +11,7 @@ from attnrx.spec import AttentionSpec
 
 
 def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
-    """Writes zeros into the strengths, or, where the form has none, into the query rows."""
+    """Writes zeros into the strengths or, for forms without strengths, into the query rows."""
     spec = attention.spec
     strength = torch.where(layer.keep & layer.heads[:, None], layer.strength, 0)
     if isinstance(attention.scores, DenseForm):
@@ -22,28 +22,28 @@ def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
 
 
 def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
-    """Writes the rows that stay into a layer that was built for them, its heads in this order."""
+    """Copies the kept rows into a layer of matching shape, its heads in this order."""
     spec, small = source.spec, target.spec
     keep_all = small.norms == "original" and spec.norms != "original"
     if small.form == "shared":
         rows = torch.arange(sum(spec.rows))
-    elif spec.form == "shared":  # a direction that two heads keep is stored twice
+    elif spec.form == "shared":  # a direction kept by two heads is stored twice
         rows = torch.cat([torch.nonzero(layer.keep[head]).flatten() for head in order])
     else:
         rows = _direction_rows(spec, layer, order, keep_all)
     _copy_rows_(target.scores.query, source.scores.query, rows)
     _copy_rows_(target.scores.key, source.scores.key, rows)
-    _give_strengths_(target, layer, order)
+    _write_strengths_(target, layer, order)
 
 
 def value_features(spec: AttentionSpec, order: list[int]) -> Int[Tensor, "features"]:
-    """Names the features that the heads read out, head after head in this order."""
+    """Returns the indices of the value features of these heads, in this order."""
     features = torch.arange(sum(spec.reads)).split(spec.reads)
     return torch.cat([torch.zeros(0, dtype=torch.long), *(features[head] for head in order)])
 
 
 def copy_values_(target: Attention, source: Attention, order: list[int]) -> None:
-    """Writes what the heads that stay read out into a layer that was built for them."""
+    """Copies the values and output columns of the kept heads into a layer of matching shape."""
     features = value_features(source.spec, order)
     _copy_rows_(target.value, source.value, features)
     target.output.weight.copy_(source.output.weight[:, features])
@@ -51,7 +51,7 @@ def copy_values_(target: Attention, source: Attention, order: list[int]) -> None
         target.output.bias.copy_(source.output.bias)
 
 
-def _give_strengths_(result: Attention, layer: ScoreDecision, order: list[int]) -> None:
+def _write_strengths_(result: Attention, layer: ScoreDecision, order: list[int]) -> None:
     if isinstance(result.scores, DenseForm):
         kept = [layer.strength[head, layer.keep[head]] for head in order]
         _scale_rows_(result.scores.query, torch.cat([layer.strength.new_zeros(0), *kept]))
@@ -69,8 +69,8 @@ def _flat(strength: Float[Tensor, "heads directions"], spec: AttentionSpec) -> F
 
 
 def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int], keep_all: bool) -> Int[Tensor, "rows"]:
-    """Names the rows of query and key that are stored, kept directions first; with `keep_all` the others follow, for
-    the norms.
+    """Returns the stored rows of query and key, kept directions first; with `keep_all` the others follow, for the
+    norms.
     """
     starts = torch.tensor([0, *spec.rows]).cumsum(0)
     rows = [torch.zeros(0, dtype=torch.long)]

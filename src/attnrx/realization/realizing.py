@@ -1,4 +1,4 @@
-"""Prescriptions made real, as a mask or as a smaller model."""
+"""Realizes prescriptions as a mask or as a smaller model."""
 
 import copy
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.model_data import images_for
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
 from attnrx.prescription import LINEAR_MAPS, LayerPrescription, Prescription
-from attnrx.realization.fitting import nearest, refitted
+from attnrx.realization.fitting import nearest_candidate, refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
 from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
 from attnrx.realization.rewritten_directions import copy_rewritten_, mask_rewritten_
@@ -30,25 +30,25 @@ def realize(
     norms: str = "renormalized",
     calibration: ImageData | None = None,
 ) -> nn.Module:
-    """Returns a copy of the model that carries the prescription out; the model itself stays as it is.
+    """Returns a copy of the model with the prescription applied; the model itself is not changed.
 
     `by="mask"` keeps every shape and writes zeros: removed directions get strength zero (the original norms remain),
-    removed heads a zero read-out. `by="compress"` deletes what is zero; for SVDA, whose rows are divided by their
-    norms, there are three kinds:
+    removed heads a zero output projection. `by="compress"` deletes the zeros. For SVDA, whose rows are divided by their
+    norms, there are three variants:
 
-    - `"exact"` keeps all rows of the projections for the norms' sake and equals the mask; it saves score MACs only.
-    - `"renormalized"` (the paper's) deletes rows and divides by the norm of what is left: smaller, and an
+    - `"exact"` keeps all rows of the projections to compute the norms and equals the mask; it saves score MACs only.
+    - `"renormalized"` (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
       approximation.
-    - `"refit"` is as small, with the kept strengths solved by least squares so that the attention comes nearest to the
-      original's on `calibration` images, to second order in KL divergence (`StrengthFit`). Where the logits then have
-      the larger KL divergence from the original's on these images, the strengths stay those of "renormalized".
+    - `"refit"` has the same size; the kept strengths are solved by least squares so that the attention approximates the
+      original's on `calibration` images, to second order in KL divergence (`StrengthFit`). If the refitted logits have
+      the larger KL divergence from the original's on these images, the strengths of "renormalized" are used.
 
-    Where strengths have spread, "exact" and the mask are nearer to the original than either (docs/exact.md).
+    After the strengths have spread, "exact" and the mask are closer to the original than either (docs/exact.md).
 
-    Dense attention has no norms: there "exact" and "renormalized" are the same model. Keeping everything gives
-    identical logits. The decisions about vo, fc1 and fc2 are realized as well. Then tokens are pruned or merged, in the
-    same way: masked in their places, or removed. The attention that a reducer takes is the same in both; the keys
-    (ToMe) are not, as the mask still has those that the compressed model has lost.
+    Dense attention has no norms: there "exact" and "renormalized" are the same model. A prescription that keeps
+    everything gives identical logits. Decisions about vo, fc1 and fc2 are realized as well. Tokens are pruned or merged
+    last, by mask or by compression. Statistics of the attention that a reducer uses are equal in both; keys (ToMe) are
+    not, because the mask retains keys that the compressed model has lost.
     """
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
@@ -59,7 +59,7 @@ def realize(
         return _realized(model, prescription, prescription.layers, by, norms)
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     fits = (refitted(model, prescription, images), prescription.layers)
-    return nearest([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
+    return nearest_candidate([_realized(model, prescription, layers, by, norms) for layers in fits], model, images)
 
 
 def _realized(
@@ -80,15 +80,15 @@ def _realized(
 
 
 def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
-    """Refuses a prescription with layers, heads or directions that the model does not have."""
+    """Raises InvalidInput for layers, heads or directions that the model does not have."""
     specs = [attention.spec for attention in family_of(model).attention(model)]
     if len(specs) != len(prescription.layers):
         raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
     for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):
-        found, wanted = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
-        if layer.qk.basis is None and found != wanted:
+        found, expected = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
+        if layer.qk.basis is None and found != expected:
             raise InvalidInput(
-                f"layers[{index}] of the prescription has (heads, directions) {found}, and that of the model {wanted}."
+                f"layers[{index}] of the prescription has (heads, directions) {found}, the model has {expected}."
             )
 
 
@@ -99,8 +99,8 @@ def _require_refittable(prescription: Prescription, calibration: ImageData | Non
         )
     if any(layer.qk.basis is not None for layer in prescription.layers):
         raise NotSupported(
-            "norms='refit' solves for the strengths of the model's own directions, and this prescription is about "
-            "rewritten ones, whose strengths the metric has set already; leave it out."
+            "norms='refit' solves for the strengths of the model's own directions, and this prescription has "
+            "rewritten ones, whose strengths follow from the metric; omit norms='refit'."
         )
     return calibration
 
@@ -108,7 +108,7 @@ def _require_refittable(prescription: Prescription, calibration: ImageData | Non
 def _mask_(attention: Attention, layer: LayerPrescription) -> None:
     spec, values = attention.spec, layer.outputs.get("vo")
     if values is not None:
-        compressed_spec(spec, layer)  # refuses what cannot be realized
+        compressed_spec(spec, layer)  # raises NotSupported for decisions that cannot be realized
         mask_values_(attention, values)
     if layer.qk.basis is None:
         mask_own_(attention, layer.qk)
@@ -116,7 +116,7 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
         mask_rewritten_(attention, layer.qk, layer.qk.basis)
     removed = (~layer.qk.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
     attention.output.weight[:, removed] = 0
-    # The values of a removed head change no output; as zeros they have no length, for reducers that go by it.
+    # The values of a removed head do not affect the output; zeros give them norm 0, for reducers that use value norms.
     attention.value.weight[removed] = 0
     if attention.value.bias is not None:
         attention.value.bias[removed] = 0
@@ -144,9 +144,7 @@ def _realize_mlp_(family: Family, model: nn.Module, index: int, layer: LayerPres
             continue
         linear = family.mlp(model)[index][which]
         if not isinstance(linear, nn.Linear):
-            raise NotSupported(
-                f"the MLP of layer {index} is written as two factors already; prescribe on the original."
-            )
+            raise NotSupported(f"the MLP of layer {index} already has two factors; prescribe on the original model.")
         if by == "mask":
             mask_linear_(linear, output)
         else:

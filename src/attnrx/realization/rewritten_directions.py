@@ -1,4 +1,4 @@
-"""Realizing a decision about rewritten directions: new rows of query and key, combined from those of the layer."""
+"""Realizes a decision about rewritten directions: new rows of query and key, as combinations of the layer's rows."""
 
 import torch
 
@@ -11,11 +11,11 @@ from attnrx.spec import AttentionSpec
 
 
 def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
-    """Writes the kept directions over the rows of their head, and zeros over the rest; every shape stays."""
+    """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape."""
     spec = attention.spec
     if basis.shared:
         raise NotSupported(
-            "directions that all heads share (CP SlimAtt) have no mask: the original layer has no place for them. "
+            "directions that all heads share (CP SlimAtt) have no mask: the original layer has no rows for them. "
             "Realize the prescription by='compress'."
         )
     root = torch.where(layer.keep, layer.strength, 0.0).sqrt()[..., None]
@@ -25,7 +25,7 @@ def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) ->
 
 
 def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:
-    """Writes the kept directions into a layer that was built for them; the root of a strength goes to either side."""
+    """Writes the kept directions into a layer of matching shape; either side is scaled by the root of the strength."""
     shared = target.spec.form == "shared"
     kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
     for name, table in (("query", basis.left), ("key", basis.right)):

@@ -1,4 +1,4 @@
-"""The shape that a compressed layer has, before anything is built."""
+"""The spec of a compressed layer, computed before the layer is built."""
 
 from dataclasses import replace
 
@@ -10,16 +10,16 @@ from attnrx.spec import BIASES, AttentionSpec
 
 
 def head_order(decision: ScoreDecision) -> list[int]:
-    """Names the heads that stay as the compressed layer stores them: by falling rank, so that equals are neighbours."""
-    staying = torch.nonzero(decision.heads).flatten().tolist()
-    return sorted(staying, key=lambda head: -decision.ranks[head])
+    """Returns the kept heads in the order in which the compressed layer stores them: by descending rank."""
+    heads = torch.nonzero(decision.heads).flatten().tolist()
+    return sorted(heads, key=lambda head: -decision.ranks[head])
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
     """Returns the spec of the compressed layer.
 
-    Rewritten directions need no key bias, which the softmax cannot see, and rewritten values none of their own, which
-    the output's takes over.
+    Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of
+    the output projection absorbs it.
     """
     order = head_order(layer.qk)
     heads = tuple(spec.heads[head] for head in order)
@@ -34,7 +34,7 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
         shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
         return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
-    if spec.form == "shared" and not bool(layer.keep[order].all()):  # the heads part: each has rows of its own now
+    if spec.form == "shared" and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
         return replace(spec, form="dense").with_ranks(ranks, heads, "none")
     if layer.basis is not None:
         return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
@@ -58,10 +58,10 @@ def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list
             "the values are prescribed for all heads together, and some heads are removed: realize the removal first, "
             "and diagnose the smaller model."
         )
-    reads = tuple(values.ranks[head] for head in order)
+    value_ranks = tuple(values.ranks[head] for head in order)
     present = (*spec.biases, "output")
-    kept = tuple(name for name in BIASES if name in present and name != "value")
-    return replace(spec, value_ranks=reads, biases=kept)
+    biases = tuple(name for name in BIASES if name in present and name != "value")
+    return replace(spec, value_ranks=value_ranks, biases=biases)
 
 
 def _without(spec: AttentionSpec, bias: str) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""Reports: what was diagnosed, prescribed and verified, as one HTML page that stands alone, and as a model card."""
+"""Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
 from attnrx.reports.card import completed_card, model_card
 from attnrx.reports.comparison import ComparisonRecord

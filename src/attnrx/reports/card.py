@@ -1,4 +1,4 @@
-"""The model card: README.md of a saved model, in plain Markdown, saying nothing that was not measured or recorded."""
+"""The model card: README.md of a saved model in Markdown, with measured and recorded facts only."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from attnrx.reports.numbers import interval, number, percent, plain, quantity, s
 from attnrx.reports.sections.findings import has_severity
 from attnrx.reports.sections.verdict import sentence
 
-COUNTED = 100_000  # whole numbers from here on are parameters or MACs, and get separators
+COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
 HUB_NAMES = {"license": re.compile(r"[a-z0-9][a-z0-9.-]*"), "base_model": re.compile(r"[\w.-]+/[\w.-]+")}
@@ -23,14 +23,14 @@ USE = """\
 import attnrx as rx
 
 model = rx.load("path/to/this/folder")
-logits = model(images)  # images normalized as config.json says
+logits = model(images)  # images normalized as in config.json
 ```"""
 
 
 def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
-    """Returns the card; `facts` are set as a table, and its "name" is the heading."""
+    """Returns the card; `facts` become a table, and its "name" the heading."""
     blocks = [
         _head(facts, evidence),
         f"# {_escaped(facts.get('name', 'Vision Transformer'))}",
@@ -45,10 +45,10 @@ def model_card(
 
 
 def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
-    """Returns a card whose head names the license of the weights and the original on the hub; None leaves them.
+    """Returns the card with the license of the weights and the base model in its YAML header; None keeps them.
 
     Raises:
-        InvalidInput: The card has no head, or a name is not one that the hub knows.
+        InvalidInput: The card has no header, or a name is not valid on the hub.
     """
     found = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
     if found is None:
@@ -63,7 +63,7 @@ def completed_card(card: str, license: str | None = None, base_model: str | None
 
 
 def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
-    """Returns the YAML that the hub reads; texts are quoted as JSON, which YAML contains."""
+    """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
     lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
     found = (
@@ -142,5 +142,5 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _escaped(words: Any) -> str:
-    # A line break would end a table row, a pipe its cell, and a bracket or an angle could start a link or markup.
+    # Line breaks end table rows, pipes end cells, and brackets start links or markup.
     return re.sub(r"([\\|<>\[\]`_])", r"\\\1", " ".join(str(words).split()))

@@ -1,4 +1,4 @@
-"""A comparison of methods as a report reads it: what `attnrx compare` wrote, and no more than is in the file."""
+"""The record of a comparison of methods, read from the file of `attnrx compare`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ KIND, SCHEMA = "attnrx comparison", 2
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with its 95 % interval; what is not in the file is None."""
+    """A value with its 95 % interval; None for fields that are not in the file."""
 
     value: float | None = None
     low: float | None = None
@@ -24,8 +24,8 @@ class Measured:
 class ComparedTrial:
     """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
 
-    A method that could not become as small as it should has not `reached` its target; `note` says why. What was
-    not measured is None.
+    `reached` is False for a method that cannot be compressed to its target; `note` is the reason. Values that were not
+    measured are None.
     """
 
     method: str
@@ -56,7 +56,7 @@ class ComparedPair:
 
 @dataclass(frozen=True)
 class ComparisonRecord:
-    """All trials, the accuracy of the original, how everything was measured, and the differences between methods."""
+    """All trials, the accuracy of the original, the measurement settings, and the differences between methods."""
 
     trials: tuple[ComparedTrial, ...]
     accuracy: Measured
@@ -65,15 +65,15 @@ class ComparisonRecord:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The names, in the order of the file."""
+        """The names of the methods in the order of the file."""
         return tuple(dict.fromkeys(trial.method for trial in self.trials))
 
     @classmethod
     def load(cls, path: Path | str) -> "ComparisonRecord":
-        """Reads the file; fields that it has beside these are left alone.
+        """Reads the file; unknown fields are ignored.
 
         Raises:
-            CheckpointError: The file is no comparison, is broken, or holds no trial.
+            CheckpointError: The file is not a comparison, is damaged, or contains no trial.
         """
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)

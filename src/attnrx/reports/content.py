@@ -1,4 +1,4 @@
-"""What a report can show: plain records, every part optional; a section appears when its data is there."""
+"""The content of a report: plain records. Every part is optional; a section is rendered if its data is given."""
 
 import math
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class TradeOffPoint:
-    """One realization at one retention ratio rho: what it removes and what that does.
+    """The results of one realization at one retention ratio rho.
 
-    `kind` names the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` is the relative logit
-    discrepancy to the original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
+    `kind` is the realization ("mask", "renormalized", "exact", "refit"), `discrepancy` the relative logit discrepancy
+    from the original (Eq. 46), and `accuracy_change` is in percentage points. Intervals are at 95 %.
     """
 
     rho: float
@@ -37,12 +37,11 @@ class TradeOffPoint:
 
 @dataclass(frozen=True)
 class AttentionSamples:
-    """Sample images in the unit range and, per model, the attention that each of their tokens receives.
+    """Sample images in the unit range and, per model, the attention received by each patch.
 
-    Received attention is the mean over the queries, so that it adds up to 1 over the tokens; where other
-    tokens stand before the patches, it is that among the patches. `maps` is ordered, the original first, e.g.
-    "original", "masked", "compressed", each [images, layers, heads, tokens]. The tokens are the patches of a square
-    grid, row by row; a head that was removed holds not-a-number. `labels` say what the images show.
+    Received attention is the mean over the queries and sums to 1 over the patches; prefix tokens are excluded. `maps`
+    is ordered, the original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The
+    tokens are the patches of a square grid, row by row; a pruned head is NaN. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -53,36 +52,36 @@ class AttentionSamples:
         count = self.images.shape[0]
         shapes = {name: tuple(maps.shape) for name, maps in self.maps.items()}
         if not shapes or count == 0:
-            raise InvalidInput("attention samples without images or maps: leave the part out of the report instead.")
+            raise InvalidInput("attention samples without images or maps: omit the part from the report instead.")
         if len(set(shapes.values())) != 1 or next(iter(shapes.values()))[0] != count:
             raise InvalidInput(
                 f"maps of shapes {shapes} for {count} images: "
                 f"every model needs [{count}, layers, heads, tokens], all of the same shape."
             )
         if math.isqrt(self.tokens) ** 2 != self.tokens:
-            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; leave class tokens out.")
+            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; remove class tokens.")
         if self.labels and len(self.labels) != count:
             raise InvalidInput(f"{len(self.labels)} labels for {count} images: give one each, or none.")
 
     @property
     def tokens(self) -> int:
-        """Patches of an image."""
+        """The number of patches of an image."""
         return next(iter(self.maps.values())).shape[-1]
 
     @property
     def side(self) -> int:
-        """Patches in a row of an image."""
+        """The number of patches in a row of an image."""
         return math.isqrt(self.tokens)
 
 
 @dataclass(frozen=True)
 class TokenSamples:
-    """Sample images in the unit range, and what became of their patches.
+    """Sample images in the unit range, and the patches kept by a token policy.
 
-    `left` says which patches are there after each stage of the `policy`; `tokens` how many tokens, all that are no
-    patches among them, every layer of the model sees. The patches lie in `grid`, rows and columns, row by row. `given`
-    is the relevance that the reducer gave to the patches that were there, not-a-number for all others; `by_layer` the
-    relevance of all patches by each layer of the model from which nothing leaves. `labels` say what the images show.
+    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
+    tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
+    reducer to the remaining patches, NaN for all others; `by_layer` is the relevance of all patches by each layer of
+    the model without token reduction. `labels` are the classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -110,11 +109,11 @@ class TokenSamples:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything one report may say about one candidate.
+    """The parts of one report about one candidate.
 
-    `about` is free: the model, the data, the versions, the seed, the command. `history` holds the records of a training
-    run, one per epoch. `costs` are those of the original and of the candidate; where they or `latency` are not given,
-    they are taken from the evidence, and `ranks` from the prescription. A `comparison` is of several candidates.
+    `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
+    training run, one per epoch. `costs` are those of the original and of the candidate. Missing `costs` and `latency`
+    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates.
     """
 
     title: str

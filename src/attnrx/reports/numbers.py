@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: as many digits as they carry, true minus signs, units where they belong."""
+"""Number formatting: significant digits, typographic minus signs and units."""
 
 import math
 from typing import Any
@@ -9,20 +9,20 @@ MISSING = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 GAP = "\N{NO-BREAK SPACE}"
-NOTHING = 1e-12  # what is left of a zero after rounding
+NOTHING = 1e-12  # smaller values are rounding errors of zero
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
-# Units that are written against the number; every other unit is set off by a space that does not break.
+# Units without a space after the number; all others follow a no-break space.
 _ATTACHED = {"x": TIMES, TIMES: TIMES}
 
 
 def known(value: Number | None) -> Number | None:
-    """Returns a number, or None for what could not be measured and can be drawn nowhere."""
+    """Returns a finite number, or None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def number(value: Number | None, digits: int = 3) -> str:
-    """Writes a number with `digits` significant digits; very small and very large ones get a power of ten."""
+    """Formats a number with `digits` significant digits; very small and very large ones with a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
@@ -38,34 +38,34 @@ def number(value: Number | None, digits: int = 3) -> str:
 
 
 def short(value: Number | None, digits: int = 4) -> str:
-    """Writes a chosen number, such as a limit or the end of a scale: as `number` does, without trailing zeros."""
+    """Formats a number, such as a limit or the end of a scale, like `number` without trailing zeros."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 
 
 def fixed(value: Number, decimals: int, signed: bool = False) -> str:
-    """Writes a number with a fixed count of decimals, with its sign on request; a rounded-away number is 0, not -0."""
+    """Formats a number with fixed decimals and optionally a plus sign; a value that rounds to zero has no sign."""
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
     return _typeset(f"{value:{'+' if signed else ''},.{decimals}f}")
 
 
 def with_unit(text: str, unit: str) -> str:
-    """Sets a unit behind a number."""
+    """Appends a unit to a number."""
     if not unit or text == MISSING:
         return text
     return text + _ATTACHED[unit] if unit in _ATTACHED else f"{text}{GAP}{unit}"
 
 
 def percent(share: Number | None, digits: int = 3) -> str:
-    """Writes a share, 0.2308, as a percentage, 23.1 %."""
+    """Formats a share, 0.2308, as a percentage, 23.1 %."""
     return MISSING if share is None else with_unit(number(100.0 * share, digits), "%")
 
 
 def quantity(
     value: Number | None, unit: str = "", low: Number | None = None, high: Number | None = None, signed: bool = False
 ) -> str:
-    """Writes a measured value; where its interval is known, with the decimals that the interval justifies."""
+    """Formats a measured value; with an interval, the decimals follow from its width."""
     if value is None or not math.isfinite(value):
         return MISSING
     decimals = _decimals(low, high)
@@ -76,7 +76,7 @@ def quantity(
 
 
 def interval(low: Number | None, high: Number | None) -> str:
-    """Writes an interval, [0.48, 0.62], with two digits of its width; nothing where there is none."""
+    """Formats an interval, [0.48, 0.62], with two significant digits of its width; empty without an interval."""
     if low is None or high is None:
         return ""
     decimals = _decimals(low, high)
@@ -86,7 +86,7 @@ def interval(low: Number | None, high: Number | None) -> str:
 
 
 def plain(value: Any, longest: int = 8) -> str:
-    """Writes any JSON value on one line; long lists are cut, saying how many entries they have."""
+    """Formats any JSON value on one line; long lists are truncated with their number of entries."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: MISSING}[value]
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The page itself: sections set by their templates into one file that needs nothing else."""
+"""The HTML page: sections rendered by their templates into one self-contained file."""
 
 from pathlib import Path
 
@@ -23,8 +23,7 @@ def write_report(
 ) -> Path:
     """Writes the report as one HTML file: no scripts, no network; readable offline, printable, light and dark.
 
-    It shows the evidence, the prescription and the diagnosis, as `attnrx report` does; `content` holds these and other
-    parts under a title of your own, and is given instead of them.
+    Give evidence, prescription and diagnosis, or instead a `content` with these and other parts and a title.
     """
     parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
     given = [name for name, part in parts.items() if part is not None]
@@ -43,7 +42,7 @@ def write_report(
 
 
 def render(content: ReportContent) -> str:
-    """Returns the page; every word of the content is escaped."""
+    """Returns the page as HTML; all text of the content is escaped."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""The ranks of a compressed model, pathway by pathway: what each part of each layer keeps of what it had."""
+"""The ranks of a compressed model by pathway (query-key, value-output, MLP), layer and head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 
 @dataclass(frozen=True)
 class Kept:
-    """One part keeps `rank` of `full` directions; None where it was removed with its head.
+    """The kept rank of `full` directions of one part; None for a pruned head.
 
-    A map that is still one matrix is `whole`: its rank is that of the matrix, and two factors do not replace it.
+    `whole` marks a map that is one matrix and not factorized.
     """
 
     rank: int | None
@@ -26,13 +26,13 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """What is kept, as a share."""
+        """The kept rank as a share of `full`."""
         return 0.0 if self.rank is None else self.rank / max(self.full, 1)
 
 
 @dataclass(frozen=True)
 class PathwayRanks:
-    """The ranks of one pathway: a row per layer, with one entry per column, or a single one that all columns share."""
+    """The ranks of one pathway: a row per layer, with one entry per column or a single entry shared by all columns."""
 
     name: str
     columns: tuple[str, ...]
@@ -40,19 +40,19 @@ class PathwayRanks:
 
     @property
     def kept(self) -> int:
-        """All directions that stay; shared ones count once."""
+        """The total number of kept directions; shared ones count once."""
         return sum(part.rank or 0 for layer in self.layers for part in layer)
 
     @property
     def full(self) -> int:
-        """All directions that there were."""
+        """The total number of directions before pruning."""
         return sum(part.full for layer in self.layers for part in layer)
 
 
 def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = None) -> tuple[PathwayRanks, ...]:
-    """Reads the ranks off a prescription: of queries and keys, and of values and MLP where it is about them.
+    """Returns the ranks of a prescription: of query and key, and of values and MLP if it prunes them.
 
-    The diagnosis knows which heads of the original model are meant, and how many directions each has.
+    The diagnosis provides the original indices of the heads and their numbers of directions.
     """
     layers = prescription.layers
     heads = [tuple(range(len(layer.qk.heads))) for layer in layers]
@@ -71,7 +71,7 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
 
 
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
-    """Reads the ranks off a model itself, of all pathways that have any."""
+    """Returns the ranks of all pathways of a model."""
     family = family_of(model)
     specs = [attention.spec for attention in family.attention(model)]
     heads = [spec.heads for spec in specs]
@@ -91,7 +91,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
 
 
 def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
-    """Puts every part into the column of its original head; heads that a layer lacks were removed before."""
+    """Arranges the parts by the original index of their head; missing heads are marked as pruned."""
     columns = 1 + max((head for own in heads for head in own), default=0)
     most = max((part.full for row in rows for part in row), default=0)
     layers = []
@@ -126,7 +126,7 @@ def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[Kept, ...]]:
     pairs = [tuple(layer.outputs.get(name) for name in LINEAR_MAPS) for layer in layers]
     sides = zip(*pairs, strict=True)
     full = [max((own.strength.shape[1] for own in side if own is not None), default=0) for side in sides]
-    full = [most or max(full) for most in full]  # a map that no layer reduces has the smaller side of the other one
+    full = [most or max(full) for most in full]  # a map that no layer reduces has the full rank of the other one
     return [tuple(_output(own, most) for own, most in zip(pair, full, strict=True)) for pair in pairs]
 
 

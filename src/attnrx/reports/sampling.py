@@ -1,4 +1,4 @@
-"""Attention samples taken from models: how much attention every patch of a few images receives in each head."""
+"""Attention samples: the attention received by every patch of a few images, per layer and head."""
 
 from collections.abc import Mapping
 
@@ -17,16 +17,17 @@ def sample_attention(
     images: Float[Tensor, "images channels height width"],
     labels: tuple[str, ...] = (),
 ) -> AttentionSamples:
-    """Runs the models, the original first, on normalized images and returns what a report shows of their attention.
+    """Runs the models, the original first, on normalized images and returns their received attention for a report.
 
-    Heads are put where they were in the original model, whatever order a compressed one stores them in.
+    Heads are at their index in the original model, independent of the storage order of a compressed one.
     """
     if not models or not len(images):
         raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
     reduced = [name for name, model in models.items() if reduction_of(model) is not None]
     if reduced:
         raise InvalidInput(
-            f"tokens leave {', '.join(reduced)}, so its layers have maps of different sizes; see `sample_tokens`."
+            f"{', '.join(reduced)} has token reduction, so its layers have maps of different sizes; see "
+            "`sample_tokens`."
         )
     original = next(iter(models.values()))
     family = family_of(original)
@@ -38,26 +39,26 @@ def sample_attention(
 def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
     family = family_of(model)
     layers = family.attention(model)
-    found: dict[int, Tensor] = {}
+    maps: dict[int, Tensor] = {}
 
     prefix = family.token_layout(model).prefix
 
-    def observe(layer: int, seen: Observation) -> None:
-        received = seen.attention[..., prefix:, prefix:].sum(-2).double().cpu()
+    def observe(layer: int, observation: Observation) -> None:
+        received = observation.attention[..., prefix:, prefix:].sum(-2).double().cpu()
         received = received / received.sum(-1, keepdim=True)
-        placed = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
-        placed[:, list(layers[layer].spec.heads)] = received
-        found[layer] = placed
+        by_head = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
+        by_head[:, list(layers[layer].spec.heads)] = received
+        maps[layer] = by_head
 
     weight = next(model.parameters())
     with evaluating([model]), observing(model, family, observe):
         model(images.to(weight.device, weight.dtype))
-    tokens = max(placed.shape[-1] for placed in found.values())
-    empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # a layer that lost all its heads
-    return torch.stack([found.get(layer, empty) for layer in range(len(layers))], dim=1)
+    tokens = max(by_head.shape[-1] for by_head in maps.values())
+    empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # for a layer without heads
+    return torch.stack([maps.get(layer, empty) for layer in range(len(layers))], dim=1)
 
 
 def in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
-    """Returns the pixels that normalized images were."""
+    """Undoes the normalization of images and clips to [0, 1]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
     return (images.cpu().float() * std + mean).clamp(0, 1)

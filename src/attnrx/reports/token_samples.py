@@ -1,4 +1,4 @@
-"""Token samples taken from a model whose tokens leave: which patches of a few images are left after each stage."""
+"""Token samples: the patches of a few images that are kept after each stage of a model with token reduction."""
 
 import copy
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from attnrx.reports.sampling import in_unit_range
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import Selecting, TokenState
 
-AVERAGE = "class_attention, mean over the layers so far"  # what AttentionAverage goes by
+AVERAGE = "class_attention, mean over the layers so far"  # the criterion of AttentionAverage
 
 
 def sample_tokens(
@@ -26,17 +26,17 @@ def sample_tokens(
     labels: tuple[str, ...] = (),
     reference: nn.Module | None = None,
 ) -> TokenSamples:
-    """Runs a model whose tokens leave on normalized images, and the one from which none leaves where it is given."""
+    """Runs a model with token reduction on normalized images, and the unreduced `reference` if it is given."""
     reduction = reduction_of(model)
     if reduction is None:
-        raise InvalidInput("no token ever leaves this model, so there is nothing to show of them.")
+        raise InvalidInput("this model has no token policy, so there are no token samples.")
     if not len(images):
         raise InvalidInput("no image to show tokens on: give at least one.")
     family, layout = family_of(model), reduction.shape.layout
     given: list[Tensor] = []
-    with _watching(reduction, given):
+    with _recording_relevance(reduction, given):
         left = patches_left(model, images)
-    counts = [places.shape[1] for places in reduction.run.trail] or [layout.patches] * len(reduction.policy.layers)
+    counts = [indices.shape[1] for indices in reduction.run.trail] or [layout.patches] * len(reduction.policy.layers)
     _, height, width = family.input_shape(model)
     return TokenSamples(
         images=in_unit_range(images, family, model),
@@ -58,55 +58,55 @@ def _by_source(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _by_layer(prefix: int, patches: int, after: dict[int, int], model: nn.Module) -> tuple[int, ...]:
-    there, found = patches, []
+    remaining, found = patches, []
     for layer in range(1, len(family_of(model).attention(model)) + 1):
-        there = after.get(layer, there)
-        found.append(prefix + there)
+        remaining = after.get(layer, remaining)
+        found.append(prefix + remaining)
     return tuple(found)
 
 
 def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
-    """Returns the rows and columns of patches that are square on an image of this size."""
+    """Returns the rows and columns of the grid of square patches of an image of this size."""
     rows = round((patches * height / width) ** 0.5)
     if rows < 1 or patches % rows:
         raise InvalidInput(
-            f"{patches} patches of images of {height} x {width} are no grid of squares; they cannot be drawn."
+            f"{patches} patches of images of {height} x {width} are not a grid of squares; they cannot be drawn."
         )
     return rows, patches // rows
 
 
 def _joined(given: list[Tensor], left: Tensor) -> Tensor | None:
-    """Stacks what the stages gave; the stages at which nothing leaves ask no reducer, and come first."""
+    """Stacks the relevance of the stages; the first stages have none if they keep all tokens."""
     if not given:
         return None
-    silent = [torch.full_like(given[0], torch.nan)] * (left.shape[1] - len(given))
-    return torch.stack([*silent, *given], dim=1)
+    missing = [torch.full_like(given[0], torch.nan)] * (left.shape[1] - len(given))
+    return torch.stack([*missing, *given], dim=1)
 
 
 @contextmanager
-def _watching(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
-    """Appends the relevance of the patches at every stage where the reducer decides, if it uses one."""
+def _recording_relevance(reduction: TokenReduction, given: list[Tensor]) -> Iterator[None]:
+    """Appends the relevance of the patches at every stage, if the token reducer uses relevance."""
     policy, patches = reduction.policy, reduction.shape.layout.patches
     if not isinstance(policy.reducer, Selecting):
         yield
         return
-    own, watched = policy.reducer, copy.copy(policy.reducer)
+    original, recording = policy.reducer, copy.copy(policy.reducer)
 
-    def shown(state: TokenState, predictor: nn.Module) -> Tensor:
-        relevance = own.relevance(state, predictor)
-        given.append(_placed(state, relevance, patches))
+    def recorded(state: TokenState, predictor: nn.Module) -> Tensor:
+        relevance = original.relevance(state, predictor)
+        given.append(_by_patch(state, relevance, patches))
         return relevance
 
-    object.__setattr__(watched, "relevance", shown)  # in this copy only, for as long as the samples are taken
-    reduction.policy = replace(policy, reducer=watched)
+    object.__setattr__(recording, "relevance", recorded)  # only in this temporary copy
+    reduction.policy = replace(policy, reducer=recording)
     try:
         yield
     finally:
         reduction.policy = policy
 
 
-def _placed(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
-    there = (state.sizes[:, state.prefix :] > 0) & (state.places >= 0)
-    places = state.places.where(there, patches)
-    found = torch.full((len(places), patches + 1), torch.nan, dtype=torch.float64, device=places.device)
-    return found.scatter(1, places, relevance.detach().double())[:, :patches].cpu()
+def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
+    is_patch = (state.sizes[:, state.prefix :] > 0) & (state.places >= 0)
+    indices = state.places.where(is_patch, patches)
+    found = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
+    return found.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()

@@ -1,4 +1,4 @@
-"""Rules: a diagnosis in; which directions and heads stay, at what strength and why, out. They see no model."""
+"""Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.by_layer import ByLayer
@@ -13,7 +13,7 @@ from attnrx.rules.median_threshold import MedianThreshold
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.norm_clip import NormClip
 from attnrx.rules.outputs import OUTPUT_METRICS
-from attnrx.rules.prescribing import prescribe
+from attnrx.rules.prescribing import prescribe_maps
 from attnrx.rules.random_matched import RandomMatched
 from attnrx.rules.registry import RULES, RulesLike, parse_rule, parse_rules
 from attnrx.rules.remove_heads import RemoveHeads
@@ -65,7 +65,7 @@ __all__ = [
     "in_metric",
     "parse_rule",
     "parse_rules",
-    "prescribe",
+    "prescribe_maps",
     "readings_needed",
     "rewritten",
     "score_bound",

@@ -1,4 +1,4 @@
-"""By layer: a rule of its own for every layer."""
+"""Applies a separate rule to every layer."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from attnrx.rules.rule import Rule
 
 @dataclass(frozen=True)
 class ByLayer(Rule):
-    """Lets every layer be decided about by its own rule, the first of them about the first layer.
+    """Applies a separate rule to every layer, the first rule to the first layer.
 
-    It is what a target for every layer amounts to: the rank that meets the target differs from layer to layer. As text:
+    A target per layer resolves to this rule: the rank that meets the target differs from layer to layer. As text:
     by_layer(total_rank:0.5; total_rank:0.25).
     """
 
@@ -24,7 +24,7 @@ class ByLayer(Rule):
             raise InvalidRule(f"by_layer was given {self.rules!r}: give one rule for each layer.")
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Asks the rule of this layer."""
+        """Applies the rule of this layer."""
         if len(self.rules) != len(diagnosis.layers):
             raise InvalidRule(
                 f"by_layer has {len(self.rules)} rules for {len(diagnosis.layers)} layers: give one each."

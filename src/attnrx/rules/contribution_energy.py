@@ -1,4 +1,4 @@
-"""Contribution energy: what a direction adds to the scores on real images, not what its strength alone suggests."""
+"""Contribution energy: ranks directions by their contribution to the scores on data instead of their strength alone."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,10 +18,10 @@ from attnrx.shapes import Float, Tensor
 class ContributionEnergy(Rule):
     """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
 
-    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in
-    the scores, its keys centred over the tokens of an image because the softmax ignores what is constant along
-    a row. Ties and extremes are those of EnergyRetention. It works for every form, dense included. It has no
-    law: terms of different directions may cancel.
+    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in the
+    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
+    and extremes are those of EnergyRetention. Works for every form, dense included. There is no bound on the error:
+    terms of different directions may cancel.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
@@ -33,7 +33,6 @@ class ContributionEnergy(Rule):
         require_share(self, "rho", self.rho)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Fills every head up to its share."""
         spectrum = read_spectrum(self, diagnosis, layer)
         moments = [read(self, diagnosis, layer, name, per="direction") for name in self.needs]
         if any(bool((moment < 0).any()) for moment in moments):

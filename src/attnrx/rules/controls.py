@@ -1,4 +1,4 @@
-"""Matched controls: prescriptions that keep as much of every prescribed map as another one, chosen otherwise."""
+"""Matched controls: prescriptions that keep the same number of directions of every map, selected differently."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.prescription import TOKENS, Prescription, TokenPrescription
 from attnrx.rules.largest_matched import LargestMatched
-from attnrx.rules.prescribing import prescribe
+from attnrx.rules.prescribing import prescribe_maps
 from attnrx.rules.random_matched import RandomMatched
 from attnrx.rules.registry import parse_rules
 from attnrx.rules.rule import Rule
@@ -28,35 +28,35 @@ def control_prescriptions(
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns controls by kind: `draws` random ones, and one of each other kind.
 
-    A control decides anew about every map of the layers that the prescription has a rule for. It keeps as many
-    directions of each head and map as the prescription, "uniform" as many of each layer and map, so every layer has the
-    same MACs and parameters as exact integers. Removed heads and the token policy are the same.
+    A control selects new directions for every map of the layers that the prescription has a rule for. It keeps as many
+    directions of each head and map as the prescription; "uniform" keeps as many of each layer and map. Every layer
+    therefore has exactly the same MACs and parameters. Removed heads and the token policy are the same.
 
-    Where the prescription has no rule, the tokens are controlled: as many random patches stay at every stage, beside
-    the token for the others where the policy has one. Every layer then costs the same; the predictors of the policy,
-    which random tokens do not need, do not count.
+    Where the prescription has no rule, the control prunes tokens: as many random patches are kept at every stage, with
+    the fused token where the policy adds one. Every layer then costs the same; the predictors of the policy, which
+    random selection does not need, are not counted.
 
-    Without `kinds` these are all that exist. "largest" and "uniform" do not for tokens, for directions that all heads
-    share, and for strengths that rank nothing (dense attention in its own directions), and "uniform" does not where it
-    is the prescription itself, as for fc1 and fc2 alone.
+    By default `kinds` are all that exist. "largest" and "uniform" do not exist for tokens, for directions that all
+    heads share, and for strengths without a ranking (dense attention in its own directions). "uniform" does not exist
+    where it equals the prescription, as for fc1 and fc2 alone.
 
     Raises:
-        InvalidInput: for unknown kinds, and for no draw.
-        NotSupported: for a kind that was named and does not exist.
+        InvalidInput: Unknown kinds, or fewer than one draw.
+        NotSupported: A requested kind does not exist.
     """
     named = CONTROLS if kinds is None else tuple(kinds)
     if set(named) - set(CONTROLS) or draws < 1:
-        raise InvalidInput(f"kinds={named}, draws={draws}: choose kinds from {CONTROLS}, and at least one draw.")
+        raise InvalidInput(f"kinds={named}, draws={draws}: choose kinds from {CONTROLS}, and draws of 1 or more.")
     found: dict[str, tuple[Prescription, ...]] = {}
     for kind in named:
         try:
-            made = tuple(_of_kind(kind, diagnosis, prescription, draws, seed))
+            controls = tuple(_of_kind(kind, diagnosis, prescription, draws, seed))
         except NotSupported:
             if kinds is not None or kind == "random":
                 raise
             continue
-        if kinds is not None or kind != "uniform" or not _same(made[0], prescription):
-            found[kind] = made
+        if kinds is not None or kind != "uniform" or not _same(controls[0], prescription):
+            found[kind] = controls
     return found
 
 
@@ -69,7 +69,7 @@ def _of_kind(
         return
     for draw in range(draws if kind == "random" else 1):
         controls = {name: _control(kind, rule, seed + draw) for name, rule in rules.items()}
-        yield prescribe(diagnosis, {**controls, TOKENS: prescription.tokens})
+        yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
 
 
 def _control(kind: str, rule: Rule, seed: int) -> Rule:
@@ -90,13 +90,13 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
 
 
 def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
-    """Random scores in place of the policy's own; what becomes of the other patches stays the same."""
+    """Returns the policy with random scores; the treatment of pruned patches stays the same."""
     reducer = policy.reducer
     return replace(policy, reducer=replace(reducer, scores=Random(seed)) if isinstance(reducer, Soft) else Random(seed))
 
 
 def _same(one: Prescription, other: Prescription) -> bool:
-    """Whether two prescriptions keep the same directions of every map."""
+    """Returns whether two prescriptions keep the same directions of every map."""
     for mine, theirs in zip(one.layers, other.layers, strict=True):
         if mine.decisions.keys() != theirs.decisions.keys() or not _equal(mine.qk.keep, theirs.qk.keep):
             return False

@@ -1,4 +1,4 @@
-"""Decisions and their reasons: one sentence per head, with the numbers that a reviewer would ask for."""
+"""Decisions and their reasons: one sentence per head, with the relevant numbers."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ def keep_only(
     notes: Sequence[str] = (),
     heads: Bool[Tensor, "heads"] | None = None,
 ) -> ScoreDecision:
-    """Decides that these directions stay as they are, and these heads (all by default); `notes` remarks on each head.
+    """Returns a decision that keeps these directions at their strengths, and these heads (default: all).
 
-    What does not stay has strength zero, so that decisions can be compared and combined by strength alone.
+    `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
+    combined by strength alone.
     """
     keep = keep & spectrum.used
     return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes, heads)
@@ -37,24 +38,24 @@ def give_strengths(
     notes: Sequence[str] = (),
     heads: Bool[Tensor, "heads"] | None = None,
 ) -> ScoreDecision:
-    """Decides that these directions stay, with these strengths, and these heads (all by default)."""
-    stays = torch.ones(keep.shape[0], dtype=torch.bool) if heads is None else heads
-    decision = ScoreDecision(keep, strength, stays, ("",) * keep.shape[0])
+    """Returns a decision that keeps these directions with these strengths, and these heads (default: all)."""
+    kept_heads = torch.ones(keep.shape[0], dtype=torch.bool) if heads is None else heads
+    decision = ScoreDecision(keep, strength, kept_heads, ("",) * keep.shape[0])
     reasons = []
     for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
         note = f" ({notes[head]})" if notes else ""
-        promise = _promise(bound) if spectrum.of == "qk" else ""
-        rest = _lost(spectrum, keep, head) + promise if stays[head] else ""
-        reasons.append(_kept(spectrum, decision, head) + note + rest)
+        bound_text = _describe_bound(bound) if spectrum.of == "qk" else ""
+        rest = _describe_removed(spectrum, keep, head) + bound_text if kept_heads[head] else ""
+        reasons.append(_describe_kept(spectrum, decision, head) + note + rest)
     return replace(decision, reasons=tuple(reasons))
 
 
 def at_most(value: float) -> str:
-    """Spells a number that must not be exceeded with three digits, rounded up."""
+    """Formats an upper bound with three digits, rounded up."""
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
 
 
-def _kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
+def _describe_kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
     rank, total = int(decision.keep[head].sum()), int(spectrum.used[head].sum())
     if not decision.heads[head]:
         return "is removed"
@@ -66,7 +67,7 @@ def _kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
     return f"keeps all {total} directions" if rank == total else f"keeps {rank} of {total} directions"
 
 
-def _lost(spectrum: Spectrum, keep: Tensor, head: int) -> str:
+def _describe_removed(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     used, removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
     if bool(used.any()) and not bool(spectrum.strength[head][used].any()):
         return f"; {NO_STRENGTH}"
@@ -78,7 +79,7 @@ def _lost(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     return f"{kept}; largest removed strength {strongest:.3g}"
 
 
-def _promise(bound: float) -> str:
+def _describe_bound(bound: float) -> str:
     if bound == 0:
         return ""
     if math.isinf(bound):

@@ -1,4 +1,4 @@
-"""Effective rank: keep as many directions as the spectrum's entropy says are in use."""
+"""Effective rank: keeps as many directions as the entropy of the spectrum indicates."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,11 @@ ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling m
 class EffectiveRank(Rule):
     """Keeps the strongest directions of each head, as many as its effective rank (Eq. 24), rounded up.
 
-    A head whose strengths are all zero has effective rank 0 and keeps none, which changes nothing. Needs
+    A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
     learned strengths.
     """
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Rounds every head's effective rank up."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)
         keep = largest(spectrum.strength.abs(), spectrum.used, (effective - ROUNDING).ceil().long())

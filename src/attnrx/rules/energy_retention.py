@@ -1,4 +1,4 @@
-"""Energy retention: keep the strongest directions of each head until they hold a given share of its energy."""
+"""Energy retention: keeps the strongest directions of each head until they hold a given share of its energy."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ from attnrx.rules.selection import fewest_holding
 class EnergyRetention(Rule):
     """Keeps the fewest directions of each head whose energy reaches the retention ratio rho (Eqs. 44 and 45).
 
-    Ties go by index, at least one direction stays, and rho = 1 keeps all that are not zero. The removed energy
-    is at most 1 - rho of the head's, so no masked score moves by more than sqrt(1 - rho) * norm(strength) *
+    Ties are resolved by index. At least one direction is kept, and rho = 1 keeps all that are not zero. The removed
+    energy is at most 1 - rho of the head's, so no masked score changes by more than sqrt(1 - rho) * norm(strength) *
     scale. Needs learned strengths.
     """
 
@@ -27,7 +27,6 @@ class EnergyRetention(Rule):
         require_share(self, "rho", self.rho)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Fills every head up to its share."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         shares = energy(spectrum.strength.double(), spectrum.used)
         return keep_only(spectrum, fewest_holding(self.rho, shares, spectrum.used))

@@ -1,4 +1,4 @@
-"""Fusion owner: every shared direction stays with the one head that uses it most (IrrAtt from a CP SlimAtt)."""
+"""Fusion owner: assigns every shared direction to the one head that uses it most (IrrAtt from a CP SlimAtt)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,17 +16,16 @@ from attnrx.rules.rule import Rule
 
 @dataclass(frozen=True)
 class FusionOwner(Rule):
-    """Squeezes a CP SlimAtt, trained or not, into irregular attention (Section 3.1, Eqs. 5 and 6).
+    """Converts a CP SlimAtt, trained or not, into irregular attention (Section 3.1, Eqs. 5 and 6).
 
-    Every head keeps the shared directions that it uses in the largest strength of all heads, and loses the others.
-    Exact where the fusion matrix has one value in a column, as training with `fusion_ownership` and
-    `nonnegative_fusion` makes it. The directions themselves stay as they were trained.
+    Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
+    is exact where every column of the fusion matrix has one nonzero value, as training with `fusion_ownership` and
+    `nonnegative_fusion` produces. The directions themselves do not change.
     """
 
     scores_only: ClassVar[bool] = True
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Reads the owners off the fusion matrix."""
         spectrum = read_spectrum(self, diagnosis, layer)
         heads = len(spectrum.heads)
         if not spectrum.shared or heads < 2:

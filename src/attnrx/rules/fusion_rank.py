@@ -1,11 +1,11 @@
-"""Fusion rank: the ranks of the heads as the paper chooses them, from who uses which shared direction (IrrAtt)."""
+"""Fusion rank: the head ranks of the paper, from the use of shared directions by the heads (IrrAtt)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from attnrx.decompositions import Schedule, cpd_epc, fusion_ranks
+from attnrx.decompositions import CorrectionSchedule, cpd_epc, fusion_ranks
 from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
@@ -22,12 +22,12 @@ METRIC = "augmented"
 
 @dataclass(frozen=True)
 class FusionRank(Rule):
-    """Returns every head as many directions as the fusion matrix of a CP SlimAtt of `rank` terms leaves to it.
+    """Keeps as many directions of every head as the fusion matrix of a CP SlimAtt of `rank` terms assigns to it.
 
-    The query-key tensor is decomposed by CPD-EPC, every term goes to the head that uses it most (Algorithm 1), and
-    each head keeps the strongest directions of its own in that number: block terms with the identity for fusion, which
-    needs no fusion layer at all. A head never keeps more than it has. `start` and `seed` are those of the decomposition
-    (see `shared_rank`). The metric is "augmented" unless stated.
+    CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (Algorithm 1), and
+    each head keeps that number of the strongest of its own directions. These are block terms with the identity as
+    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `start` and `seed` are those
+    of the decomposition (see `shared_rank`). The default metric is "augmented".
     """
 
     default_metric: ClassVar[str | None] = METRIC
@@ -45,11 +45,10 @@ class FusionRank(Rule):
             raise UnknownName("start of fusion_rank", self.start, STARTS)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Reads the ranks off the fusion matrix."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
         joint = JointForm(diagnosis.layers[layer], self.metric or METRIC)
-        schedule = Schedule(sweeps=self.sweeps)
+        schedule = CorrectionSchedule(sweeps=self.sweeps)
         fusion = fusion_ranks(cpd_epc(joint.tensor, total, start=self.start, schedule=schedule, seed=self.seed))
         outside = float(fusion.off_block.mean())
         notes = [

@@ -1,4 +1,4 @@
-"""The query-key tensor of a layer in factored form, all heads together, and how its factors are made of their rows."""
+"""The query-key tensor of a layer over all heads, in factored form, and the basis of its factors."""
 
 import torch
 
@@ -7,26 +7,27 @@ from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidRule
 from attnrx.shapes import Float, Tensor
 
-# The share of the largest singular value below which combinations of rows are rounding.
+# Singular values below this share of the largest one are rounding errors.
 NOISE = 1e-12
 
 JOINT_METRICS = ("weights", "augmented", "centered")
 
 
 class JointForm:
-    """Y[:, :, h] = query_h^T key_h in a metric, as a tensor of three modes; `basis` says how its factors are rows.
+    """Y[:, :, h] = query_h^T key_h in a metric, as a tensor of three modes; `basis` expresses factors in rows of the
+    heads.
 
-    In the metrics "weights" and "augmented" the first two modes are the features of a token (the second one with a
-    trailing 1 for the query bias); in "centered" they are the roots of the second moments of all heads' queries and
-    centred keys together, so that the squared norm of the tensor is the mean square of the centred scores, queries
-    and keys drawn independently.
+    In the metrics "weights" and "augmented" the first two modes are the features of a token (the query with a trailing
+    1 for its bias). In "centered" they are the roots of the second moments of all heads' queries and centred keys
+    together, so that the squared norm of the tensor is the mean square of the centred scores for independent queries
+    and keys.
     """
 
     def __init__(self, layer: LayerDiagnosis, metric: str):
         if metric not in JOINT_METRICS:
             raise InvalidRule(
-                f"metric={metric!r}: directions that heads share are found in one of {', '.join(JOINT_METRICS)}; the "
-                "softmax weights the keys of every head otherwise, so its metric is not one of all heads."
+                f"metric={metric!r}: for directions that heads share choose one of {', '.join(JOINT_METRICS)}; the "
+                "softmax weights the keys of every head differently, so it gives no metric common to all heads."
             )
         if layer.spectrum.norms != "none":
             raise InvalidRule("heads whose rows are divided by their norms (SVDA) cannot share directions.")
@@ -36,7 +37,7 @@ class JointForm:
     def basis(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"]
     ) -> tuple[Float[Tensor, "1 rank stacked"], Float[Tensor, "1 rank stacked"]]:
-        """Returns the combinations of all heads' rows, head after head, that make these factors."""
+        """Returns the combinations of all heads' rows, concatenated by head, that give these factors."""
         return _combination(self.query, left), _combination(self.key, right)
 
 
@@ -49,7 +50,7 @@ def _sides(layer: LayerDiagnosis, metric: str) -> tuple[Tensor, Tensor]:
 
 
 def _rooted(gram: Float[Tensor, "heads directions features"]) -> Float[Tensor, "heads directions features"]:
-    """Returns the symmetric root of a joint moment, rows by head: its products are the moment."""
+    """Returns the symmetric root of a joint moment, rows by head: products of its rows are the moment."""
     heads, directions, features = gram.shape
     square = gram.double().reshape(features, features)
     values, vectors = torch.linalg.eigh((square + square.mT) / 2)

@@ -1,4 +1,4 @@
-"""The ranges of knobs: what a rule's fields may be, refused in one voice."""
+"""Range checks of knobs, with uniform error messages."""
 
 import math
 
@@ -9,13 +9,13 @@ MOST = 2**31 - 1
 
 
 def require_share(rule: Rule, knob: str, value: float) -> None:
-    """Refuses what is not a share: a number in (0, 1]."""
+    """Raises InvalidRule unless the value is a share: a number in (0, 1]."""
     if not (_is_number(value) and 0 < value <= 1):
         raise InvalidRule(f"{_requested(rule, knob, value)}: {knob} is a share and must lie in (0, 1], e.g. 0.9.")
 
 
 def require_positive(rule: Rule, knob: str, value: float) -> None:
-    """Refuses what is not a positive, finite number."""
+    """Raises InvalidRule unless the value is a positive, finite number."""
     if not (_is_number(value) and 0 < value < math.inf):
         raise InvalidRule(
             f"{_requested(rule, knob, value)}: {knob} is compared with |strength| and must be a positive number."
@@ -23,27 +23,27 @@ def require_positive(rule: Rule, knob: str, value: float) -> None:
 
 
 def require_count(rule: Rule, knob: str, value: int, least: int = 0) -> None:
-    """Refuses what is not a whole number from `least` on."""
+    """Raises InvalidRule unless the value is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
         raise InvalidRule(f"{_requested(rule, knob, value)}: {knob} must be a whole number in {least}..{MOST}.")
 
 
 def require_rank(rule: Rule, knob: str, value: int | float) -> None:
-    """Refuses what is neither a whole number of directions nor a share of them: a float in (0, 1]."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
-    if not whole and not (isinstance(value, float) and 0 < value <= 1):
+    """Raises InvalidRule unless the value is an integer number of directions or a share of them, a float in (0, 1]."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+    if not is_count and not (isinstance(value, float) and 0 < value <= 1):
         raise InvalidRule(
             f"{_requested(rule, knob, value)}: give a whole number of directions, or a share in (0, 1], e.g. 0.5."
         )
 
 
-def rank_among(value: int | float, there: int) -> int:
-    """Returns the rank that such a knob means among so many directions: itself, or the share of them, at least one."""
-    return value if isinstance(value, int) else max(1, round(value * there))
+def rank_among(value: int | float, total: int) -> int:
+    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
+    return value if isinstance(value, int) else max(1, round(value * total))
 
 
 def require_rule(rule: Rule, value: object) -> None:
-    """Refuses a control that has no rule to match."""
+    """Raises InvalidRule unless the value is a rule that a control can match."""
     if not isinstance(value, Rule):
         name = rule_name(type(rule))
         raise InvalidRule(

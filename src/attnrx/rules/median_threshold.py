@@ -1,4 +1,4 @@
-"""Median threshold: keep what stands out of noise, by the optimal hard threshold for singular values."""
+"""Median threshold: the optimal hard threshold for singular values in noise."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class MedianThreshold(Rule):
     """Keeps the directions whose |strength| is above `factor` times the median of its head (Gavish and Donoho, 2014).
 
     For a square matrix of low rank plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold of the least mean squared error as the matrix grows. No knob has to be tuned: a head whose spectrum
-    decays slowly keeps nothing. Needs learned strengths, or a `metric`.
+    threshold of the least asymptotic mean squared error. No knob has to be tuned. A head whose spectrum decays slowly
+    keeps no direction. Needs learned strengths, or a `metric`.
     """
 
     factor: float = 2.858
@@ -27,7 +27,6 @@ class MedianThreshold(Rule):
         require_positive(self, "factor", self.factor)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Compares every strength with the median over the used directions of its head."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         strength = spectrum.strength.double().abs()
         median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Metrics: in what sense the directions of a head are the best ones to keep."""
+"""Metrics: the error norms in which truncated directions of a head are optimal."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,11 +7,11 @@ from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.shapes import Tensor
 
-# The name for deciding about the model's own directions, in whose strengths SVDA is trained.
+# The name for the model's own directions, whose strengths SVDA learns.
 OWN = "own"
 
-# The share of the attention's own view of the keys in the recommended metric; alone, it starves heads that attend to
-# a single token, where the quadratic model of the softmax fails.
+# The share of "softmax" in the recommended metric "mix". "softmax" alone gives too few directions to heads that attend
+# to a single token, where the quadratic approximation of the softmax fails.
 MIX = 0.7
 
 
@@ -32,9 +32,9 @@ def _mix(layer: LayerDiagnosis) -> Balanced:
     return balance(layer.reading("query_gram"), keys)
 
 
-# weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, on which scores depend;
-# the key bias is invisible to the softmax. activation: the mean square of the scores on the data. centered: that of
-# the scores less their mean over the keys, which the softmax cannot see. softmax: weighted by its curvature.
+# weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, because it changes the
+# softmax; the key bias does not. activation: the mean square of the scores on the data. centered: that of the scores
+# minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
 METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
     "weights": _weights,
     "augmented": _augmented,
@@ -46,18 +46,18 @@ METRICS: Mapping[str, Callable[[LayerDiagnosis], Balanced]] = {
 
 
 def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
-    """Returns the score directions of every head of a layer that are the best of every rank in a metric.
+    """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric.
 
     Raises:
-        UnknownName: for a metric that is none of METRICS.
-        NotSupported: for SVDA, whose rows are divided by their norms, so that they may not be combined.
-        InvalidInput: where the diagnosis lacks the moments that the metric is made of.
+        UnknownName: The metric is none of METRICS.
+        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined.
+        InvalidInput: The diagnosis lacks the moments of the metric.
     """
     if metric not in METRICS:
         raise UnknownName("metric", metric, (OWN, *METRICS))
     if layer.spectrum.norms != "none":
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
-            "which changes the norms; its own strengths rank its directions: leave the metric out."
+            "which changes the norms; its own strengths rank its directions: omit the metric."
         )
     return METRICS[metric](layer)

@@ -1,4 +1,4 @@
-"""Norm clip: cap the largest strengths, so that the scores react less to a disturbed input."""
+"""Norm clip: caps the largest strengths, so that the scores are less sensitive to perturbed inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,8 +16,8 @@ from attnrx.shapes import Float, Tensor
 class NormClip(Rule):
     """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
 
-    The limit is absolute, because so is what it buys: the constant that carries a change of queries and keys
-    into the scores (Proposition 4) becomes at most limit * scale. Needs learned strengths.
+    The limit is absolute, like the bound that it gives: the Lipschitz constant from queries and keys to the scores
+    (Proposition 4) becomes at most limit * scale. Needs learned strengths.
     """
 
     scores_only: ClassVar[bool] = True
@@ -28,7 +28,6 @@ class NormClip(Rule):
         require_positive(self, "limit", self.limit)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Brings every strength within the limit."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         before = spectrum.strength.double() * spectrum.used
         return give_strengths(spectrum, spectrum.used, before.clamp(-self.limit, self.limit), self._notes(before))

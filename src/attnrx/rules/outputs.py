@@ -1,4 +1,4 @@
-"""Deciding about vo, fc1 and fc2 by the same rules as about the scores."""
+"""Applies rules to vo, fc1 and fc2."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import LINEAR_MAPS, OutputDecision, ScoreDecision
 from attnrx.rules.decisions import NO_STRENGTH
 from attnrx.rules.metrics import METRICS, OWN
-from attnrx.rules.rule import Rule, chunks_of, metric_of
+from attnrx.rules.rule import Rule, inner_rules, metric_of
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
-# plain SVD of the weight, per head of W_O W_V for vo (TruncAtt), which needs no data.
+# plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
 
@@ -34,11 +34,11 @@ REMEDY = (
 
 
 def output_metric(rule: Rule, of: str) -> str:
-    """Returns the metric in which a rule decides about one of OUTPUT_MAPS: the one it states, or "centered".
+    """Returns the metric of a rule for one of OUTPUT_MAPS: the one it states, or "centered".
 
     Raises:
-        UnknownName: for a metric that does not exist.
-        InvalidRule: for a metric of the scores, and for rules that only scores can follow.
+        UnknownName: The metric does not exist.
+        InvalidRule: The metric or the rule applies to scores only.
     """
     if _is_scores_only(rule):
         raise InvalidRule(
@@ -51,23 +51,23 @@ def output_metric(rule: Rule, of: str) -> str:
     if metric in (OWN, *METRICS):
         raise InvalidRule(
             f"{of}={rule}: the metric {metric!r} exists for qk only; for {of} choose one of "
-            f"{', '.join(OUTPUT_METRICS)}, or leave it out ({CENTERED})."
+            f"{', '.join(OUTPUT_METRICS)}, or omit it ({CENTERED})."
         )
     raise UnknownName(f"metric of {of}", metric, OUTPUT_METRICS)
 
 
 def decide_outputs(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Decides about one of OUTPUT_MAPS in every layer; None where the map stays whole."""
+    """Returns the decision about one of OUTPUT_MAPS in every layer; None where the map does not change."""
     return _decide_values(diagnosis, rule) if name == "vo" else _decide_linear(diagnosis, name, rule)
 
 
 def _decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputDecision | None]:
-    """Chooses the value dimensions of every head; None where everything stays.
+    """Returns the decision about the values of every layer; None where all value dimensions are kept.
 
-    In the metric "centered" a head's directions are balanced between the covariance of its output and its part of the
-    output projection, so a strength squared is what leaving the direction out costs the head alone; the output
-    projection is then refit to the kept directions of all heads together. In "weights" the directions are the singular
-    ones of every head's W_O W_V, nothing is refit, and the value bias stays.
+    In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
+    the output projection, so that a squared strength is the error of removing the direction from that head alone. The
+    output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
+    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
     """
     metric = output_metric(rule, "vo")
     missing = sorted({name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings})
@@ -81,32 +81,31 @@ def _decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputDecision | No
     view = _view(diagnosis, spectra)
     decisions: list[OutputDecision | None] = []
     for index, (layer, directions) in enumerate(zip(diagnosis.layers, found, strict=True)):
-        chosen = rule.decide(view, index)
-        if bool(chosen.keep.all()) or not chosen.heads.numel():
+        decision = rule.decide(view, index)
+        if bool(decision.keep.all()) or not decision.heads.numel():
             decisions.append(None)
             continue
         circuit = _circuit(layer, metric)
-        reduced = read_out(circuit, directions, chosen.keep, joint=metric == CENTERED)
+        reduced = read_out(circuit, directions, decision.keep, joint=metric == CENTERED)
         decisions.append(
             OutputDecision(
-                chosen.ranks,
+                decision.ranks,
                 torch.cat(reduced.projection),
                 reduced.weight,
                 circuit.mean,
                 directions.strength,
-                metric_reasons(chosen, metric, directions.rank),
+                metric_reasons(decision, metric, directions.rank),
             )
         )
     return decisions
 
 
 def _decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Chooses the rank of one map of every MLP; it stays whole where two factors would not pay."""
+    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters."""
     metric = output_metric(rule, name)
     if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
         raise InvalidRule(
-            f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; leave "
-            f"{name} out."
+            f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; omit {name}."
         )
     maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
     present = [found for found in maps if found is not None]
@@ -115,33 +114,34 @@ def _decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDe
     tables = [found.metrics[metric] for found in present]
     spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), name) for own in tables]
     view = _view(replace(diagnosis, layers=diagnosis.layers[: len(present)]), spectra)
-    decided = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
-    return [None if found is None else next(decided) for found in maps]
+    decisions = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
+    return [None if found is None else next(decisions) for found in maps]
 
 
-def metric_reasons(chosen: ScoreDecision, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Returns the reasons of a decision with its metric, in which the form of every head or map has these ranks."""
+def metric_reasons(decision: ScoreDecision, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Returns the reasons of a decision, extended by its metric; `ranks` are the ranks of the head or map in that
+    metric.
+    """
     dead = f"; {NO_STRENGTH}"
     return tuple(
         f"{reason}{'' if rank or dead in reason else dead}; metric {metric}"
-        for reason, rank in zip(chosen.reasons, ranks, strict=True)
+        for reason, rank in zip(decision.reasons, ranks, strict=True)
     )
 
 
 def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputDecision | None:
-    chosen, own = rule.decide(view, index), found.metrics[metric]
-    (rank,) = chosen.ranks
+    decision, own = rule.decide(view, index), found.metrics[metric]
+    (rank,) = decision.ranks
     if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
-    kept = own.directions[chosen.keep[0]].double()
+    kept = own.directions[decision.keep[0]].double()
     return OutputDecision(
-        (rank,), kept, kept.mT, own.center, own.strength[None], metric_reasons(chosen, metric, (rank,))
+        (rank,), kept, kept.mT, own.center, own.strength[None], metric_reasons(decision, metric, (rank,))
     )
 
 
 def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
-    """Returns the identity on what the heads read out, with its statistics; the weights alone have none but a
-    center."""
+    """Returns the identity on the value dimensions with their statistics; for "weights" only a center is known."""
     center = layer.reading("output_mean" if metric == CENTERED else "value_bias").double()
     size = center.numel()
     covariance = layer.reading("output_covariance") if metric == CENTERED else center.new_zeros(size, size)
@@ -150,7 +150,7 @@ def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
 
 
 def _is_scores_only(rule: Rule) -> bool:
-    return rule.scores_only or any(_is_scores_only(part) for part in chunks_of(rule))
+    return rule.scores_only or any(_is_scores_only(part) for part in inner_rules(rule))
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
@@ -170,6 +170,6 @@ def _spectrum(
 
 
 def _view(diagnosis: Diagnosis, spectra: list[Spectrum]) -> Diagnosis:
-    """The diagnosis as a rule sees it that decides about other maps: their spectra, and readings of those."""
+    """Returns a diagnosis with the spectra of another map in place of the scores, as input of a rule."""
     shape: Callable[[Spectrum], dict[str, Tensor]] = SpectralShape().measure
     return replace(diagnosis, layers=tuple(LayerDiagnosis(spectrum, shape(spectrum)) for spectrum in spectra))

@@ -1,11 +1,11 @@
 """Rules as text: `energy_retention:0.90`, `threshold:0.1 & remove_heads`, `random_matched(top_rank:32):seed=3`.
 
-    maps    = map "=" rule { map "=" rule } | rule          a rule alone is about qk
+    maps    = map "=" rule { map "=" rule } | rule          a rule without a map applies to qk
     rule    = all { "|" all }              all   = single { "&" single }
     single  = "(" rule ")" | name [ "(" rule { ";" rule } ")" ] [ ":" knob { "," knob } ]
     knob    = [ name "=" ] number
 
-Numbers without a name fill the knobs in their order. The law: parse_rule(str(rule)) == rule.
+Numbers without a name set the knobs in their order. Invariant: parse_rule(str(rule)) == rule.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from typing import Any
 
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import MAPS
-from attnrx.rules.rule import And, Or, Rule, knobs_of
+from attnrx.rules.rule import And, Or, Rule, option_fields
 from attnrx.text_parsing import Language, Reader, Token, share
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")
-DEEPEST = 50  # brackets, far from where nesting would exhaust Python's stack
+DEEPEST = 50  # brackets; far below the nesting that exhausts Python's stack
 
 LANGUAGE = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
 
 
 def parse_text(text: str, registry: Mapping[str, type[Rule]]) -> Rule:
-    """Builds the rule that a text describes from the rules of the registry."""
+    """Builds a rule from text, with the rules of the registry."""
     if text.count("(") > DEEPEST:
         raise InvalidRule(f"a rule in text may have {DEEPEST} brackets, found {text.count('(')}; build it in Python.")
     reader = _Reader(text, registry)
@@ -36,13 +36,13 @@ def parse_text(text: str, registry: Mapping[str, type[Rule]]) -> Rule:
 
 
 def split_maps(text: str) -> dict[str, str]:
-    """Returns the text of every map's rule: "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10".
+    """Returns the text of every map's rule, from e.g. "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10".
 
     A text without a map is the rule of qk.
 
     Raises:
-        InvalidRule: for a map that is given twice or without a rule.
-        UnknownName: for a map that does not exist.
+        InvalidRule: A map is given twice or without a rule.
+        UnknownName: A map does not exist.
     """
     before, *parts = MAP.split(text.strip())
     if not parts:
@@ -60,7 +60,7 @@ def split_maps(text: str) -> dict[str, str]:
 
 
 class _Reader(Reader):
-    """Reads tokens from left to right; every method takes the tokens of its part of the grammar."""
+    """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
     language = LANGUAGE
 
@@ -98,25 +98,25 @@ class _Reader(Reader):
 
     def read_matched(self, name: Token, kind: type[Rule]) -> dict[str, Any]:
         """Reads the rule in brackets that a control matches, or the rules of all layers."""
-        wraps = [field for field in knobs_of(kind) if _holds_rules(field)]
+        rule_fields = [field for field in option_fields(kind) if _holds_rules(field)]
         here = self.tokens[self.position]
         if self.take("("):
-            if not wraps:
+            if not rule_fields:
                 raise self.problem(here.start, f"{name.text} takes no rule in brackets")
-            matched = [self.read_any()]
-            while wraps[0].type is not Rule and self.take(";"):
-                matched.append(self.read_any())
+            rules = [self.read_any()]
+            while rule_fields[0].type is not Rule and self.take(";"):
+                rules.append(self.read_any())
             self.expect(")", "')'")
-            return {wraps[0].name: matched[0] if wraps[0].type is Rule else tuple(matched)}
-        if wraps:
-            what = "the rule that it matches" if wraps[0].type is Rule else "a rule for each layer"
-            wanted = f"{name.text} needs {what}, as in {name.text}(energy_retention:0.9)"
-            raise self.problem(here.start, wanted)
+            return {rule_fields[0].name: rules[0] if rule_fields[0].type is Rule else tuple(rules)}
+        if rule_fields:
+            what = "the rule that it matches" if rule_fields[0].type is Rule else "a rule for each layer"
+            message = f"{name.text} needs {what}, as in {name.text}(energy_retention:0.9)"
+            raise self.problem(here.start, message)
         return {}
 
     def read_knob(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> None:
         """Reads one value into `given`."""
-        fields = [field for field in knobs_of(kind) if not _holds_rules(field)]
+        fields = [field for field in option_fields(kind) if not _holds_rules(field)]
         knobs = {field.name: field.type for field in fields}
         here = self.tokens[self.position]
         free = [field.name for field in fields if not field.kw_only and field.name not in given]
@@ -145,11 +145,11 @@ class _Reader(Reader):
         return int(number.text)
 
     def build(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> Rule:
-        needed = [field.name for field in knobs_of(kind) if field.default is dataclasses.MISSING]
+        needed = [field.name for field in option_fields(kind) if field.default is dataclasses.MISSING]
         missing = [name for name in needed if name not in given]
         if missing:
-            wanted = f"{name.text} needs {' and '.join(missing)}, as in {name.text}:{missing[0]}=..."
-            raise self.problem(name.start, wanted)
+            message = f"{name.text} needs {' and '.join(missing)}, as in {name.text}:{missing[0]}=..."
+            raise self.problem(name.start, message)
         return kind(**given)
 
 

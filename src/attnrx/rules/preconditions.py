@@ -1,4 +1,4 @@
-"""What a rule may rely on: spectra that are whole, strengths that say something, readings that are there."""
+"""Preconditions of rules: finite spectra, strengths that rank directions, readings that exist."""
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NotSupported
@@ -6,44 +6,49 @@ from attnrx.prescription import ScoreDecision
 from attnrx.rules.rule import Rule
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
-from attnrx.storage import require_finite
+from attnrx.storage import require_finite_tensors
 
 
 def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Returns one layer's spectrum, or refuses a layer that is not there and strengths that are not finite."""
+    """Returns one layer's spectrum; raises InvalidInput for a layer out of range or strengths that are not finite."""
     if not 0 <= layer < len(diagnosis.layers):
         raise InvalidInput(
-            f"{rule} was requested about layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}."
+            f"{rule} was applied to layer {layer}; the diagnosis has layers 0..{len(diagnosis.layers) - 1}."
         )
     spectrum = diagnosis.layers[layer].spectrum
-    require_finite({"strength": spectrum.strength}, f"the spectrum of layer {layer}")
+    require_finite_tensors({"strength": spectrum.strength}, f"the spectrum of layer {layer}")
     return spectrum
 
 
 def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Returns one layer's spectrum, or refuses dense attention, whose strengths are one by definition and rank nothing.
+    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
 
-    Other equal strengths are a finding: learned ones, and those of a dead layer, which are all zero or (in a metric)
-    all at the noise floor.
+    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
+    at the noise floor.
     """
     spectrum = read_spectrum(rule, diagnosis, layer)
     strength = spectrum.strength[spectrum.used]
     if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
-            f"{rule} goes by strength, but layer {layer} is dense attention, where every direction has the strength 1. "
-            "Use contribution_energy, which goes by measured queries and keys, or train an SVDA model."
+            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
+            "Use contribution_energy, which uses measured queries and keys, or train an SVDA model."
         )
     return spectrum
 
 
 def require_own_directions(rule: Rule, spectrum: Spectrum, matched: ScoreDecision) -> None:
-    """Refuses directions that all heads share: how many there are does not follow from how many each head uses."""
+    """Raises NotSupported for directions that all heads share: the use by each head does not determine their number."""
     if spectrum.shared or matched.is_shared:
         raise NotSupported(f"{rule} ranks the directions of every head, and these are shared; use random_matched.")
 
 
 def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -> Tensor:
-    """Returns one reading in float64, or refuses a missing one, a wrong shape and NaN; its second axis is `per`."""
+    """Returns one reading in float64; `per` ("head", "direction" or "pair") is its shape.
+
+    Raises:
+        InvalidRule: The reading is missing.
+        InvalidInput: The reading has another shape or holds NaN.
+    """
     spectrum = read_spectrum(rule, diagnosis, layer)
     try:
         reading = diagnosis.layers[layer].reading(name)
@@ -56,5 +61,5 @@ def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -
             f"{rule} needs {name} of shape {shapes[per]} in layer {layer}, found {tuple(reading.shape)}; "
             "diagnose the model again."
         )
-    require_finite({name: reading}, f"the diagnosis of layer {layer}")
+    require_finite_tensors({name: reading}, f"the diagnosis of layer {layer}")
     return reading.double()

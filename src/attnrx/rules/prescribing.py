@@ -1,4 +1,4 @@
-"""From a diagnosis and a rule to a prescription."""
+"""Creates a prescription from a diagnosis and rules."""
 
 import math
 from collections.abc import Mapping
@@ -26,15 +26,16 @@ from attnrx.rules.rule import Rule, in_metric, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 
 
-def prescribe(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
-    """Decides about every map that `rules` names, in every layer; rules that keep everything raise NoOpPrescription.
+def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
+    """Returns a prescription for every map that `rules` names, in every layer; a no-op prescription raises
+    NoOpPrescription.
 
-    The rule of "qk" decides about the directions that are the best ones in its metric (METRICS), by their strengths
-    there, or about the model's own; without one the scores stay as they are. Those of "vo", "fc1" and "fc2" decide in
-    their metric (OUTPUT_METRICS). "tokens" needs no reading, as it is decided anew for every image. The prescription
-    records the rules with the metrics that they decided in, everything the diagnosis says about its model and data, and
-    under `score_bounds` how far the mask can move the scores of each head on the same tokens (Theorem 1), or null where
-    there is no such law.
+    The rule of "qk" decides about the optimal directions in its metric (METRICS), by their strengths there, or about
+    the model's own; without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric
+    (OUTPUT_METRICS). "tokens" needs no reading, because tokens are selected for every image at run time. The
+    prescription records the rules with their metrics, all information of the diagnosis about its model and data, and
+    under `score_bounds` the bound on the change of the masked scores of each head on the same tokens (Theorem 1), or
+    null where no bound exists.
     """
     given, tokens = parse_rules(rules)
     if not diagnosis.layers:
@@ -50,29 +51,29 @@ def prescribe(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
                 layer.update({} if output is None else {name: output})
     layers = tuple(map(LayerPrescription, decisions))
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
-        raise NoOpPrescription(_nothing(spectra, scores, given, tokens))
+        raise NoOpPrescription(_no_op_message(spectra, scores, given, tokens))
     bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, scores, strict=True)]
-    known = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    about = {**diagnosis.about, "score_bounds": known}
+    finite = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
+    about = {**diagnosis.about, "score_bounds": finite}
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, about, tokens)
 
 
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
-    """States the metric that a rule decides in, where that is not the model's own by default."""
+    """Returns the rule with its metric stated, unless that is the model's own by default."""
     if name != "qk":
         return in_metric(rule, output_metric(rule, name))
-    normed = any(layer.spectrum.norms != "none" for layer in diagnosis.layers)
-    metric = metric_of(rule, defaults=not normed)  # forms with norms (SVDA) have only their own strengths
+    has_norms = any(layer.spectrum.norms != "none" for layer in diagnosis.layers)
+    metric = metric_of(rule, defaults=not has_norms)  # forms with norms (SVDA) have only their own strengths
     return rule if metric is None else in_metric(rule, metric)
 
 
 def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreDecision], list[Spectrum]]:
-    """Returns the decision about every layer's scores and the spectrum it is about."""
+    """Returns the decision about every layer's scores and the spectrum that it refers to."""
     own = [layer.spectrum for layer in diagnosis.layers]
-    whole = [keep_only(spectrum, spectrum.used) for spectrum in own]
+    unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own]
     if rule is None:
-        return whole, own
+        return unchanged, own
     require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
@@ -82,24 +83,24 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     for index, basis in enumerate(bases):
         spectrum, layer = view.layers[index].spectrum, rule.decide(view, index)
         if layer.basis is not None:
-            raise InvalidRule(f"{rule} rewrites the directions itself; leave metric={metric!r} out.")
+            raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         changed = _changes_scores(spectrum, layer)
         reasons = metric_reasons(layer, metric, view.layers[index].readings["metric_rank"].tolist())
         layers.append(
-            replace(layer, basis=basis, reasons=reasons) if changed else replace(whole[index], reasons=reasons)
+            replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
         )
         spectra.append(spectrum if changed else own[index])
     return layers, spectra
 
 
 def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
-    """Refuses a diagnosis that lacks a reading which the rule needs, before anything is decided."""
+    """Raises InvalidRule if the diagnosis lacks a reading that the rule needs."""
     for index, layer in enumerate(diagnosis.layers):
         missing = [name for name in readings_needed(rule) if name not in layer.readings]
         if missing:
             raise InvalidRule(
                 f"{rule} needs {' and '.join(missing)}, which the diagnosis of layer {index} does not have; it has "
-                f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that give them."
+                f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that measure them."
             )
 
 
@@ -108,18 +109,18 @@ def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
 
 
 def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
-    if layer.keep.shape != spectrum.used.shape:  # directions of another kind altogether
+    if layer.keep.shape != spectrum.used.shape:  # shared or rewritten directions
         return True
     loses = bool((spectrum.used & ~layer.keep).any()) or not bool(layer.heads.all())
     return loses or bool((layer.strength.double() != spectrum.strength.double())[spectrum.used].any())
 
 
-# What a rule found that changes no map but the scores, which have their own message, with the span of strengths.
+# Reasons of a no-op by map; the message for qk is separate, as it includes the range of the strengths.
 FACTORS = "every layer keeps the rank of the map, or has no rank below outputs * inputs / (outputs + inputs)"
 UNCHANGED = {"vo": "every head keeps all its value dimensions", "fc1": FACTORS, "fc2": FACTORS}
 
 
-def _nothing(
+def _no_op_message(
     spectra: list[Spectrum],
     scores: list[ScoreDecision],
     rules: Mapping[str, Rule],
@@ -127,13 +128,15 @@ def _nothing(
 ) -> str:
     if not rules:
         found = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
-        return f"{found}, so nothing would change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+        return (
+            f"{found}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+        )
     found = [f"{name}={rules[name]} would change nothing: {why}" for name, why in UNCHANGED.items() if name in rules]
-    found = [_no_score(spectra, scores, rules["qk"]), *found] if "qk" in rules else found
-    return f"{'; '.join(found)}. Ask for a smaller rank or share, or use another rule."
+    found = [_no_op_scores(spectra, scores, rules["qk"]), *found] if "qk" in rules else found
+    return f"{'; '.join(found)}. Request a smaller rank or share, or use another rule."
 
 
-def _no_score(spectra: list[Spectrum], layers: list[ScoreDecision], rule: Rule | None) -> str:
+def _no_op_scores(spectra: list[Spectrum], layers: list[ScoreDecision], rule: Rule | None) -> str:
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
     span = (
         f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"

@@ -1,4 +1,4 @@
-"""Every rule by its name in text, and rules as text."""
+"""The registry of rules by name, and the parser of rule texts."""
 
 from collections.abc import Mapping
 
@@ -65,7 +65,7 @@ def parse_rule(text: str) -> Rule:
 def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | None]:
     """Returns the rule of every map, and the token policy.
 
-    A text reads like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a rule alone is about qk.
+    A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
     """
     given = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
     if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Remove heads: a head goes when another one that stays does the same, by its spectrum and by its output."""
+"""Remove heads: removes a head that is redundant with a kept one, by spectrum and by output."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,12 +17,12 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class RemoveHeads(Rule):
-    """Removes a head if a head that stays repeats both its spectrum (Eq. 43) and its attention output.
+    """Removes a head if a kept head has nearly the same spectrum (Eq. 43) and attention output.
 
-    Equal spectra alone prove nothing (Proposition 5 wants equal projections too), so both similarities must
-    reach their thresholds. Of a pair, the most alike first, the head with less strength goes, unless another one
-    went for it: a head for which another one went stays for good, and so a layer never loses its last head.
-    Removal differs from rank 0: the head's output is gone, and what the pair added together is about halved
+    Equal spectra alone are not sufficient (Proposition 5 requires equal projections too), so both similarities must
+    reach their thresholds. Pairs are processed by descending similarity. Of each pair the head with less strength is
+    removed, unless another head was removed in its favour; such a head is kept for good, so a layer never loses its
+    last head. Removal differs from rank 0: the head's output is gone, and the sum of the pair's outputs is about halved
     until fine-tuning.
     """
 
@@ -37,7 +37,6 @@ class RemoveHeads(Rule):
         require_share(self, "output", self.output)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Pairs the most similar heads first."""
         spectrum = read_spectrum(self, diagnosis, layer)
         spectral = read(self, diagnosis, layer, "spectral_redundancy", per="pair")
         output = read(self, diagnosis, layer, "output_similarity", per="pair")
@@ -53,20 +52,20 @@ def _note(spectrum: Spectrum, head: int, twin: dict[int, int], spectral: Tensor,
     if not others:
         return "the only head of its layer"
     other = twin[head] if head in twin else max(others, key=lambda other: output[head, other].item())
-    alike = f"similarity {spectral[head, other]:.3f} of spectrum and {output[head, other]:.3f} of output"
+    similarity = f"similarity {spectral[head, other]:.3f} of spectrum and {output[head, other]:.3f} of output"
     if head in twin:
-        return f"repeats head {spectrum.heads[other]}, which stays: {alike}"
-    return f"nearest to it is head {spectrum.heads[other]}: {alike}"
+        return f"repeats head {spectrum.heads[other]}, which stays: {similarity}"
+    return f"nearest to it is head {spectrum.heads[other]}: {similarity}"
 
 
 def _twins(similarity: Float[Tensor, "heads heads"], spectrum: Spectrum) -> dict[int, int]:
-    """Returns every head that goes the one that stays for it."""
+    """Returns every removed head with the kept head that it duplicates."""
     total = spectrum.strength.double().square().mul(spectrum.used).sum(-1)
     pairs = [(a, b) for a in range(len(total)) for b in range(a + 1, len(total)) if similarity[a, b] >= 0]
     twin: dict[int, int] = {}
     for pair in sorted(pairs, key=lambda pair: -similarity[pair].item()):
         weaker, stronger = sorted(pair, key=lambda head: (total[head].item(), -head))
-        if weaker in twin.values():  # it already stays for another one
+        if weaker in twin.values():  # it is already kept in place of another head
             weaker, stronger = stronger, weaker
         if not {weaker, stronger} & twin.keys() and weaker not in twin.values():
             twin[weaker] = stronger

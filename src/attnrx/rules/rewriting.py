@@ -1,4 +1,4 @@
-"""Rewriting a diagnosis: the same scores in the directions that a metric ranks."""
+"""Rewrites a diagnosis in the directions that a metric ranks; the scores do not change."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,9 +17,9 @@ from attnrx.spectrum import Spectrum
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
     """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
 
-    The rewritten strengths are the singular values of the form in that metric: squared, what removing a direction
-    costs. All rules then apply as they do to learned strengths. Readings that belong to the old directions are computed
-    anew or left out.
+    The rewritten strengths are the singular values of the bilinear map in that metric; their square is the error of
+    removing a direction. All rules then apply as to learned strengths. Readings of the old directions are recomputed or
+    removed.
     """
     pairs = [_layer(layer, metric) for layer in diagnosis.layers]
     about = {**diagnosis.about, "metric": metric}
@@ -39,14 +39,12 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     )
     basis = Basis(found.left, found.right, shared=spectrum.shared)
     readings = _readings(layer.readings, changed, basis)
-    readings["metric_rank"] = torch.tensor(
-        found.rank
-    )  # the directions that the metric does not give a strength of zero
+    readings["metric_rank"] = torch.tensor(found.rank)  # directions with nonzero strength in the metric
     return LayerDiagnosis(changed, readings), basis
 
 
 def _readings(old: Mapping[str, Tensor], spectrum: Spectrum, basis: Basis) -> dict[str, Tensor]:
-    """Keeps the readings that do not depend on the directions, and computes the others again where possible."""
+    """Returns the readings that do not depend on the directions, and recomputes the others where possible."""
     moments = {"query_moment", "key_moment", "query_gram", "key_covariance", "score_gram", "key_gram", "key_softmax"}
     kept = {name: value for name, value in old.items() if name not in moments}
     readings = SpectralShape().measure(spectrum)

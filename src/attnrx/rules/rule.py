@@ -1,4 +1,4 @@
-"""A rule: a diagnosis in, what stays of each layer out. And the two ways of combining rules."""
+"""The interface of a rule, and the two combinations of rules."""
 
 import dataclasses
 import re
@@ -18,25 +18,25 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """Decides what stays of a map, layer by layer.
+    """Decides which directions of a map are kept, layer by layer.
 
-    Every rule is a frozen dataclass whose fields are its knobs. `metric` is that of the directions which it decides
-    about (METRICS for the scores, OUTPUT_METRICS for other maps); None is its default. `needs` names the readings it
-    uses beyond the spectrum. `a & b` keeps what both keep, `a | b` what either keeps, and `str(rule)` is the text from
-    which `parse_rule` makes the same rule.
+    Every rule is a frozen dataclass whose fields are its knobs. `metric` is the metric of the directions (METRICS for
+    the scores, OUTPUT_METRICS for other maps); None is its default. `needs` lists the readings that it uses in addition
+    to the spectrum. `a & b` keeps the intersection, `a | b` the union, and `parse_rule(str(rule))` returns an equal
+    rule.
     """
 
     metric: str | None = None
 
     needs: ClassVar[tuple[str, ...]] = ()
     default_metric: ClassVar[str | None] = None
-    """The metric of the scores, where they have no norms and none is stated."""
+    """The default metric for scores without norms."""
     scores_only: ClassVar[bool] = False
-    """Whether it goes by what only scores have: attention, strengths that can change, or directions to share."""
+    """Whether it uses properties that only scores have: attention, changeable strengths, or shared directions."""
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Says which directions and heads of one layer stay, at what strength, and why."""
+        """Returns the kept directions and heads of one layer, their strengths, and the reasons."""
 
     def __and__(self, other: "Rule") -> "And":
         return And((self, other))
@@ -50,7 +50,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class And(Rule):
-    """Keeps the directions and heads that all of its rules keep, at the smallest strength that any gives them."""
+    """Keeps the directions and heads that all of its rules keep, with the smallest strength of them."""
 
     rules: tuple[Rule, ...]
 
@@ -58,19 +58,19 @@ class And(Rule):
         object.__setattr__(self, "rules", _flat(And, self.rules))
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """The intersection of the decisions."""
+        """Returns the intersection of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).all(0)
         heads = torch.stack([decision.heads for decision in decisions]).all(0)
         strengths = torch.stack([decision.strength for decision in decisions])
-        strength = _taken(strengths, strengths.abs().argmin(0))
+        strength = _select(strengths, strengths.abs().argmin(0))
         own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
         return replace(own, reasons=_reasons(own, "All of", self.rules, decisions))
 
 
 @dataclass(frozen=True)
 class Or(Rule):
-    """Keeps the directions and heads that any of its rules keeps, at the largest strength that any gives them."""
+    """Keeps the directions and heads that any of its rules keeps, with the largest strength of them."""
 
     rules: tuple[Rule, ...]
 
@@ -78,12 +78,12 @@ class Or(Rule):
         object.__setattr__(self, "rules", _flat(Or, self.rules))
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """The union of the decisions."""
+        """Returns the union of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).any(0)
         heads = torch.stack([decision.heads for decision in decisions]).any(0)
         strengths = torch.stack([decision.strength for decision in decisions])
-        strength = _taken(strengths, strengths.abs().argmax(0))
+        strength = _select(strengths, strengths.abs().argmax(0))
         own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
         return replace(own, reasons=_reasons(own, "Any of", self.rules, decisions))
 
@@ -93,27 +93,27 @@ def rule_name(kind: type[Rule]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def chunks_of(rule: Rule) -> tuple[Rule, ...]:
-    """Returns the rules that a rule is made of, which are values of its fields."""
-    values = [getattr(rule, field.name) for field in knobs_of(type(rule))]
+def inner_rules(rule: Rule) -> tuple[Rule, ...]:
+    """Returns the rules that are fields of a rule."""
+    values = [getattr(rule, field.name) for field in option_fields(type(rule))]
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
 
 
 def readings_needed(rule: Rule) -> tuple[str, ...]:
-    """Names the readings that a rule and its parts need, each once, so that a diagnosis can be made to fit."""
-    names = [*rule.needs, *(name for part in chunks_of(rule) for name in readings_needed(part))]
+    """Returns the readings that a rule and its parts need, without duplicates."""
+    names = [*rule.needs, *(name for part in inner_rules(rule) for name in readings_needed(part))]
     return tuple(dict.fromkeys(names))
 
 
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
-    """Returns the metric that a rule and its parts state, None for none; with `defaults`, each part has its default.
+    """Returns the metric that a rule and its parts state, None for none; with `defaults`, the default of each part.
 
     Raises:
-        InvalidRule: for parts that ask for different metrics, as their directions cannot be combined.
+        InvalidRule: Parts have different metrics; their directions cannot be combined.
     """
     own = rule.default_metric if rule.metric is None and defaults else rule.metric
-    parts = (metric_of(part, defaults=defaults) for part in chunks_of(rule))
+    parts = (metric_of(part, defaults=defaults) for part in inner_rules(rule))
     requested = {metric for metric in (own, *parts) if metric is not None}
     if len(requested) > 1:
         raise InvalidRule(f"{rule} decides in the metrics {' and '.join(sorted(requested))}; give all parts the same.")
@@ -121,8 +121,8 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
 
 
 def in_metric(rule: Rule, metric: str) -> Rule:
-    """Returns the rule with its metric stated: in each of its parts, where it has parts."""
-    fields = {field.name: getattr(rule, field.name) for field in knobs_of(type(rule))}
+    """Returns the rule with its metric stated, in each of its parts where it has parts."""
+    fields = {field.name: getattr(rule, field.name) for field in option_fields(type(rule))}
     held = {name: value for name, value in fields.items() if isinstance(value, Rule | tuple)}
     if not held:
         return replace(rule, metric=metric)
@@ -134,19 +134,19 @@ def in_metric(rule: Rule, metric: str) -> Rule:
 
 
 def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
-    """Spells out nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
+    """Flattens nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong or len(rules) < 2:
         raise InvalidRule(
             f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads()))."
         )
-    return tuple(part for rule in rules for part in (chunks_of(rule) if isinstance(rule, kind) else (rule,)))
+    return tuple(part for rule in rules for part in (inner_rules(rule) if isinstance(rule, kind) else (rule,)))
 
 
-def _taken(
-    strengths: Float[Tensor, "rules heads directions"], chosen: Int[Tensor, "heads directions"]
+def _select(
+    strengths: Float[Tensor, "rules heads directions"], indices: Int[Tensor, "heads directions"]
 ) -> Float[Tensor, "heads directions"]:
-    return strengths.gather(0, chosen[None])[0]
+    return strengths.gather(0, indices[None])[0]
 
 
 def _reasons(
@@ -164,14 +164,14 @@ def _spell(rule: Rule) -> str:
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in rule.rules)
     if isinstance(rule, Or):
         return " | ".join(str(part) for part in rule.rules)
-    parts = "; ".join(str(part) for part in chunks_of(rule))
+    parts = "; ".join(str(part) for part in inner_rules(rule))
     return rule_name(type(rule)) + (f"({parts})" if parts else "") + _spell_knobs(rule)
 
 
 def _spell_knobs(rule: Rule) -> str:
     """Returns the knobs: those without a default by position, the others by name where they differ from it."""
     knobs = []
-    for field in knobs_of(type(rule)):
+    for field in option_fields(type(rule)):
         value = getattr(rule, field.name)
         if field.default is not dataclasses.MISSING and value != field.default:
             knobs.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
@@ -180,6 +180,6 @@ def _spell_knobs(rule: Rule) -> str:
     return ":" + ",".join(knobs) if knobs else ""
 
 
-def knobs_of(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
-    """Returns the fields of a rule, those that have no position last."""
+def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
+    """Returns the fields of a rule, keyword-only ones last."""
     return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))

@@ -1,15 +1,15 @@
-"""Choosing directions: the strongest so many of each head, or the fewest that hold a share of something."""
+"""Selects directions per head: a number of the strongest, or the fewest that hold a share of a quantity."""
 
 from attnrx.shapes import Bool, Float, Int, Tensor
 
-# Sums of shares are rounded to about 1e-15. Without this allowance 0.07 of 100 equal directions would be 8 of them.
+# Sums of shares have rounding errors of about 1e-15. Without this tolerance 0.07 of 100 equal directions would be 8.
 TOLERANCE = 1e-12
 
 
-def places(
+def rank_positions(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Int[Tensor, "heads directions"]:
-    """Returns every direction's place in its head: 0 for the largest amount, ties by index, padding last."""
+    """Returns every direction's rank in its head: 0 for the largest amount, ties by index, padding last."""
     order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
     return order.argsort(dim=-1)
 
@@ -17,16 +17,17 @@ def places(
 def largest(
     amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Chooses as many directions of each head as `ranks` says, of the largest amount; all where there are fewer."""
-    return (places(amount, used) < ranks[:, None]) & used
+    """Returns a mask of the `ranks` directions of each head with the largest amount; all where a head has fewer."""
+    return (rank_positions(amount, used) < ranks[:, None]) & used
 
 
 def fewest_holding(
     share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
 ) -> Bool[Tensor, "heads directions"]:
-    """Chooses the smallest set of each head that holds this share of the head's amount (Eq. 45 for the energy).
+    """Returns a mask of the smallest set of each head that holds this share of the head's amount (Eq. 45 for the
+    energy).
 
-    Ties go by index, lower first. At least one direction stays, and at share 1 all whose amount is not zero.
+    Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
     """
     if share == 1:
         ranks = ((amount > 0) & used).sum(-1)

@@ -1,11 +1,11 @@
-"""Shared directions: one set for all heads, each using them in strengths of its own (CP SlimAtt)."""
+"""Shared directions: one set for all heads, used by each head with its own strengths (CP SlimAtt)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from attnrx.decompositions import BlockTerms, Canonical, Schedule, block_terms, cpd_epc
+from attnrx.decompositions import BlockTerms, Canonical, CorrectionSchedule, block_terms, cpd_epc
 from attnrx.decompositions.canonical import STARTS, als
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
@@ -20,14 +20,15 @@ FORMS = ("cp", "epc", "tied", "warm", "literal")
 
 @dataclass(frozen=True)
 class SharedRank(Rule):
-    """Writes a layer's scores in `rank` directions that all heads share (Eqs. 3 and 4), or in that share of them.
+    """Rewrites a layer's scores in `rank` directions that all heads share (Eqs. 3 and 4), an integer or a share of
+    them.
 
     `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
-    that keeps the terms small (CPD-EPC), and block terms (BTD-(L, L, 1), whose directions come in blocks of one
-    strength pattern each): "tied" improves all blocks at once, "warm" and "literal" one after the other, the latter
-    as Algorithms 1 to 3 are printed. `start` is where the iterations begin (STARTS): "best" tries water-filling and
-    random terms, drawn from `seed`, and keeps the smaller error. `joint` is the metric (JOINT_METRICS). Nothing is left
-    out afterwards.
+    that bounds the size of the terms (CPD-EPC), or block terms (BTD-(L, L, 1), whose directions form blocks with one
+    strength pattern each): "tied" improves all blocks at once, "warm" and "literal" one after the other, the latter as
+    Algorithms 1 to 3 are printed. `start` initializes the iterations (STARTS): "best" tries water-filling and random
+    terms, drawn from `seed`, and keeps the one with the smaller error. `joint` is the metric (JOINT_METRICS). No
+    direction is removed afterwards.
     """
 
     scores_only: ClassVar[bool] = True
@@ -48,7 +49,6 @@ class SharedRank(Rule):
             raise UnknownName("start of shared_rank", self.start, STARTS)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Decomposes one layer."""
         spectrum = read_spectrum(self, diagnosis, layer)
         form = JointForm(diagnosis.layers[layer], self.joint)
         rank = rank_among(self.rank, int(spectrum.used.sum()))
@@ -63,11 +63,11 @@ class SharedRank(Rule):
         )
 
     def _decompose(self, form: JointForm, rank: int) -> Canonical:
-        begin: dict[str, Any] = {"start": self.start, "seed": self.seed}
+        options: dict[str, Any] = {"start": self.start, "seed": self.seed}
         if self.form == "cp":
-            return als(form.tensor, rank, sweeps=self.sweeps, **begin)
-        schedule = Schedule(sweeps=self.sweeps, finish=True)
+            return als(form.tensor, rank, sweeps=self.sweeps, **options)
+        schedule = CorrectionSchedule(sweeps=self.sweeps, finish=True)
         if self.form == "epc":
-            return cpd_epc(form.tensor, rank, schedule=schedule, **begin)
-        found: BlockTerms = block_terms(form.tensor, rank, form=self.form, schedule=schedule, **begin)
+            return cpd_epc(form.tensor, rank, schedule=schedule, **options)
+        found: BlockTerms = block_terms(form.tensor, rank, form=self.form, schedule=schedule, **options)
         return found.canonical

@@ -1,4 +1,4 @@
-"""Shrinkage: make every strength smaller by the same amount, and drop what reaches zero."""
+"""Shrinkage: reduces every strength by the same amount, and removes directions that reach zero."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,10 +13,11 @@ from attnrx.rules.rule import Rule
 
 @dataclass(frozen=True)
 class Shrinkage(Rule):
-    """Takes `amount` off every |strength| (the soft threshold); what reaches zero goes, and a head may keep none.
+    """Subtracts `amount` from every |strength| (soft threshold); removes directions that reach zero; a head may keep
+    none.
 
-    Masked, no score moves by more than amount * scale (Theorem 1), as with Threshold, but no strength jumps.
-    Needs learned strengths.
+    No masked score changes by more than amount * scale (Theorem 1), as with Threshold, but strengths change
+    continuously. Needs learned strengths.
     """
 
     scores_only: ClassVar[bool] = True
@@ -27,9 +28,8 @@ class Shrinkage(Rule):
         require_positive(self, "amount", self.amount)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Shrinks every strength towards zero."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         before = spectrum.strength.double() * spectrum.used
-        left = (before.abs() - self.amount).clamp(min=0)
+        magnitude = (before.abs() - self.amount).clamp(min=0)
         notes = [f"every strength shrunk by {self.amount:g}"] * before.shape[0]
-        return give_strengths(spectrum, left > 0, left * before.sign(), notes)
+        return give_strengths(spectrum, magnitude > 0, magnitude * before.sign(), notes)

@@ -1,4 +1,4 @@
-"""Rules in which one share is still open: what a budget may decide."""
+"""Rule templates with one open share, which a budget search sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHARE = "{share}"
 
 @dataclass(frozen=True)
 class Template:
-    """The texts of the rules by map, in which {share} stands for a share, the same in all.
+    """The rule texts by map, with the placeholder {share} for one common share.
 
     For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
     """
@@ -23,7 +23,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> "Template":
-        """Reads the rules of several maps from one text."""
+        """Parses the rules of several maps from one text."""
         return cls(split_maps(text))
 
     def __str__(self) -> str:
@@ -31,26 +31,26 @@ class Template:
 
     @property
     def has_token_share(self) -> bool:
-        """Whether the share is also that of the tokens."""
+        """Whether the share also applies to the tokens."""
         return SHARE in self.texts.get(TOKENS, "")
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the share at all."""
+        """Whether any rule depends on the share."""
         return any(SHARE in text for text in self.texts.values())
 
     def require_varying(self) -> None:
-        """Refuses a template of which no cost can be chosen."""
+        """Raises InvalidInput if no rule depends on the share."""
         if not self.varies:
             raise InvalidInput(
                 f"{str(self) or 'no rule'} has no share to choose: write {SHARE}, e.g. qk=total_rank:{SHARE}."
             )
 
     def at(self, share: float) -> dict[str, str]:
-        """Returns the texts at one share."""
+        """Returns the texts with one share inserted."""
         return {name: text.replace(SHARE, repr(share)) for name, text in self.texts.items()}
 
 
 def by_layer(rules: Sequence[Rule]) -> Rule:
-    """Returns one rule for rules of all layers: itself where all are the same."""
+    """Returns one rule from the rules of all layers: that rule itself if all are equal, else a ByLayer."""
     return rules[0] if all(rule == rules[0] for rule in rules) else ByLayer(tuple(rules))

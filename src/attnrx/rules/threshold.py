@@ -1,4 +1,4 @@
-"""Threshold: keep what is strong enough."""
+"""Threshold: removes directions with small strength."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from attnrx.rules.rule import Rule
 class Threshold(Rule):
     """Keeps the directions with |strength| >= tau (Eqs. 8-10); a head may keep none.
 
-    Masked, no score moves by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
+    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
     """
 
     tau: float
@@ -23,6 +23,5 @@ class Threshold(Rule):
         require_positive(self, "tau", self.tau)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Compares every strength with tau."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)

@@ -1,4 +1,4 @@
-"""Top rank: the same number of directions for every head."""
+"""Top rank: keeps the same number of directions of every head."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from attnrx.rules.selection import largest
 
 @dataclass(frozen=True)
 class TopRank(Rule):
-    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties go by index.
+    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties are resolved by index.
 
-    Of all sets of that size it moves the masked scores' bound of Theorem 1 least. Needs learned strengths.
+    Of all sets of that size it minimizes the bound of Theorem 1 on the masked scores. Needs learned strengths.
     """
 
     rank: int
@@ -26,7 +26,6 @@ class TopRank(Rule):
         require_count(self, "rank", self.rank)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Cuts every head at the same rank."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         ranks = torch.full((spectrum.strength.shape[0],), self.rank)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))

@@ -1,4 +1,4 @@
-"""Total rank: so many directions for a whole layer or model, dealt out to where they count."""
+"""Total rank: distributes a total number of directions over the heads of a layer or model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,14 +22,14 @@ SCOPES, BY = ("layer", "model"), ("energy", "divergence")
 
 @dataclass(frozen=True)
 class TotalRank(Rule):
-    """Keeps the strongest directions of all heads together: `rank` of them a layer, or that share of what there is.
+    """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
 
-    This is water-filling: of all choices of so many directions it leaves the least energy out, so heads get irregular
-    ranks (IrrAtt). With `by="divergence"` what is left out is the measured divergence of the attention instead (see
-    `measure_divergence`), which a dynamic programme makes as small as can be. With `scope="model"` the layers share out
-    their sum. Every rank is a multiple of `multiple` and at least `minimum`, however small a share was requested for.
-    Strengths are those of the `metric` (see METRICS), or with "own" the model's. Unless stated it is "mix" for scores
-    without norms, "own" for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
+    This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks
+    (IrrAtt). With `by="divergence"` it minimizes the measured divergence of the attention instead (see
+    `measure_divergence`), by a dynamic programme. With `scope="model"` the total is distributed over all layers. Every
+    rank is a multiple of `multiple` and at least `minimum`, even for a smaller requested share. Strengths are those of
+    the `metric` (see METRICS), or with "own" the model's. The default metric is "mix" for scores without norms, "own"
+    for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
     """
 
     default_metric: ClassVar[str | None] = "mix"
@@ -50,7 +50,6 @@ class TotalRank(Rule):
         require_count(self, "minimum", self.minimum)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Fills the heads up, whichever direction is the strongest next."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
         spectra = [read_learned_spectrum(self, diagnosis, index) for index in indices]
@@ -60,19 +59,19 @@ class TotalRank(Rule):
             shared = water_fill(strengths, total, multiple=self.multiple, minimum=self.minimum)
         else:
             metric = diagnosis.about.get("metric", OWN)
-            prices = [diagnosis.layers[index].reading(f"divergence_{metric}") for index in indices]
-            flat = allocate_by_loss(torch.cat(prices), total, multiple=self.multiple, minimum=self.minimum)
+            losses = [diagnosis.layers[index].reading(f"divergence_{metric}") for index in indices]
+            flat = allocate_by_loss(torch.cat(losses), total, multiple=self.multiple, minimum=self.minimum)
             heads = [len(each.heads) for each in spectra]
             shared = tuple(tuple(part.tolist()) for part in torch.tensor(flat).split(heads))
         ranks = shared[layer if self.scope == "model" else 0]
-        kept = torch.tensor(ranks, dtype=torch.long)
+        num_kept = torch.tensor(ranks, dtype=torch.long)
         notes = [f"{sum(ranks)} for the layer's {len(ranks)} heads, the strongest of the {self.scope}"] * len(ranks)
-        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, kept), notes)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, num_kept), notes)
 
     def _total(self, spectra: list[Spectrum]) -> int:
-        there = sum(int(spectrum.used.sum()) for spectrum in spectra)
-        wanted = self.rank * (len(spectra) if isinstance(self.rank, int) else there)
-        total = round(wanted / self.multiple) * self.multiple
+        available = sum(int(spectrum.used.sum()) for spectrum in spectra)
+        target = self.rank * (len(spectra) if isinstance(self.rank, int) else available)
+        total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
         units = sum(len(spectrum.heads) for spectrum in spectra)

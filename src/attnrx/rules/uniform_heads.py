@@ -1,4 +1,4 @@
-"""Uniform heads: where a head attends to everything alike, its scores are computed for nothing."""
+"""Uniform heads: removes the scores of heads whose attention is almost uniform."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,11 +13,11 @@ from attnrx.rules.rule import Rule
 
 @dataclass(frozen=True)
 class UniformHeads(Rule):
-    """Takes all directions from heads of at most this `selectivity`; they stay and output the mean value.
+    """Removes all directions from heads of at most this `selectivity`; the heads are kept and output the mean value.
 
-    Selectivity is 1 - row entropy / log(tokens), a mean over the calibration images. By Pinsker's inequality
-    the rows of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm,
-    which bounds what is lost on those images. It works for every form, dense included.
+    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality the rows
+    of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm, which bounds the
+    error on those images. Works for every form, dense included.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("selectivity",)
@@ -29,7 +29,6 @@ class UniformHeads(Rule):
         require_share(self, "selectivity", self.selectivity)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Compares every head's selectivity with the limit."""
         spectrum = read_spectrum(self, diagnosis, layer)
         found = read(self, diagnosis, layer, "selectivity", per="head")
         keep = spectrum.used & (found > self.selectivity)[:, None]

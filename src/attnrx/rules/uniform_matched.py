@@ -1,4 +1,4 @@
-"""The uniform control: as many directions in every layer, but the same number in every head."""
+"""The uniform control: keeps the same number of directions of every layer, evenly distributed over the heads."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from attnrx.rules.decisions import keep_only
 from attnrx.rules.knobs import require_rule
 from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest, places
+from attnrx.rules.selection import largest, rank_positions
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx.spectrum import Spectrum
 
 
 @dataclass(frozen=True)
 class UniformMatched(Rule):
-    """Keeps as many directions of the layer as `rule` does: the strongest of each head, as many in all that stay.
+    """Keeps as many directions of the layer as `rule` does: the strongest of each kept head, the same number in all.
 
-    Where the number cannot be divided, the heads whose next direction is strongest keep one more; a head that
-    has no more directions passes its part on. It shows what choosing a rank per head is worth. Strengths stay
-    as they were. Needs learned strengths.
+    A remainder goes to the heads whose next direction is strongest; the part of a head without further directions goes
+    to the others. The control measures the benefit of choosing a rank per head. Strengths do not change. Needs learned
+    strengths.
     """
 
     rule: Rule
@@ -30,7 +30,6 @@ class UniformMatched(Rule):
         require_rule(self, self.rule)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Deals the layer's directions out evenly."""
         spectrum, matched = read_learned_spectrum(self, diagnosis, layer), self.rule.decide(diagnosis, layer)
         require_own_directions(self, spectrum, matched)
         ranks = _even_ranks(spectrum, matched.heads, sum(matched.ranks))
@@ -39,14 +38,14 @@ class UniformMatched(Rule):
 
 
 def _even_ranks(spectrum: Spectrum, heads: Bool[Tensor, "heads"], total: int) -> Int[Tensor, "heads"]:
-    """Deals out directions in rounds, each head's strongest first and within a round the strongest head first."""
+    """Distributes directions in rounds, each head's strongest first and within a round the strongest head first."""
     strength, used = spectrum.strength.abs(), spectrum.used & heads[:, None]
-    rounds = places(strength, used)
-    dealt = [
+    rounds = rank_positions(strength, used)
+    candidates = [
         (rounds[head, direction].item(), -strength[head, direction].item(), head)
         for head, direction in torch.nonzero(used).tolist()
     ]
     ranks = torch.zeros(len(heads), dtype=torch.long)
-    for _, _, head in sorted(dealt)[:total]:
+    for _, _, head in sorted(candidates)[:total]:
         ranks[head] += 1
     return ranks

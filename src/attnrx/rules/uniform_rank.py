@@ -1,4 +1,4 @@
-"""Uniform rank: every head cut at the same rank (TruncAtt)."""
+"""Uniform rank: truncates every head at the same rank (TruncAtt)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,9 +16,9 @@ from attnrx.rules.selection import largest
 class UniformRank(Rule):
     """Keeps the `rank` strongest directions of each head, or that share of its directions (TruncAtt, Section 2.3).
 
-    With the metric "weights" that is the truncated singular value decomposition of W_Q W_K^T of each head. The rank is
-    rounded to a `multiple`: kernels read so many numbers at once, and take longer for a rank in between than for the
-    next one. The metric is that of TotalRank, but "weights" for scores without norms where none is stated.
+    With the metric "weights" this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
+    rounded to a `multiple`: kernels load several values at once, and are slower at a rank in between than at the next
+    multiple. The default metric is that of TotalRank, except "weights" for scores without norms.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -31,9 +31,8 @@ class UniformRank(Rule):
         require_count(self, "multiple", self.multiple, least=1)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Cuts every head at the same rank."""
         spectrum = read_learned_spectrum(self, diagnosis, layer)
-        there = spectrum.used.sum(-1)
-        wanted = there.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * there
-        ranks = ((wanted / self.multiple).round().long() * self.multiple).minimum(there)
+        available = spectrum.used.sum(-1)
+        target = available.clamp(max=int(self.rank)) if isinstance(self.rank, int) else self.rank * available
+        ranks = ((target / self.multiple).round().long() * self.multiple).minimum(available)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))

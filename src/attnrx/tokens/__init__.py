@@ -1,4 +1,4 @@
-"""Tokens, the second axis: reducers decide before some layers which tokens go on."""
+"""Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -107,19 +107,19 @@ __all__ = [
 
 
 def parse_policy(text: str) -> TokenPolicy:
-    """Reads a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
+    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
 
-    One ratio is kept at every stage of what is left; ratios with / between them, one for each stage, are shares of the
-    image's patches. `tome:13@every` lets 13 patches leave before every layer but the first.
+    One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
+    patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
     """
     return parse_policy_text(text, REDUCERS)
 
 
 def parse_reducer(text: str) -> Reducer:
-    """Reads a reducer alone, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
+    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
     return parse_reducer_text(text, REDUCERS)
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
-    """Builds the policy that a model or a prescription recorded."""
+    """Builds a policy from the record in a model or a prescription."""
     return from_dict(record, (TokenPolicy, *REDUCERS.values()))

@@ -1,4 +1,4 @@
-"""ATS: patches are sampled from the distribution of what the class token attends to, times the length of the values."""
+"""ATS: samples patches from the distribution of class attention times value norms."""
 
 from dataclasses import dataclass
 
@@ -14,25 +14,25 @@ from attnrx.tokens.state import TokenState
 class ATS(Reducer):
     """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
 
-    The significance of a patch is the attention of the class token to it times the length of its value, summed over the
-    heads and scaled to a sum of 1. Inverse transform sampling at the fixed points (2 k - 1) / 2 K
-    (k = 1..K) chooses the patches: one of large significance is hit more than once, patches of small significance share
-    a point. As published the number of patches differs from image to image, as each is kept once however often it is
-    hit. Here it is fixed: K is the number to keep, and the patches of the highest significance fill what repeated hits
-    leave free. As published patches are removed within the attention of a layer; here it is before the next layer.
+    The significance of a patch is the class attention to it times the norm of its value, summed over the heads and
+    scaled to a sum of 1. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects the patches:
+    one of large significance is hit more than once, patches of small significance share a point. As published the
+    number of patches differs between images, because each patch is kept once however often it is hit. Here it is fixed:
+    K is the number to keep, and the patches of the highest significance replace repeated hits. As published patches are
+    removed within the attention of a layer; here it is before the next layer.
     """
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The class attention and the lengths of the values of the layer before."""
+        """The class attention and the value norms of the previous layer."""
         return ("class_attention", "value_norms")
 
     def significance(self, state: TokenState) -> Float[Tensor, "batch patches"]:
-        """Returns the distribution that is sampled from; 0 for patches that were pruned."""
+        """Returns the distribution that is sampled from; 0 for pruned patches."""
         assert state.class_attention is not None
         assert state.value_norms is not None
         scores = (state.class_attention * state.value_norms)[:, :, state.prefix :].sum(1) * state.there
-        # Where all are 0 (no value has any length), all patches that are left are alike.
+        # Where all are 0 (all values are zero), the remaining patches are equally significant.
         scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.there)
         return scores / scores.sum(1, keepdim=True)
 

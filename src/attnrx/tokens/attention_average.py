@@ -1,4 +1,4 @@
-"""Attention average: class attention over all layers so far, SPOT's heuristic without a predictor."""
+"""Attention average: class attention over all previous layers, SPOT's heuristic without a predictor."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class AttentionAverage(Selecting):
-    """Keeps the patches of the highest class attention, averaged over heads and all layers before (SPOT, Table 7).
+    """Keeps the patches of the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
 
-    One row of every map is computed and one number a patch held: their sum, which orders patches as the mean does.
+    Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
     """
 
     @property
@@ -29,15 +29,14 @@ class AttentionAverage(Selecting):
 
 @dataclass(frozen=True)
 class AttentionReceived(Selecting):
-    """Keeps the patches that all tokens together attend to most in the layer before; needs no class token."""
+    """Keeps the patches that receive the most attention from all tokens in the previous layer; needs no class token."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
         return ("attention",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the sum over the tokens that are still there, averaged over the heads."""
+        """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
         there = (state.sizes > 0).to(state.attention.dtype)
         received = (state.attention * there[:, None, :, None]).sum(2)

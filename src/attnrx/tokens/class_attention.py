@@ -1,4 +1,4 @@
-"""Class attention: what the class token looks at stays."""
+"""Class attention: keeps the patches with the highest attention from the class token."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,17 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class ClassAttention(Selecting):
-    """Keeps the patches that the class token attends to most in the layer before, averaged over the heads (top-k)."""
+    """Keeps the patches with the highest attention from the class token in the previous layer, averaged over heads."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
         return ("class_attention",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the mean over the heads."""
         return class_attention(state)
 
 
 def class_attention(state: TokenState) -> Float[Tensor, "batch patches"]:
-    """Returns what the class token pays to every patch in the layer before, averaged over the heads."""
+    """Returns the attention from the class token to every patch in the previous layer, averaged over the heads."""
     assert state.class_attention is not None
     return state.class_attention[:, :, state.prefix :].mean(1)

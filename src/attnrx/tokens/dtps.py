@@ -1,4 +1,4 @@
-"""dTPS: every patch that leaves is squeezed into the patch it is most like."""
+"""dTPS: fuses every pruned patch into the most similar kept patch."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,43 +15,44 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class DTPS(Soft):
-    """Keeps what the scores say, and squeezes every other patch into the kept one it is most like (Wei et al., 2023).
+    """Keeps the patches of the highest scores, and fuses every other one into the most similar kept one (Wei et al.,
+    2023).
 
-    Alike is the cosine c of two tokens. A kept patch becomes the mean of itself and of those matched to it, weighted by
-    exp(c); its own weight is exp(1). Attention counts it once. `scores` is DynamicViT's predictor (dTPS), class
-    attention (eTPS, but before a layer rather than inside it), SPOT's, or any selecting reducer.
+    Similarity is the cosine c of two tokens. A kept patch becomes the mean of itself and of those matched to it,
+    weighted by exp(c); its own weight is exp(1). Attention counts it once. `scores` is DynamicViT's predictor (dTPS),
+    class attention (eTPS, but before a layer instead of inside it), SPOT's, or any selecting reducer.
     """
 
     scores: Selecting = field(default_factory=DynamicViT)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of the predictor of the scores, and of comparing every patch with those that are kept."""
+        """Returns the MACs of the predictor of the scores, and of the similarities between all and the kept patches."""
         return super().predictor_macs(shape, patches, count) + patches * count * shape.width
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Keeps the best and squeezes the rest into them."""
         kept = best(self.scores.relevance(state, predictor), state.there, count)
-        num_pruned = state.there.scatter(1, kept, 0.0)
+        pruned_mask = state.there.scatter(1, kept, 0.0)
         unit = nn.functional.normalize(state.patches, dim=-1)
         alike = unit @ taken(unit, kept).transpose(1, 2)
-        return Reduction(kept, squeezed(state.patches, taken(state.patches, kept), alike, num_pruned))
+        return Reduction(kept, squeezed(state.patches, taken(state.patches, kept), alike, pruned_mask))
 
     def sampled(
         self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
     ) -> SampledTokens:
-        """Squeezes every patch that leaves into the nearest of those that stay, each of them in its place."""
+        """Fuses every pruned patch into the most similar kept one; every patch keeps its index."""
         unit = nn.functional.normalize(state.patches, dim=-1)
         alike = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
         return SampledTokens(squeezed(state.patches, state.patches, alike, state.there * (1 - keep)))
 
 
-def squeezed(patches: Tensor, own: Tensor, alike: Tensor, num_pruned: Tensor) -> Tensor:
-    """Returns the hosts with those patches that are `num_pruned` (1, others 0) in them.
+def squeezed(patches: Tensor, own: Tensor, alike: Tensor, pruned_mask: Tensor) -> Tensor:
+    """Returns the host patches with the pruned patches (1 in `pruned_mask`, others 0) fused into them.
 
-    `own` [batch, hosts, width] are the hosts and `alike` [batch, patches, hosts] the cosines of every patch and each.
+    `own` [batch, hosts, width] are the hosts; `alike` [batch, patches, hosts] is the cosine similarity of patches and
+    hosts.
     """
-    closeness, host = alike.max(-1)
-    weights = closeness.to(patches.dtype).exp() * num_pruned
+    similarity, host = alike.max(-1)
+    weights = similarity.to(patches.dtype).exp() * pruned_mask
     total = torch.full_like(own[..., 0], math.e).scatter_add(1, host, weights)
-    brought = (own * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
-    return brought / total[..., None]
+    weighted_sum = (own * math.e).scatter_add(1, host[..., None].expand_as(patches), patches * weights[..., None])
+    return weighted_sum / total[..., None]

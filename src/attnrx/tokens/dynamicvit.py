@@ -1,4 +1,4 @@
-"""DynamicViT: a predictor on the tokens alone."""
+"""DynamicViT: a predictor on token features."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from attnrx.tokens.state import TokenState
 
 
 class DynamicViTPredictor(nn.Module):
-    """Token features, local and global, and the scores of keep and drop."""
+    """Local and global token features, then log-probabilities of keep and drop."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -19,18 +19,16 @@ class DynamicViTPredictor(nn.Module):
         self.scores = KeepScores(width)
 
     def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Returns the logarithms of keep and drop for every patch."""
+        """Returns the log-probabilities of keep and drop for every patch."""
         return self.scores(self.features(state.patches, state.there))
 
 
 @dataclass(frozen=True)
 class DynamicViT(Predicting):
-    """Keeps what a learned predictor says, from the tokens and their mean (Rao et al., 2021)."""
+    """Keeps the patches that a learned predictor selects, from the tokens and their mean (Rao et al., 2021)."""
 
     def predictor(self, shape: Shape) -> nn.Module:
-        """Makes the predictor of one stage."""
         return DynamicViTPredictor(shape.width)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of the predictor."""
         return feature_macs(shape.width, shape.width, patches) + KeepScores.macs(shape.width, patches)

@@ -1,4 +1,4 @@
-"""EViT: the patches that the class token looks at, and one token for all others."""
+"""EViT: keeps the patches of the highest class attention, and one fused token for all others."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from attnrx.tokens.soft import Packaging
 class EViT(Packaging):
     """Keeps the patches of the highest class attention and fuses the others, weighted by it (Liang et al., 2022).
 
-    As published the tokens leave between the attention and the MLP of a layer; here, as with every reducer, they leave
-    before the next layer. Other `scores` take the place of class attention.
+    As published tokens are pruned between the attention and the MLP of a layer; here, as with every reducer, before the
+    next layer. Other `scores` can replace class attention.
     """
 
     scores: Selecting = field(default_factory=ClassAttention)

@@ -16,10 +16,11 @@ from attnrx.tokens.state import TokenState
 class HaltingScores(Selecting):
     """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., 2022), untrained.
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. A-ViT is this rule and
-    a training by a ponder loss, which makes x a halting score and is not here: on a model that was not trained so, x
-    has no such meaning, and what is measured is not A-ViT. Its tokens halt where their sum reaches 1 - epsilon, at any
-    layer, so every image keeps another number; here the numbers are the policy's, and only the order is A-ViT's.
+    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. A-ViT combines this
+    rule with training by a ponder loss, which makes x a halting score and is not implemented here: without that
+    training x has no such meaning, and results are not those of A-ViT. In A-ViT tokens halt at any layer where their
+    sum reaches 1 - epsilon, so the number of kept tokens differs between images; here the numbers are the policy's, and
+    only the order is A-ViT's.
     """
 
     gamma: float = 5.0
@@ -31,7 +32,6 @@ class HaltingScores(Selecting):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
         return ("accumulated",)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
@@ -39,10 +39,10 @@ class HaltingScores(Selecting):
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the sum over the layers, negative."""
+        """Returns the negative sum over the layers."""
         assert state.accumulated is not None
         return -state.accumulated
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
-        """Returns what is left until the sum is 1."""
+        """Returns the remainder 1 - sum of the halting scores, at least 0."""
         return (1 + relevance).clamp(min=0)

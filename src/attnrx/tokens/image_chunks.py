@@ -1,4 +1,4 @@
-"""Some images of a batch at a time, so that their attention is still in the cache when it is read again."""
+"""Splits a batch into chunks of images whose attention maps fit the CPU cache."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ import torch
 from attnrx.shapes import Tensor
 
 CACHED = 2**20
-"""Bytes of one map of all heads that are handled at once on a CPU."""
+"""Bytes of the attention map of all heads in one chunk on a CPU."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The images from `start` to `stop` of a batch of so many."""
+    """The images from `start` to `stop` of a batch of `batch` images."""
 
     start: int
     stop: int
@@ -20,24 +20,24 @@ class Part:
 
     @property
     def images(self) -> slice:
-        """Their places."""
+        """Their indices in the batch."""
         return slice(self.start, self.stop)
 
     @property
     def is_last(self) -> bool:
-        """Whether no image follows."""
+        """Whether this is the last chunk."""
         return self.stop == self.batch
 
 
 def images_of(part: Part | None) -> slice:
-    """Returns the places of a part's images, all where it is None."""
+    """Returns the indices of a chunk's images; all where it is None."""
     return slice(None) if part is None else part.images
 
 
 def chunks_of(like: Tensor, heads: int, queries: int, keys: int) -> tuple[Part | None, ...]:
-    """Splits a batch, of which `like` is any tensor, where maps of so many heads, queries and keys outgrow the cache.
+    """Splits a batch into chunks whose attention maps [heads, queries, keys] fit the cache; `like` is any tensor of it.
 
-    It stays whole, which is None, where gradients are wanted, where the graph is captured, and on anything but a CPU.
+    Returns (None,), the whole batch, where gradients are enabled, during compilation, and on devices other than a CPU.
     """
     if like.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return (None,)

@@ -1,15 +1,15 @@
-"""What the tokens of a model are: patches, and those that stand before them."""
+"""The layout of a model's tokens: prefix tokens and patches."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """`prefix` tokens (class, distillation, registers) stand before the `patches`, and are never dropped.
+    """`prefix` tokens (class, distillation, registers) precede the `patches` and are never pruned.
 
-    `class_token` says whether the first of them is a class token; `pooled` how the answer is read off the tokens:
-    "class" from tokens before the patches alone, "mean" from the mean of the patches, "max" from the largest of what is
-    read off each patch; both alone or beside.
+    `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier: "class" for prefix
+    tokens only, "mean" for the mean of the patches, "max" for the maximum over the patch logits; "mean" and "max" with
+    or without prefix tokens.
     """
 
     prefix: int

@@ -1,4 +1,4 @@
-"""PiToMe: tokens that resemble many others are merged, isolated ones are protected."""
+"""PiToMe: merges tokens that are similar to many others, and protects isolated ones."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class PiToMe(Merging):
-    """Merges among the tokens of the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
+    """Merges the tokens of the highest energy (Tran et al., NeurIPS 2024: "spectrum-preserving token merging").
 
-    The energy of a patch is the mean over all patches of f(c), c the cosine of their mean keys over the heads:
-    f(c) = c above the margin, alpha (exp(c - margin) - 1) below. It is large for patches in large groups of similar
-    ones, such as background. The 2 k patches of the highest energy, sorted by it, form by turns the two sets of which k
-    are merged; all others are protected. The margin falls with depth: `margin` (1 - l / L), for the layer l (counted
-    from 0) of L whose keys are compared.
+    The energy of a patch is the mean over all patches of f(c), c the cosine of their mean keys over the heads: f(c) = c
+    above the margin, alpha (exp(c - margin) - 1) below. It is large for patches in large groups of similar ones, such
+    as background. The 2 k patches of the highest energy, sorted by it, alternately form the two sets, of which k
+    patches are merged; all others are protected. The margin decreases with depth: `margin` (1 - l / L), for the layer l
+    (counted from 0) of L whose keys are compared.
 
     As published a share is merged in every layer, between attention and MLP; here it is before a layer, and where more
-    than half must be merged, rounds follow. Energies count every token once, whatever its size.
+    than half must be merged, more rounds follow. Energies count every token once, regardless of its size.
     """
 
     margin: float = 0.9
@@ -35,11 +35,11 @@ class PiToMe(Merging):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The keys of the layer before."""
+        """The keys of the previous layer."""
         return ("keys",)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of comparing all patches with all, and the two sets once more, in every round."""
+        """Returns the MACs of comparing all pairs of patches, and the two sets, in every round."""
         total = 0
         while patches > count:
             merged = min(patches // 2, patches - count)
@@ -48,30 +48,31 @@ class PiToMe(Merging):
         return total
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the patches and their keys."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        """Returns the keys, scaled to length 1."""
+        """Returns the keys, normalized to length 1."""
         return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the cosine of the keys."""
+        """Returns the cosine similarity of the keys."""
         return first["keys"] @ second["keys"].transpose(1, 2)
 
     def split(self, state: TokenState, features: Tables, most: int) -> Sets:
-        """Sorts the patches by energy, and deals the first ones out to the two sets by turns."""
+        """Sorts the patches by energy, and divides the first ones alternately into the two sets."""
         keys = features["keys"]
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
-        order = energy(keys @ keys.transpose(1, 2), margin, self.alpha).argsort(dim=1, descending=True, stable=True)
+        order = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha).argsort(
+            dim=1, descending=True, stable=True
+        )
         merged = 2 * min(most, keys.shape[1] // 2)
         return Sets(order[:, 0:merged:2], order[:, 1:merged:2])
 
 
-def energy(
+def energy_scores(
     cosines: Float[Tensor, "batch patches others"], margin: float, alpha: float
 ) -> Float[Tensor, "batch patches"]:
-    """Returns the energy of every patch; its cosine with itself adds the same to all."""
+    """Returns the energy of every patch; the cosine with itself adds the same constant to all."""
     below = alpha * ((cosines - margin).exp() - 1)
     return torch.where(cosines >= margin, cosines, below).mean(-1)

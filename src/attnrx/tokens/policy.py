@@ -1,4 +1,4 @@
-"""The policy: which reducer, before which layers, and how many tokens are left after each."""
+"""The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from attnrx.tokens.reducer import Reducer
 
 @dataclass(frozen=True)
 class TokenPolicy:
-    """A reducer that decides before each of `layers` (counted from 1) which patches go on.
+    """A reducer that runs before each of `layers` (counted from 1).
 
-    `keep` is the share of the image's patches that is left after each stage: with the keep ratio rho of the papers
+    `keep` is the share of the image's patches that remains after each stage: with the keep ratio rho of the papers
     (rho, rho^2, rho^3). Counts are rounded down: 137, 96 and 67 of 196 at 0.7.
 
-    With `num_pruned`, that many patches leave before every layer but the first (ToMe's schedule, r; as published they
-    leave inside every layer, the last one too). Its layers and shares are those of a model, which `on` gives it; as it
-    is written it has none.
+    With `num_pruned`, the patches are reduced by that number before every layer but the first (the schedule r of ToMe,
+    which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
+    sets them.
     """
 
     reducer: Reducer
@@ -27,7 +27,7 @@ class TokenPolicy:
 
     def __post_init__(self):
         if self.num_pruned is not None and self.num_pruned < 1:
-            raise InvalidInput(f"{self.num_pruned} patches to leave before every layer: give 1 or more.")
+            raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
         if self.num_pruned is not None and not self.layers and not self.keep:
             return
         if not self.layers or len(self.layers) != len(self.keep):
@@ -38,17 +38,17 @@ class TokenPolicy:
             after <= before for before, after in zip(self.layers, self.layers[1:], strict=False)
         ):
             raise InvalidInput(
-                f"stages before the layers {self.layers}: layers count from 1 and must rise, and there is nothing to "
-                "decide by before layer 2; give e.g. 4, 7, 10."
+                f"stages before the layers {self.layers}: layers count from 1 and must increase, and the first "
+                "stage needs a previous layer; give e.g. 4, 7, 10."
             )
         if any(not 0 < ratio <= 1 for ratio in self.keep) or list(self.keep) != sorted(self.keep, reverse=True):
             raise InvalidInput(
-                f"keep={self.keep}: the share of patches left after each stage lies in (0, 1] and cannot rise."
+                f"keep={self.keep}: the shares of patches after each stage must lie in (0, 1] and not increase."
             )
 
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
-        """Keeps the same share of what is left at every stage: rho^s after stage s."""
+        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
         if not 0 < ratio <= 1:
             raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
         return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
@@ -63,21 +63,23 @@ class TokenPolicy:
 
     @property
     def drops(self) -> bool:
-        """Whether any token leaves at all."""
+        """Whether the policy reduces the tokens at all."""
         return self.num_pruned is not None or self.keep[-1] < 1
 
     @classmethod
     def every_layer(cls, reducer: Reducer, num_pruned: int) -> "TokenPolicy":
-        """Lets so many patches leave before every layer but the first, however many layers and patches there are."""
+        """Returns a policy that reduces the patches by `num_pruned` before every layer but the first, for any model."""
         return cls(reducer, num_pruned=num_pruned)
 
     @property
     def written(self) -> "TokenPolicy":
-        """The policy as its text gives it: one for every layer is that of any model."""
+        """The policy as written in its text: an every-layer policy without the layers of a model."""
         return self if self.num_pruned is None else TokenPolicy(self.reducer, num_pruned=self.num_pruned)
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
-        """Returns the policy with the layers and shares that it has in a model, or refuses a model it does not fit."""
+        """Returns the policy with its layers and shares in a model; raises InvalidInput or NotSupported if it does not
+        fit.
+        """
         found = self if self.num_pruned is None else self._everywhere(self.num_pruned, layout.patches, depth)
         found.require(layout, depth)
         return found
@@ -86,57 +88,57 @@ class TokenPolicy:
         most = (patches - 1) // max(depth - 1, 1)
         if depth < 2 or num_pruned > most:
             raise InvalidInput(
-                f"{num_pruned} of {patches} patches to leave before each of the layers 2 to {depth}: this takes two "
-                f"layers, and 1 to {most} patches a layer, so that one is left."
+                f"{num_pruned} of {patches} patches to prune before each of the layers 2 to {depth}: give 1 to {most} "
+                "patches per layer, so that one remains, and a model of at least two layers."
             )
         keep = tuple((patches - num_pruned * stage) / patches for stage in range(1, depth))
         return replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
 
     def describe(self) -> tuple[str, ...]:
-        """Says what happens at every stage, or once for all where the model says which they are."""
+        """Returns one sentence per stage, or one sentence for an every-layer policy."""
         if self.num_pruned is not None:
             return (
-                f"before every layer but the first {self.reducer} lets {self.num_pruned} of the image's patches leave",
+                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
             )
         stages = zip(self.layers, self.keep, strict=True)
         return tuple(
-            f"before layer {layer} {self.reducer} leaves {share:.4g} of the image's patches" for layer, share in stages
+            f"before layer {layer} {self.reducer} keeps {share:.4g} of the image's patches" for layer, share in stages
         )
 
     def counts(self, patches: int) -> tuple[int, ...]:
-        """The patches that are left after each stage, of so many."""
+        """Returns the number of patches that remain after each stage."""
         found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
         if found[-1] < 1:
-            raise InvalidInput(f"keep={self.keep} leaves no patch of {patches}; keep more.")
+            raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
         return found
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
-        """The tokens of every layer, those before the patches and those that a stage adds among them."""
-        left, found, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
+        """Returns the number of tokens in every layer, including prefix tokens and those added by stages."""
+        current, found, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
         for layer in range(1, depth + 1):
             if layer in counts:
-                left = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
-            found.append(left)
+                current = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
+            found.append(current)
         return tuple(found)
 
     def require_depth(self, depth: int) -> None:
-        """Refuses a model that has too few layers."""
+        """Raises InvalidInput for a model with too few layers."""
         if self.layers and self.layers[-1] > depth:
             raise InvalidInput(
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
             )
 
     def state(self, layout: TokenLayout) -> tuple[int, ...]:
-        """The patches that the reducer sees at each stage, those that a stage before added among them."""
-        before = (layout.patches, *self.counts(layout.patches)[:-1])
-        return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in before)
+        """Returns the number of patches at the input of each stage, including those added by earlier stages."""
+        previous = (layout.patches, *self.counts(layout.patches)[:-1])
+        return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in previous)
 
     def require(self, layout: TokenLayout, depth: int) -> None:
-        """Refuses a model that the policy does not fit."""
+        """Raises InvalidInput or NotSupported for a model that the policy does not fit."""
         self.require_depth(depth)
         if "class_attention" in self.reducer.needs and not layout.class_token:
             raise NotSupported(
-                f"{type(self.reducer).__name__} goes by the attention of the class token, and this model has none; use "
-                "a reducer that does without, e.g. random, attention_received or tome."
+                f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
+                "reducer without class attention, e.g. random, attention_received or tome."
             )
         self.counts(layout.patches)

@@ -7,7 +7,7 @@ from attnrx.shapes import Float, Tensor
 
 
 class TokenFeatures(nn.Module):
-    """Half of a projected token as it is, the other half averaged over the tokens that are still there (DynamicViT)."""
+    """Projected token features: half local, half averaged over the remaining tokens (DynamicViT)."""
 
     def __init__(self, width: int, projected: int):
         super().__init__()
@@ -20,13 +20,13 @@ class TokenFeatures(nn.Module):
     ) -> Float[Tensor, "batch patches projected"]:
         """Returns local and global features."""
         found = nn.functional.gelu(self.project(self.norm(patches)))
-        local, state = found.split([self.projected - self.projected // 2, self.projected // 2], dim=-1)
-        mean = (state * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
-        return torch.cat([local, mean.expand_as(state)], dim=-1)
+        local, pooled = found.split([self.projected - self.projected // 2, self.projected // 2], dim=-1)
+        mean = (pooled * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
+        return torch.cat([local, mean.expand_as(pooled)], dim=-1)
 
 
 class KeepScores(nn.Sequential):
-    """Three linear maps from features to the logarithms of keep and drop."""
+    """Three linear maps from features to the log-probabilities of keep and drop."""
 
     def __init__(self, features: int):
         super().__init__(
@@ -40,11 +40,11 @@ class KeepScores(nn.Sequential):
 
     @staticmethod
     def macs(features: int, patches: int) -> int:
-        """MACs for so many patches."""
+        """Returns the MACs for this number of patches."""
         half, quarter = features // 2, features // 4
         return patches * (features * half + half * quarter + quarter * 2)
 
 
 def feature_macs(width: int, projected: int, patches: int) -> int:
-    """MACs of the token features: the projection."""
+    """Returns the MACs of the token features: the projection."""
     return patches * width * projected

@@ -14,17 +14,17 @@ SEEDS = 2**31
 STEP = 2**20
 """Pixels are hashed as multiples of 1 / STEP."""
 LARGEST = 2**31 - 128
-"""The largest multiple, as float32 holds it."""
+"""The largest multiple that float32 represents."""
 
 
 @dataclass(frozen=True)
 class Random(Selecting):
     """Keeps random patches.
 
-    The score of a patch is a hash of the seed, of the pixels of its image and of its index. It depends neither on the
-    batch nor on threads or device, and an exported model computes it too. It is the same at every stage: the best m of
-    the best n by one random order are m of those n, drawn at random. Identical images keep the same patches. Pixels
-    that differ, also by rounding to another precision or by augmentation, give other patches.
+    The score of a patch is a hash of the seed, the pixels of its image and its index. It does not depend on batch,
+    threads or device, and an exported model computes it too. It is the same at every stage: the best m of the best n in
+    one random order are m of those n, drawn at random. Identical images keep the same patches. Images that differ, even
+    by rounding to another precision or by augmentation, keep other patches.
     """
 
     seed: int = 0
@@ -39,32 +39,33 @@ class Random(Selecting):
         return ("image_keys",)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns a score in [0, 1) for every patch; a token that an earlier stage added has one of its own."""
+        """Returns a score in [0, 1) for every patch, including tokens added by an earlier stage."""
         keys = state.image_keys
         assert keys is not None
         image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
-        mixed = scrambled(image[:, None] ^ (state.places + 1))
-        return ((mixed >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # as many bits as float32 holds exactly
+        patch = scrambled(image[:, None] ^ (state.places + 1))
+        return ((patch >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits, which float32 represents exactly
 
 
 def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
-    """Returns a hash of every image, of 32 bits: sums over columns, rows and channels with hashed weights.
+    """Returns a 32-bit hash of every image: sums over columns, rows and channels with hashed weights.
 
-    Sums of integers do not depend on their order, so neither does the hash. Pixels are taken in float32.
+    Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
     for axis in range(images.ndim - 1):
         indices = torch.arange(numbers.shape[-1], device=images.device)
         weights = scrambled(indices + (axis + 1) * 0x10001) | 1
-        # 31 bits each: ONNX Runtime does not let sums wrap around. In place, which takes a third of the time.
+        # 31 bits each: sums in ONNX Runtime do not wrap around. In place, which takes a third of the time.
         numbers = scrambled(numbers.mul_(weights).bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF).sum(-1))
     return numbers
 
 
 def scrambled(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Returns a number whose lower 32 bits depend on all of the lower 32 given: the finalizer of MurmurHash3.
+    """Returns a hash of the lower 32 bits in the lower 32 bits: the finalizer of MurmurHash3.
 
-    Higher bits mean nothing: products wrap around. So 32 bits are enough for a runtime that has no integers of 64.
+    Higher bits are undefined, because products wrap around. A runtime without 64-bit integers therefore gives the same
+    result.
     """
     number = (number ^ ((number >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     number = (number ^ ((number >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))

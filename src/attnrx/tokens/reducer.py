@@ -1,4 +1,4 @@
-"""The contract of a token reducer."""
+"""The interface of token reducers."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -20,10 +20,10 @@ ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a stage leaves: the patches at `kept` (ascending), with these values, and `extra` tokens behind them.
+    """The result of a stage: the patches at `kept` (ascending), with these values, then `extra` tokens.
 
-    `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps what they had, and
-    gives an extra token the size 1.
+    `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives
+    extra tokens size 1.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -34,9 +34,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a stage of training leaves, every patch in its place: its values, and the places of what was added.
+    """The result of a stage in training: the values of all patches, and the indices of added tokens.
 
-    A token that the stage adds takes the place of a patch that leaves.
+    An added token overwrites a pruned patch.
     """
 
     patches: Float[Tensor, "batch patches width"]
@@ -45,10 +45,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a reducer may have to know of the model before any token.
+    """The model properties that a reducer needs.
 
-    `heads` are those of the original model: it sees them all, in their order, though some were removed. `directions`
-    is the size of the keys that it is shown, where costs are computed, `depth` the number of layers.
+    `heads` is the number of heads of the original model: the reducer receives all of them in order, even if some were
+    removed. `directions` is the size of its keys, used for costs only; `depth` is the number of layers.
     """
 
     width: int
@@ -59,33 +59,33 @@ class Shape:
 
 
 class Reducer(ABC):
-    """Decides at every stage of a policy which tokens go on: a frozen dataclass of its knobs.
+    """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs.
 
-    `needs` names what it must see. Of the layer before a stage: "class_attention", "attention", "keys", "value_norms"
-    (`LAST_LAYER`). Of all layers before (`ALL_LAYERS`): "attention_mean" and "attention_variance", in `moments`; and in
-    `accumulated`, summed unless `accumulate` is overridden, a score for every patch: "class_attention_sum", the class
-    attention averaged over the heads, or "accumulated", what `layer_score` gave the tokens. And "image_keys", a hash of
-    the pixels of every image.
+    `needs` lists the statistics that it uses. Of the previous layer: "class_attention", "attention", "keys",
+    "value_norms" (`LAST_LAYER`). Of all previous layers (`ALL_LAYERS`): "attention_mean" and "attention_variance", in
+    `moments`; and in `accumulated`, summed unless `accumulate` is overridden, a score for every patch:
+    "class_attention_sum", the class attention averaged over the heads, or "accumulated", the output of `layer_score`.
+    And "image_keys", a hash of the pixels of every image.
 
-    A reducer with `proportional` tokens changes their sizes, and later attention counts a token as often as its size
-    says (the logarithm of the size is added to its scores). A `learned` reducer has a predictor at every stage, or
-    `one_predictor` for all of them.
+    A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
+    of the size is added to its scores). A `learned` reducer has a predictor at every stage, or `one_predictor` for all
+    of them.
     """
 
     name: ClassVar[str] = ""
-    """The name in text, which REDUCERS gives."""
+    """The name in text, set by REDUCERS."""
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    """Tokens that a stage adds behind those that it keeps."""
+    """Number of tokens that a stage appends to the kept ones."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
+        """The statistics that it uses."""
         return ()
 
     @property
     def learned(self) -> bool:
-        """Whether its predictors must be trained before it is of any use."""
+        """Whether its predictors must be trained."""
         return False
 
     @property
@@ -94,72 +94,71 @@ class Reducer(ABC):
         return False
 
     def predictor(self, shape: Shape) -> nn.Module:
-        """Makes what is learned at one stage."""
+        """Returns a new predictor of one stage."""
         return nn.Module()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of deciding at a stage that leaves `count` of so many patches: of every matrix product.
+        """Returns the MACs of all matrix products of a stage that keeps `count` of `patches` patches.
 
-        Norms are not counted here, as nowhere in `attnrx.costs`; those of the predictor are found in its modules, and
-        taken to see every patch once. Nor are sums and page ranks over maps.
+        Norms are not counted, as elsewhere in `attnrx.costs`; those of the predictor are found in its modules, and are
+        assumed to run once per patch. Sums and page rank over maps are not counted either.
         """
         return 0
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        """Scores every token after one layer, for a reducer that needs their sum."""
+        """Returns the score of every token after one layer, for reducers that need its sum over the layers."""
         return torch.zeros_like(tokens[..., 0])
 
     def accumulate(
         self, before: Float[Tensor, "batch patches"] | None, scores: Float[Tensor, "batch patches"]
     ) -> Float[Tensor, "batch patches"]:
-        """Adds the scores of one layer to those accumulated `before`, None at the first layer."""
+        """Adds the scores of one layer to those accumulated `before`, which is None at the first layer."""
         return scores if before is None else before + scores
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Returns the logarithms of keep and drop for every patch, which a learned reducer is trained by."""
-        raise NotSupported(f"{self} has no scores to be trained by.")
+        """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained."""
+        raise NotSupported(f"{self} has no scores that can be trained.")
 
     def sampled(
         self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
     ) -> SampledTokens:
-        """Returns what goes on in training, where `keep` was drawn by the scores: 1 for a patch that stays, 0 for
-        others.
+        """Returns the tokens of a training step, where `keep` was sampled from the scores: 1 for a kept patch, else 0.
 
-        A draw as inference would select gives what `reduce` leaves, and `keep` passes a gradient on.
+        A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
         """
         return SampledTokens(state.patches)
 
     def __str__(self) -> str:
-        describe = [
-            f"{field.name}={_spelled(getattr(self, field.name))}"
+        knobs = [
+            f"{field.name}={_spell(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) != _default(field)
         ]
         name = self.name or type(self).__name__
-        return f"{name}({','.join(describe)})" if describe else name
+        return f"{name}({','.join(knobs)})" if knobs else name
 
     @abstractmethod
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Leaves `count` patches of every image."""
+        """Reduces every image to `count` patches."""
 
 
 def _default(field: dataclasses.Field) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _spelled(value: object) -> str:
+def _spell(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 class Selecting(Reducer):
-    """A reducer that scores the patches and keeps the best."""
+    """A reducer that scores the patches and keeps the best ones."""
 
     @abstractmethod
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Says how much every patch matters; what is selected goes by the order within an image alone."""
+        """Returns a score for every patch; only the order within an image matters for the selection."""
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
-        """Turns relevance into weights of 0 or more, by which patches that leave are taken together."""
+        """Converts relevance into nonnegative weights, by which pruned patches are fused."""
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -169,19 +168,17 @@ class Selecting(Reducer):
 
 
 class Predicting(Selecting):
-    """A selecting reducer that is learned: its predictor gives the logarithms of keep and drop of every patch."""
+    """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
 
     @property
     def learned(self) -> bool:
-        """It is."""
         return True
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the logarithm of the odds of keep: as the logarithm of keep itself, but without its end at zero."""
+        """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
         return odds(self.keep_scores(state, predictor))
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
-        """Returns the logarithms of keep and drop."""
         return predictor(state)
 
     def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
@@ -190,7 +187,7 @@ class Predicting(Selecting):
 
 
 def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patches"]:
-    """Returns the logarithm of the odds of keep from the logarithms of keep and drop."""
+    """Returns the log-odds of keep from the log-probabilities of keep and drop."""
     keep, drop = scores.unbind(-1)
     return keep - drop
 
@@ -198,11 +195,11 @@ def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patch
 def best(
     relevance: Float[Tensor, "batch patches"], there: Float[Tensor, "batch patches"], count: int
 ) -> Int[Tensor, "batch kept"]:
-    """Returns the places of the `count` best patches that are still there, ascending; of equals the first."""
+    """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
     order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
 
 
 def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the patches at these places."""
+    """Returns the patches at these indices."""
     return patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))

@@ -1,4 +1,4 @@
-"""SPOT: a predictor on the tokens, their attention, and how it moved from layer to layer."""
+"""SPOT: a predictor on token features, attention, and the change of attention over the layers."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,14 @@ SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
 
 @dataclass(frozen=True)
 class Spot(Predicting):
-    """Keeps what a learned predictor says, from tokens, attention and attention dynamics (SPOT, Section 3.2).
+    """Keeps the patches that a learned predictor selects, from tokens, attention and attention dynamics (SPOT, Section
+    3.2).
 
-    For every head, six scalars a patch (Eqs. 3 to 9) of the attention of the layer before, of its `mean` over all
-    layers before, and of its `variance` over them; beside them `projected` token features (None: as many as the width,
-    0: none), half local, half global. `head_averaged` takes the scalars of the mean over the heads; with `shared` all
-    stages share one predictor. Turned one at a time, the switches are the ablations of Table 2, Figure 5 and Table 8.
+    For every head and patch, six scalars (Eqs. 3 to 9) of the attention of the previous layer, of its `mean` over all
+    previous layers, and of its `variance` over them; in addition `projected` token features (None: as many as the
+    width, 0: none), half local, half global. `head_averaged` uses the scalars of the mean over the heads; with `shared`
+    all stages share one predictor. Changed one at a time, the switches are the ablations of Table 2, Figure 5 and Table
+    8.
     """
 
     mean: bool = True
@@ -37,33 +39,30 @@ class Spot(Predicting):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The maps of the layer before, and of their moments over the layers those that are switched on."""
+        """The attention maps of the previous layer, and the enabled moments over the layers."""
         mean = ("attention_mean",) if self.mean else ()
         return ("attention", "class_attention", *mean, *(("attention_variance",) if self.variance else ()))
 
     @property
     def one_predictor(self) -> bool:
-        """Whether all stages share one predictor."""
         return self.shared
 
     def features(self, shape: Shape) -> tuple[int, int]:
-        """Token features and attention features of a patch."""
+        """Returns the number of token features and of attention features of a patch."""
         maps = 1 + self.mean + self.variance
         heads = 1 if self.head_averaged else shape.heads
         return shape.width if self.projected is None else self.projected, SCALARS * maps * heads
 
     def predictor(self, shape: Shape) -> nn.Module:
-        """Makes the predictor of one stage."""
         return SpotPredictor(self, shape)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of the predictor."""
         projected, attention = self.features(shape)
         return feature_macs(shape.width, projected, patches) + KeepScores.macs(projected + attention, patches)
 
 
 class SpotPredictor(nn.Module):
-    """The scores of keep and drop from token and attention features (Eq. 10)."""
+    """The log-probabilities of keep and drop from token and attention features (Eq. 10)."""
 
     def __init__(self, spot: Spot, shape: Shape):
         super().__init__()
@@ -73,17 +72,17 @@ class SpotPredictor(nn.Module):
         self.scores = KeepScores(projected + attention)
 
     def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Returns the logarithms of keep and drop for every patch."""
+        """Returns the log-probabilities of keep and drop for every patch."""
         parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
         assert state.attention is not None
-        few = [
+        chunks = [
             self._features(state, images_of(part)) for part in chunks_of(state.attention, *state.attention.shape[1:])
         ]
-        parts.append(few[0] if len(few) == 1 else torch.cat(few))
+        parts.append(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
         return self.scores(torch.cat(parts, dim=-1))
 
     def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
-        """Returns what the maps say of the patches of some images."""
+        """Returns the attention features of the patches of some images."""
         assert state.attention is not None
         maps = [state.attention[images]]
         moments = None if state.moments is None else state.moments.of_images(images)
@@ -93,7 +92,7 @@ class SpotPredictor(nn.Module):
             maps.append(moments.variance)
         if self.spot.head_averaged:
             maps = [each.mean(1, keepdim=True) for each in maps]
-        # All maps as further heads of one: a few wide passes instead of many narrow ones.
+        # All maps are concatenated as heads of one: few large operations instead of many small ones.
         return attention_features(torch.cat(maps, dim=1), state.prefix, None if state.whole else state.there[images])
 
 
@@ -102,10 +101,10 @@ def attention_features(
     prefix: int,
     there: Float[Tensor, "batch patches"] | None = None,
 ) -> Float[Tensor, "batch patches features"]:
-    """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, among the patches still there.
+    """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, over the remaining patches.
 
-    What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
-    what it receives from them. Heads follow one another.
+    The attention from and to the class token; mean and variance of the attention to the patches, and of that received
+    from them. Heads are concatenated.
     """
     inner = attention[:, :, prefix:, prefix:]
     rows = columns = inner
@@ -117,15 +116,15 @@ def attention_features(
     column_squares = row_squares if there is None else columns * inner
     sums = rows.sum(3), columns.sum(2), row_squares.sum(3), column_squares.sum(2)
     row_mean, column_mean, row_square, column_square = (part / count for part in sums)
-    # The mean of squares less the square of the mean: one pass over a map less than the mean of squared deviations.
-    row_spread = (row_square - row_mean.square()).clamp(min=0)
-    column_spread = (column_square - column_mean.square()).clamp(min=0)
+    # Mean of squares minus square of the mean: saves one pass over a map, compared with squared deviations.
+    row_variance = (row_square - row_mean.square()).clamp(min=0)
+    column_variance = (column_square - column_mean.square()).clamp(min=0)
     scalars = (
         attention[:, :, 0, prefix:],
         attention[:, :, prefix:, 0],
         row_mean,
-        row_spread,
+        row_variance,
         column_mean,
-        column_spread,
+        column_variance,
     )
     return torch.stack(scalars, dim=-1).permute(0, 2, 1, 3).flatten(2)

@@ -1,4 +1,4 @@
-"""SPViT: the patches that a predictor would drop become one package token."""
+"""SPViT: fuses the patches that a predictor drops into one token."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,11 @@ from attnrx.tokens.soft import Packaging
 
 @dataclass(frozen=True)
 class SPViT(Packaging):
-    """Keeps what the scores say and packages the others, weighted by their probability of keep (Kong et al., 2022).
+    """Keeps the patches of the highest scores and fuses the others, weighted by their probability of keep (Kong et al.,
+    2022).
 
-    The packaging is the paper's; its selector, which weighs the scores of every head's share of the features, is not
-    here: `scores` is DynamicViT's predictor, or SPOT's as in SPOT's Table 3, or any selecting reducer.
+    The fused token is the paper's. Its selector, which weights the scores of every head's share of the features, is not
+    implemented: `scores` is DynamicViT's predictor, or SPOT's as in SPOT's Table 3, or any selecting reducer.
     """
 
     scores: Selecting = field(default_factory=DynamicViT)

@@ -1,4 +1,4 @@
-"""The input of a token reducer: the tokens, and statistics of the attention in the layers before."""
+"""The input of a token reducer: the tokens, and statistics of the attention in the previous layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from attnrx.tokens.image_chunks import Part
 
 @dataclass
 class MapMoments:
-    """The mean over layers of the attention maps so far, element by element, and their variance where it is collected.
+    """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
 
-    Sums are held, however many layers there were: of the maps and, for the variance, of their squares. Attention lies
-    in [0, 1], so the squares lose nothing that a predictor could see: in float32 a deviation of a hundredth of a map's
-    values comes out to three digits.
+    Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
+    Attention lies in [0, 1], so the sums of squares are accurate enough for a predictor: in float32 a deviation of a
+    hundredth of a map's values is resolved to three digits.
     """
 
     total: Float[Tensor, "batch heads queries keys"]
@@ -25,13 +25,13 @@ class MapMoments:
 
     @classmethod
     def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
-        """Begins with the first layer."""
+        """Returns the moments of the first layer."""
         return cls(attention, attention * attention if variance else None)
 
     def then(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Returns the moments with one more layer; where no gradient is wanted the sums are written over."""
+        """Returns the moments with one more layer; without gradients the sums are updated in place."""
         squares = self.squares
-        if torch.is_grad_enabled() or self.count == 1:  # the first sum is the map of the first layer itself
+        if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
             total = self.total + attention
             squares = None if squares is None else torch.addcmul(squares, attention, attention)
         else:
@@ -41,12 +41,12 @@ class MapMoments:
 
     @classmethod
     def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
-        """Makes room for the sums of a batch of so many images, of which these are some; `write_` fills it."""
+        """Allocates the sums of a batch of `batch` images, of which `attention` has some; `write_` fills them."""
         shape = (batch, *attention.shape[1:])
         return cls(attention.new_empty(shape), attention.new_empty(shape) if variance else None, 0)
 
     def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
-        """Takes in one more layer for some images; with the last ones it counts."""
+        """Adds one more layer for some images; the last chunk of a batch increments the count."""
         of_part = self.of_images(part.images)
         if self.count:
             of_part.total.add_(attention)
@@ -60,25 +60,25 @@ class MapMoments:
 
     def of_images(self, images: slice) -> "MapMoments":
         """Returns the moments of some images."""
-        return self._changed(lambda sums: sums[images])
+        return self._map(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
-        """Returns the moments between the tokens that are left."""
-        return self._changed(lambda sums: between(sums, kept))
+        """Returns the moments between the kept tokens."""
+        return self._map(lambda sums: between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
-        """Returns the moments with so many tokens more, which no layer has state yet."""
-        return self._changed(lambda sums: F.pad(sums, (0, count, 0, count)))
+        """Returns the moments with `count` new tokens, whose sums are zero."""
+        return self._map(lambda sums: F.pad(sums, (0, count, 0, count)))
 
-    def without(self, forgotten: Int[Tensor, "batch forgotten"]) -> "MapMoments":
-        """Returns the moments as if no layer had state these tokens: others stand in their places now."""
-        known = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, forgotten, 0.0)
-        both = (known[:, :, None] * known[:, None, :])[:, None]
-        return self._changed(lambda sums: sums * both)
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
+        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
+        mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
+        pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
+        return self._map(lambda sums: sums * pair_mask)
 
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> "MapMoments":
-        squares = None if self.squares is None else change(self.squares)
-        return MapMoments(change(self.total), squares, self.count)
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "MapMoments":
+        squares = None if self.squares is None else function(self.squares)
+        return MapMoments(function(self.total), squares, self.count)
 
     @property
     def mean(self) -> Float[Tensor, "batch heads queries keys"]:
@@ -94,9 +94,9 @@ class MapMoments:
 
 
 def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the rows and the columns of some tokens."""
+    """Returns the rows and columns of some tokens."""
     batch, heads, queries, keys = maps.shape
-    # Whole rows are copied at once, which gather, element by element, does not do.
+    # index_select copies whole rows; gather copies element by element.
     first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
     rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
     return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
@@ -104,16 +104,15 @@ def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "
 
 @dataclass(frozen=True)
 class TokenState:
-    """All that is known at a stage. The first `prefix` tokens are not patches; they never leave.
+    """The input of a reducer at a stage. The first `prefix` tokens are not patches and are never pruned.
 
-    `sizes` says for how many patches of the image every token stands: 0 for one that has left but is still in its
-    place (mask), 1 for an ordinary one, more for one that others were merged into. `class_attention` is what the class
-    token pays to every token in the layer before, by head; `attention` the whole map of that layer, `moments` those
-    of all layers so far; `keys` the mean over the heads of the keys. What a reducer did not ask for is None. `places`
-    says which patch of the image every patch token is, -1 for one that an earlier stage added. `accumulated` is, for
-    every patch, the sum over the layers so far of what the reducer's `layer_score` gave it or of its class attention.
-    `image_keys` are hashes of the images, `value_norms` the lengths of the values, head by head. `stage` counts from 0;
-    it runs before the layer `layer` (counted from 1) of `depth` layers.
+    `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
+    a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
+    `attention`: the whole map of that layer; `moments`: those of all layers so far. `keys`: the keys averaged over the
+    heads. `places`: the index of every patch token in the image, -1 for one added by an earlier stage. `accumulated`:
+    for every patch, the sum over the layers so far of the reducer's `layer_score` or of its class attention.
+    `image_keys`: hashes of the images. `value_norms`: the norms of the values, by head. Statistics that the reducer
+    does not need are None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth` layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -131,19 +130,19 @@ class TokenState:
     layer: int = 2
     depth: int = 2
     whole: bool = False
-    """Whether every token is known to be there still, so that nothing has to be left out of a sum."""
+    """Whether no token is masked, so that sums need no mask."""
 
     @property
     def patches(self) -> Float[Tensor, "batch patches width"]:
-        """The tokens that may leave."""
+        """The tokens that may be pruned."""
         return self.tokens[:, self.prefix :]
 
     @property
     def present(self) -> int:
-        """How many patches of every image are still there; a number of the shapes alone where all are."""
+        """The number of remaining patches of every image; static where no token is masked."""
         return self.patches.shape[1] if self.whole else int(self.there[0].sum())
 
     @property
     def there(self) -> Float[Tensor, "batch patches"]:
-        """1 for every patch that is still there, 0 for one that has left."""
+        """1 for every remaining patch, 0 for a pruned one."""
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)

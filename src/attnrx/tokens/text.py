@@ -5,8 +5,8 @@
     reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
     value   = "true" | "false" | "none" | number | reducer | word
 
-One ratio is what is kept of the patches that are left at every stage, several are the shares of the image's patches
-that are left after each. A number before @every is how many patches leave before every layer but the first. The law:
+One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches that
+remain after each stage. A number before @every is the reduction before every layer but the first. Invariant:
 parse_policy(str(policy)) == policy.written.
 """
 
@@ -21,28 +21,28 @@ from attnrx.tokens.reducer import Reducer
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
-DEEPEST = 20  # brackets, far from where nesting would exhaust Python's stack
+DEEPEST = 20  # brackets; far below the nesting that exhausts Python's stack
 
 LANGUAGE = Language("policy", "Policies", EXAMPLES, "():,=/@", InvalidInput)
 
 
 def parse_policy_text(text: str, registry: Mapping[str, type[Reducer]]) -> TokenPolicy:
-    """Builds the policy that a text describes from the reducers of the registry."""
+    """Builds a policy from text, with the reducers of the registry."""
     if text.count("(") > DEEPEST:
         raise InvalidInput(f"a policy in text may have {DEEPEST} brackets, found {text.count('(')}.")
     return _Reader(text, registry).read_policy()
 
 
 def parse_reducer_text(text: str, registry: Mapping[str, type[Reducer]]) -> Reducer:
-    """Builds the reducer that a text names, without the stages of a policy."""
+    """Builds a reducer from text, without the stages of a policy."""
     reader = _Reader(text, registry)
     reducer = reader.read_reducer(reader.expect("name", "the name of a reducer"))
-    reader.expect("end", "the end; the stages of the policy are chosen elsewhere")
+    reader.expect("end", "the end; a reducer is given here without stages")
     return reducer
 
 
 class _Reader(KnobReader):
-    """Reads tokens from left to right; every method takes the tokens of its part of the grammar."""
+    """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
     language = LANGUAGE
 
@@ -57,7 +57,7 @@ class _Reader(KnobReader):
         ratios = [self.read_ratio()]
         while self.take("/"):
             ratios.append(self.read_ratio())
-        self.expect("@", "'@' and the layers before which tokens leave")
+        self.expect("@", "'@' and the layers before which tokens are pruned")
         if self.tokens[self.position].text == EVERY:
             return self.read_every(reducer, first, len(ratios))
         layers = [self.read_layer()]
@@ -73,7 +73,7 @@ class _Reader(KnobReader):
         self.expect("end", "the end")
         if given > 1 or not number.text.isdigit() or int(number.text) < 1:
             raise self.problem(
-                number.start, f"before @{EVERY} stands one number, of the patches that leave before every layer"
+                number.start, f"give one number before @{EVERY}: the patches to prune before every layer"
             )
         return TokenPolicy.every_layer(reducer, int(number.text))
 
@@ -95,7 +95,7 @@ class _Reader(KnobReader):
         return kind(**given)
 
     def read_value(self, kinds: tuple[type, ...]) -> Any:
-        """Takes a reducer, too, where one may stand."""
+        """Reads a value, which may be a reducer where the field accepts one."""
         here = self.tokens[self.position]
         if here.kind == "name" and here.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
             return self.read_reducer(self.expect("name", "a reducer"))

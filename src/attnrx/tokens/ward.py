@@ -1,4 +1,4 @@
-"""Ward: the patches whose merging changes the tokens least become one."""
+"""Ward: merges the patches whose merging changes the tokens least."""
 
 from dataclasses import dataclass
 
@@ -12,44 +12,44 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges where the tokens themselves change least (ours; the criterion is that of Ward, 1963).
+    """Merges the patches with the smallest increase of squared error (ours; the criterion is that of Ward, 1963).
 
-    Putting a patch of size a and one of size b into their mean adds a b / (a + b) |x - y|^2 to the squared error of
-    all tokens. Large groups are therefore merged late, and no layer has to show anything: what is compared is what goes
-    on. With `lengths`, a merged token is as long as what it was made of was in the mean: a mean of vectors is shorter
-    than they are, and what the layers add to it would weigh more.
+    Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
+    error of all tokens. Large groups are therefore merged late. Patches are compared by the tokens themselves, so no
+    statistics of a layer are needed. With `lengths`, a merged token is rescaled to the mean norm of its patches: the
+    mean of vectors is shorter, and the residual branches of later layers would weigh more.
     """
 
     lengths: bool = True
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see: nothing."""
+        """No statistics."""
         return ()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of comparing the two sets by their tokens, in every round."""
+        """Returns the MACs of comparing the two sets by their tokens, in every round."""
         return self.compared(shape.width, patches, count)
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the patches and their lengths."""
+        """Returns the patches and their norms."""
         lengths = {"lengths": state.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {"patches": state.patches, **lengths}
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        """Returns the patches, their squared lengths and the inverse of their sizes."""
+        """Returns the patches, their squared norms and the inverse of their sizes."""
         patches = tables["patches"]
-        squares, light = patches.norm(dim=-1, keepdim=True).square(), sizes.reciprocal()[..., None]
-        return {"patches": patches, "squares": squares, "light": light}
+        squares, inverse_sizes = patches.norm(dim=-1, keepdim=True).square(), sizes.reciprocal()[..., None]
+        return {"patches": patches, "squares": squares, "inverse_sizes": inverse_sizes}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the squared error that merging would add, negative."""
-        squares, light = (first[name] + second[name].transpose(1, 2) for name in ("squares", "light"))
-        near = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
-        return near.clamp_max_(0).div_(light)
+        """Returns the negative increase of squared error by merging."""
+        squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_sizes"))
+        distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
+        return distances.clamp_max_(0).div_(weights)
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
-        """Returns the patches, as long as they should be."""
+        """Returns the patches, rescaled to their stored norms."""
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
@@ -57,7 +57,7 @@ class Ward(Merging):
             return patches * _stretch(patches, tables["lengths"])
         rows = patches.flatten(0, 1)
         changed, lengths = rows.index_select(0, merged), tables["lengths"].flatten(0, 1).index_select(0, merged)
-        # One that several left into is written as often, the same each time.
+        # A patch with several merged sources is written repeatedly, with the same value.
         return rows.index_copy_(0, merged, changed * _stretch(changed, lengths)).view_as(patches)
 
 

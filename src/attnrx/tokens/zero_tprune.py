@@ -1,4 +1,4 @@
-"""Zero-TPrune: importance by page rank on the graph of attention, and patches that are alike, without training."""
+"""Zero-TPrune: prunes by page rank on the attention graph and by similarity, without training."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,19 @@ from attnrx.tokens.state import TokenState
 
 @dataclass(frozen=True)
 class ZeroTPrune(Reducer):
-    """Drops patches that are like more important ones, then the least important (Wang et al., 2024), untrained.
+    """Prunes patches that are similar to more important ones, then the least important (Wang et al., 2024), untrained.
 
-    Importance: the attention of the layer before is a graph, and `iterations` steps of page rank on it, begun with all
-    tokens alike, give every token a score in every head. Heads whose scores vary too little or too much are left out
-    (variance over the patches, of scores scaled to a mean of 1, below `least` or above `most`; all count where none is
-    left), and the others join in their quadratic mean, which emphasizes what some heads find informative. A stage ranks
-    once to divide the patches into a less important half and the rest; of the half, those leave that are most similar
-    to one of the rest (cosine of the mean keys over the heads): `similar` of all that leave, as many as the half has
-    at most. It ranks what is left once more, and the least important leave.
+    Importance: the attention of the previous layer is a graph; `iterations` steps of page rank on it, starting from
+    uniform scores, give every token a score in every head. Heads whose scores vary too little or too much are excluded
+    (variance over the patches, of scores scaled to a mean of 1, below `least` or above `most`; if all heads are
+    excluded, all count), and the others are combined by their quadratic mean, which emphasizes patches that some heads
+    find informative. A stage first ranks the patches to divide them into a less important half and the rest. Of the
+    half, those most similar to one of the rest are pruned (cosine of the mean keys over the heads): the share `similar`
+    of all pruned patches, at most the half. It then ranks the remaining patches once more, and prunes the least
+    important.
 
     The steps are the paper's I'-S-I; the scale of the variance, the share `similar` and one number of iterations for
-    all stages (the paper takes fewer in deeper layers) are this package's. The class token is a token like others.
+    all stages (the paper uses fewer in deeper layers) are ours. The class token is treated like other tokens.
     """
 
     iterations: int = 30
@@ -40,41 +41,41 @@ class ZeroTPrune(Reducer):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the layers before it must see."""
         return ("attention", "keys")
 
     def importance(
         self, attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], prefix: int
     ) -> Float[Tensor, "batch patches"]:
-        """Scores the patches among the tokens that are `there` (1, others 0)."""
+        """Returns the importance of the patches, over the tokens that are `there` (1, others 0)."""
         found, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
         scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
-        counted = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
-        counted = torch.where(counted.sum(1, keepdim=True) > 0, counted, 1.0)
-        return ((found.square() * counted[..., None]).sum(1) / counted.sum(1, keepdim=True)).sqrt()
+        head_mask = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
+        head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
+        return ((found.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """MACs of comparing the less important half with the rest by their keys, where likeness decides at all."""
+        """Returns the MACs of comparing the less important half with the rest by their keys, where similarity is used
+        at all.
+        """
         half = patches // 2
-        return half * (patches - half) * shape.directions if self._alike(patches, count) else 0
+        return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
 
-    def _alike(self, present: int, count: int) -> int:
-        """The patches that leave because another is like them."""
+    def _num_similar(self, present: int, count: int) -> int:
+        """Returns the number of patches that are pruned by similarity."""
         return min(int(self.similar * (present - count)), present // 2)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Drops until `count` are left."""
         assert state.attention is not None
         assert state.keys is not None
         present = state.present
-        alike = self._alike(present, count)
+        num_similar = self._num_similar(present, count)
         there = (state.sizes > 0).to(state.attention.dtype)
-        if alike:
+        if num_similar:
             first = self.importance(state.attention, there, state.prefix)
-            gone = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, alike)
-            there = there.scatter(1, state.prefix + gone, 0.0)
+            pruned = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, num_similar)
+            there = there.scatter(1, state.prefix + pruned, 0.0)
         relevance = self.importance(state.attention, there, state.prefix)
         kept = best(relevance, there[:, state.prefix :], count)
         return Reduction(kept, taken(state.patches, kept))
@@ -83,9 +84,9 @@ class ZeroTPrune(Reducer):
 def page_rank(
     attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], iterations: int
 ) -> Float[Tensor, "batch heads tokens"]:
-    """Returns what every token that is there gets when all give their score on as they attend, so many times.
+    """Returns the page rank of every remaining token after some iterations; edges are weighted by attention.
 
-    Attention to tokens that are not there is left out and the rest of the row made a sum of 1; scores sum to 1.
+    Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
     """
     steps = attention * there[:, None, None, :]
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
@@ -101,10 +102,12 @@ def redundant(
     there: Float[Tensor, "batch patches"],
     present: int,
     count: int,
-) -> Int[Tensor, "batch gone"]:
-    """Returns the `count` patches of the less important half of those `present` that are most like one of the rest."""
+) -> Int[Tensor, "batch pruned"]:
+    """Returns the `count` patches of the less important half of the `present` ones that are most similar to one of the
+    rest.
+    """
     order = importance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     high, low = order[:, : present - present // 2], order[:, present - present // 2 : present]
     unit = nn.functional.normalize(keys, dim=-1)
-    closeness = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
-    return low.gather(1, closeness.argsort(dim=1, descending=True, stable=True)[:, :count])
+    similarity = (taken(unit, low) @ taken(unit, high).transpose(1, 2)).amax(-1)
+    return low.gather(1, similarity.argsort(dim=1, descending=True, stable=True)[:, :count])

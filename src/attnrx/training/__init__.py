@@ -1,4 +1,4 @@
-"""Training on one process or many, with exact resume."""
+"""Training on one or several processes, with exact resume."""
 
 from attnrx.training.config import TrainingConfig
 from attnrx.training.mixing import Mixing

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: each one a folder that is whole or absent."""
+"""Atomic training checkpoints: each folder is complete or absent."""
 
 import shutil
 from collections.abc import Mapping
@@ -7,7 +7,15 @@ from typing import Any
 
 from attnrx.errors import CheckpointError
 from attnrx.shapes import Tensor
-from attnrx.storage import check_schema, file_sha256, read_json, read_tensors, require_finite, write_json, write_tensors
+from attnrx.storage import (
+    check_schema,
+    file_sha256,
+    read_json,
+    read_tensors,
+    require_finite_tensors,
+    write_json,
+    write_tensors,
+)
 
 KIND, SCHEMA = "attnrx training state", 1
 KEPT = 2
@@ -16,7 +24,7 @@ KEPT = 2
 class Checkpoints:
     """The last checkpoints of a run, `checkpoints/step-00000420/` with state.json and state.safetensors.
 
-    A new one is filled under a hidden name and renamed, so that a kill at any moment leaves whole ones only.
+    A new one is written under a hidden name and then renamed, so that only complete ones exist after an interruption.
     """
 
     def __init__(self, folder: Path):
@@ -31,8 +39,8 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
-        """Adds a checkpoint, refusing to store weights that are not finite."""
-        require_finite(tensors, f"the state of step {step}")
+        """Adds a checkpoint; raises an error for values that are not finite."""
+        require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
         if path.exists():
             return path
@@ -50,7 +58,7 @@ class Checkpoints:
         return path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Returns the newest checkpoint, or None where there is none; a damaged one is refused, never passed over."""
+        """Returns the newest checkpoint, or None; a damaged one raises CheckpointError and is never skipped."""
         found = self.all()
         if not found:
             return None

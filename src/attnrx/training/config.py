@@ -1,4 +1,4 @@
-"""Every knob of a training run."""
+"""All settings of a training run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ PARALLEL = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a model is trained. The defaults are those of the runs beside the SVDA paper's tables.
+    """The settings of a training run. The defaults are those of the runs compared with the SVDA paper's tables.
 
     Of these settings the paper states the epochs (80), the batch size (256) and the seeds (42, 43, 44) of its models on
     32x32 images. It does not state optimizer, learning rate and schedule, warm-up, weight decay, label smoothing,
-    gradient clipping, precision, augmentation, or how the strengths begin: those defaults are ours.
+    gradient clipping, precision, augmentation, or the initial strengths: those defaults are ours.
 
-    `batch_size` counts the images of all processes together; `accumulate` runs every step in that many parts, one
-    after another, for less memory and the same result. The learning rate rises linearly over `warmup_epochs` (None:
+    `batch_size` counts the images of all processes together; `accumulate` splits every step into that many
+    micro-batches, for less memory and the same result. The learning rate rises linearly over `warmup_epochs` (None:
     five, but at most a tenth of the run) from `warmup_learning_rate`, and falls to `min_learning_rate` along a cosine,
-    step by step. Weight decay acts on matrices only: never on biases, norms or strengths. `augmentation=None` takes
-    the dataset's own; `Augmentation(padding=0, flip=False)` takes none. `mixing` is off unless given.
+    step by step. Weight decay applies to matrices only: not to biases, norms or strengths. `augmentation=None` uses the
+    dataset's own; `Augmentation(padding=0, flip=False)` disables it. `mixing` is off by default.
 
-    For models that were trained before: `frozen` names parameters that stay as they are, with * for any text, e.g.
-    `source.patch_embed` or `*.mlp.*`. `layer_decay` multiplies the learning rate once more for every block between a
+    For fine-tuning: `frozen` lists patterns of parameters that are not trained, with * for any text, e.g.
+    `source.patch_embed` or `*.mlp.*`. `layer_decay` multiplies the learning rate once for every block between a
     parameter and the logits. With `joining` the blocks begin to train one after another, the last first, spread evenly
     over that share of the run (gradual unfreezing: Howard and Ruder, 2018, arXiv 1801.06146). `nonnegative_fusion`
     keeps the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one: S >= 0 in IrrAtt's Eq. 7.
 
-    `strength_init` sets every strength before the first step (None keeps what the model came with), `strength_decay` is
-    the weight decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two
-    layers of four heads with 16 directions, 600 steps of 64, learning rate 2e-3, one seed), mean over the heads:
+    `strength_init` sets every strength before the first step (None keeps the model's), `strength_decay` is the weight
+    decay of the strengths, and `strength_learning_rate` multiplies their learning rate. On the digits (two layers of
+    four heads with 16 directions, 600 steps of 64, learning rate 2e-3, one seed), mean over the heads:
 
         knob                          mean |strength|  effective rank  retained rank  selectivity  test accuracy
         none (strengths start at 1)              1.15            15.9           14.5        0.006         76.6 %
@@ -46,15 +46,17 @@ class TrainingConfig:
         strength_decay=10                        0.02             8.8            8.5        0.000         76.0 %
         strength_learning_rate=10                2.03            12.3           10.9        0.028         80.8 %
 
-    A high start lets heads select at all (scores are bounded by it) but leaves the spectrum flat; decay drives heads
-    towards uniform attention; a faster strength is what spreads the spectrum. Retained: holding 90 % of the energy.
+    A large initial strength enables selective heads (it bounds the scores) but keeps the spectrum flat; decay moves
+    heads towards uniform attention; a larger strength learning rate spreads the spectrum. Retained rank: directions
+    that hold 90 % of the energy.
 
-    Where tokens leave by a learned reducer, its predictors learn at `predictor_learning_rate` times the rate, and the
-    temperature of what they draw moves from the first of `temperatures` to the last, by the same factor every step.
+    With a learned token reducer, the predictors are trained at `predictor_learning_rate` times the learning rate, and
+    the sampling temperature changes from the first to the last of `temperatures`, by the same factor every step.
 
-    `parallel` says how several processes share the model: with "ddp" each holds a copy of it, with "fsdp" a part of its
-    weights, gradients, optimizer state and running mean, and they gather the weights for every step. The result is the
-    same to rounding, and a run may go on with the other, or with other processes. One process holds everything.
+    `parallel` sets how several processes share the model: with "ddp" each holds a copy; with "fsdp" each holds a shard
+    of weights, gradients, optimizer state and running mean, and gathers the weights for every step. The results are
+    equal up to rounding, and a run may be resumed with the other mode or another number of processes. It has no effect
+    with one process.
 
     `ema` is the decay of a running mean of the weights; the mean is then validated and saved instead of the last
     weights. A checkpoint is written every `checkpoint_every` steps, and when the run is interrupted.
@@ -94,8 +96,8 @@ class TrainingConfig:
         for name in ("weight_decay", "strength_decay", "strength_learning_rate", "seed"):
             self._require(name, getattr(self, name) >= 0, "may not be negative")
         self._require("predictor_learning_rate", self.predictor_learning_rate >= 0, "may not be negative")
-        hot = all(0 < value < float("inf") for value in self.temperatures)
-        self._require("temperatures", hot, "are two positive numbers, at the first step and at the last")
+        positive = all(0 < value < float("inf") for value in self.temperatures)
+        self._require("temperatures", positive, "are two positive numbers, at the first step and at the last")
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
         self._require("layer_decay", 0 < self.layer_decay <= 1, "is a factor above 0, at most 1")
@@ -118,17 +120,17 @@ class TrainingConfig:
 
     @property
     def warmup(self) -> float:
-        """The epochs of warm-up: as requested, else five, but at most a tenth of the run."""
+        """The epochs of warm-up: as set, else five, but at most a tenth of the run."""
         return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     @property
     def reads_labels(self) -> bool:
-        """Whether any loss looks at the labels."""
+        """Whether any loss uses the labels."""
         return any(loss.reads_labels for loss in self.losses)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
-        """Returns the config that `to_dict` described."""
+        """Returns the config from the output of `to_dict`."""
         return from_dict(record, (cls, Augmentation, Mixing, *LOSSES))
 
     def _require(self, name: str, holds: object, what: str) -> None:

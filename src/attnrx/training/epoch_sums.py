@@ -1,4 +1,4 @@
-"""Sums over the steps of an epoch, kept on the device so that no step waits for them."""
+"""Sums over the steps of an epoch, stored on the device so that no step waits for a transfer."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from attnrx.shapes import Float, Tensor
 
 
 class Meter:
-    """Named sums in float64; a checkpoint in the middle of an epoch carries them, so that nothing is lost."""
+    """Named sums in float64; checkpoints within an epoch include them."""
 
     def __init__(self, names: Sequence[str], device: torch.device):
         self.names = tuple(names)
@@ -19,14 +19,14 @@ class Meter:
         self.sums += torch.stack([self._one(value) for value in values])
 
     def _one(self, value: Tensor | float) -> Tensor:
-        # Filling a number in makes no step of a GPU wait; copying it there would.
+        # torch.full does not synchronize with the GPU; copying a number there would.
         kind = {"dtype": self.sums.dtype, "device": self.sums.device}
         return value.to(**kind) if isinstance(value, Tensor) else torch.full((), value, **kind)
 
     def reset_(self) -> None:
-        """Begins a new epoch."""
+        """Sets all sums to zero for a new epoch."""
         self.sums.zero_()
 
     def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
-        """Returns sums, of this process or of all together, by name."""
+        """Returns sums, of this process or of all processes, by name."""
         return dict(zip(self.names, sums.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The constraint on the fusion matrix in training: nothing negative, columns of length one (IrrAtt, Eq. 7)."""
+"""The constraint on the fusion matrix in training: nonnegative, columns of length one (IrrAtt, Eq. 7)."""
 
 import torch
 from torch import nn
@@ -7,22 +7,22 @@ from attnrx.attention.forms import SharedForm
 from attnrx.decompositions import nonnegative_units
 from attnrx.errors import NotSupported
 from attnrx.models import family_of
-from attnrx.training.sharding import put_, whole
+from attnrx.training.sharding import full_tensor, put_
 
 
 @torch.no_grad()
 def constrain_(model: nn.Module) -> None:
-    """Moves every fusion matrix to the nearest one that is allowed; after each step: a projected gradient method.
+    """Projects every fusion matrix onto the constraint set, after each step: projected gradient descent.
 
-    A reparametrisation (squares, say) would keep it nonnegative too, but could not bring a value back from zero.
+    A reparametrisation (e.g. by squares) would keep it nonnegative too, but values at zero would have no gradient.
     """
     for form in _shared_forms(model):
-        put_(form.strength, nonnegative_units(whole(form.strength)))
+        put_(form.strength, nonnegative_units(full_tensor(form.strength)))
 
 
 @torch.no_grad()
 def turn_(model: nn.Module) -> None:
-    """Returns sign and length of every column of the fusion to the query, so that the constraint loses least."""
+    """Moves sign and length of every column of the fusion into the query, so that the projection changes least."""
     for form in _shared_forms(model):
         fusion = form.strength
         peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
@@ -38,7 +38,7 @@ def _shared_forms(model: nn.Module) -> list[SharedForm]:
     found = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
     if not found:
         raise NotSupported(
-            "nonnegative_fusion was requested for, but no heads of this model share directions; leave it out, or "
-            "realize a prescription of the rule shared_rank first."
+            "nonnegative_fusion was requested, but no heads of this model share directions; omit it, or realize a "
+            "prescription of the rule shared_rank first."
         )
     return found

@@ -9,14 +9,14 @@ from attnrx.storage import write_text
 
 
 class History:
-    """`history.jsonl`: epoch n is line n, whatever was interrupted and repeated meanwhile."""
+    """`history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
 
     def __init__(self, folder: Path):
         self.path = folder / "history.jsonl"
         self.records: list[dict[str, Any]] = []
 
     def restore(self, epochs: int, write: bool = True) -> None:
-        """Reads the first `epochs` records and forgets later ones: they belong to steps that will be made again."""
+        """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         try:
             self.records = [json.loads(line) for line in lines[:epochs]]
@@ -33,5 +33,5 @@ class History:
             self.write()
 
     def write(self) -> None:
-        """Puts the records into the file, atomically."""
+        """Writes the records to the file, atomically."""
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

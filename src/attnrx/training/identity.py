@@ -1,4 +1,4 @@
-"""What makes a run this run, so that a checkpoint is never continued as another one."""
+"""The identity of a run, so that a checkpoint is never resumed with other settings."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ from attnrx.errors import CheckpointError
 from attnrx.models import described_tokens, family_of
 from attnrx.training.config import TrainingConfig
 
-HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change between the parts of one run
+HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed
 
 
 def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[str, Any]:
-    """Describes the model, the data and the config of a run as JSON-ready values."""
+    """Returns the model, the data and the config of a run as JSON-ready values."""
     return {
         "config": to_dict(config),
         "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
@@ -25,8 +25,8 @@ def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[s
     }
 
 
-def require_same(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
-    """Refuses to continue a run as a different one, listing what differs."""
+def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError if the run differs from the saved one, with a list of the differences."""
     before, now = dict(_flat(saved)), dict(_flat(requested))
     differing = [
         f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"

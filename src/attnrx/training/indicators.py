@@ -1,4 +1,4 @@
-"""The indicators of every head, read after every epoch on the same few images."""
+"""The indicators of every head, measured after every epoch on the same images."""
 
 from collections.abc import Mapping
 
@@ -12,17 +12,17 @@ from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, s
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.shapes import Bool, Float, Tensor
-from attnrx.training.sharding import gathered
+from attnrx.training.sharding import gathered_weights
 
 Readings = dict[str, list[float]]
 
 IMAGES = 32
-NOISE = 0.1  # deviation of the perturbation, on the scale the model reads
+NOISE = 0.1  # standard deviation of the perturbation, on the model's input scale
 RETAINED = 0.9  # the energy that `retained_rank` directions hold
 
 
 class Probe:
-    """A fixed batch and its noisy copy, shown to the model in evaluation mode."""
+    """A fixed batch and its noisy copy, on which the model is run in evaluation mode."""
 
     def __init__(self, images: ImageSet, device: torch.device):
         count = min(IMAGES, len(images))
@@ -31,8 +31,8 @@ class Probe:
 
     @torch.no_grad()
     def read(self, model: nn.Module) -> list[Readings]:
-        """Returns the indicators of every layer, each a list with one number a head."""
-        with gathered(model):
+        """Returns the indicators of every layer, each a list with one number per head."""
+        with gathered_weights(model):
             return self._read(model)
 
     def _read(self, model: nn.Module) -> list[Readings]:
@@ -40,8 +40,8 @@ class Probe:
         layers = family.attention(model)
         readings = [spectral(*_strengths(layer)) if layer.spec.form == "svda" else {} for layer in layers]
 
-        def observe(index: int, seen: Observation) -> None:
-            readings[index] |= geometric(seen)
+        def observe(index: int, observation: Observation) -> None:
+            readings[index] |= geometric(observation)
 
         model.eval()
         with observing(model, family, observe):
@@ -51,7 +51,7 @@ class Probe:
 
 
 def spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]) -> Readings:
-    """Returns what the strengths alone say; `retained_rank` counts the directions that hold 90 % of the energy."""
+    """Returns the indicators of the strengths; `retained_rank` counts the directions that hold 90 % of the energy."""
     shares = energy(strength, used).sort(dim=-1, descending=True).values
     readings: Mapping[str, Tensor] = {
         "entropy": entropy(strength, used),
@@ -63,11 +63,11 @@ def spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "he
     return {name: reading.tolist() for name, reading in readings.items()}
 
 
-def geometric(seen: Observation) -> Readings:
-    """Returns what the layer's attention says about the clean images, and how far it moved with the noise."""
-    clean, noisy = seen.attention.chunk(2)
+def geometric(observation: Observation) -> Readings:
+    """Returns the indicators of the attention on the clean images, and its change under noise."""
+    clean, noisy = observation.attention.chunk(2)
     readings = {
-        "alignment": alignment(seen.query.chunk(2)[0], seen.key.chunk(2)[0]),
+        "alignment": alignment(observation.query.chunk(2)[0], observation.key.chunk(2)[0]),
         "selectivity": selectivity(clean),
         "perturbation_response": response(clean, noisy).mean(0),
     }

@@ -1,4 +1,4 @@
-"""Ctrl-C and termination, answered at the end of a step instead of in the middle of one."""
+"""Handles Ctrl-C and termination at the end of a step instead of within one."""
 
 import signal
 import threading
@@ -8,13 +8,13 @@ from types import FrameType
 
 
 class Interruption:
-    """Whether a signal to stop has arrived."""
+    """Whether a signal to stop was received."""
 
     def __init__(self) -> None:
         self.wanted = False
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Remembers the first signal; a second one stops at once, with what the last checkpoint holds."""
+        """Records the first signal; a second one raises KeyboardInterrupt immediately, without a new checkpoint."""
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
@@ -22,9 +22,9 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Catches SIGINT and SIGTERM for a while; a signal that was not handled is raised at the end.
+    """Handles SIGINT and SIGTERM inside the context; a pending signal raises KeyboardInterrupt at the end.
 
-    Outside of the main thread, where signals cannot be caught, it changes nothing.
+    Has no effect outside the main thread, where signals cannot be handled.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

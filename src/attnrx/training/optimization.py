@@ -1,4 +1,4 @@
-"""The optimizer: which parameter decays, how the learning rate moves, and its state as named tensors."""
+"""The optimizer: parameter groups, learning rate schedule, and its state as named tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,71 +14,70 @@ from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import part_like
 
-PREDICTORS = "tokens."  # where the predictors of a token policy are in any model
+PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 
 
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Lets every parameter learn but those that a pattern names, alone or with all that begins with it and a dot."""
+    """Enables gradients for all parameters except those that match a pattern or lie in a module that does."""
     names = dict(model.named_parameters())
     model.requires_grad_(True)
     for pattern in patterns:
-        met = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not met:
-            shown = ", ".join(list(names)[:: max(1, len(names) // 6)])
-            raise InvalidInput(f"frozen={pattern!r} names no parameter of this model; it has {shown}, ...")
-        for name in met:
+        matches = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not matches:
+            examples = ", ".join(list(names)[:: max(1, len(names) // 6)])
+            raise InvalidInput(f"frozen={pattern!r} names no parameter of this model; it has {examples}, ...")
+        for name in matches:
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise InvalidInput(f"frozen={tuple(patterns)} leaves no parameter that could learn; freeze less.")
+        raise InvalidInput(f"frozen={tuple(patterns)} leaves no parameter to train; freeze fewer parameters.")
 
 
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
-    """Returns the share of the full learning rate at a step: a linear rise over `warmup` steps, then a cosine to
-    zero."""
+    """Returns the share of the full learning rate at a step: linear over `warmup` steps, then a cosine to zero."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW over matrices, which decay, biases and norms, which do not, and strengths, with their own knobs.
+    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths.
 
-    Where blocks learn at their own rates or join one after another, every block has its own groups.
+    With layer decay or gradual unfreezing every block has its own groups.
     """
     strengths = {id(strength) for strength in strengths_of(model)}
     by_block = config.layer_decay != 1 or config.joining > 0
-    places = parameter_blocks(model, family_of(model)) if by_block else {}
+    block_indices = parameter_blocks(model, family_of(model)) if by_block else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
             kind = f"predictor {kind}" if name.startswith(PREDICTORS) else kind
-            groups.setdefault((kind, places.get(name, 0)), []).append(parameter)
+            groups.setdefault((kind, block_indices.get(name, 0)), []).append(parameter)
     decay = {"matrices": config.weight_decay, "predictor matrices": config.weight_decay}
     decay["strengths"] = config.strength_decay
     factor = {"strengths": config.strength_learning_rate}
     factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
-    last = max(places.values(), default=0)
-    described = [
+    last = max(block_indices.values(), default=0)
+    parameter_groups = [
         {
             "params": parameters,
             "weight_decay": decay.get(kind, 0.0),
-            "factor": config.layer_decay ** (last - place) * factor.get(kind, 1.0),
-            "joins": config.joining * (last - place) / max(1, last),
+            "factor": config.layer_decay ** (last - block) * factor.get(kind, 1.0),
+            "joins": config.joining * (last - block) / max(1, last),
         }
-        for (kind, place), parameters in groups.items()
+        for (kind, block), parameters in groups.items()
     ]
-    return torch.optim.AdamW(described, lr=config.learning_rate, fused=True)
+    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
-    """Sets the learning rate of every group, times the group's own factor; those that have not joined yet rest."""
+    """Sets the learning rate of every group, times the group's factor; 0 for groups that have not joined yet."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] if progress >= group["joins"] else 0.0
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the learned strengths of every layer that has some."""
+    """Returns the learned strengths of all layers."""
     layers = family_of(model).attention(model)
     return [layer.scores.strength for layer in layers if isinstance(layer.scores, SvdaForm)]
 
@@ -93,7 +92,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Puts back the state that `optimizer_tensors` gave."""
+    """Restores the state returned by `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, field = key.rpartition("/")

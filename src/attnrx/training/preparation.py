@@ -1,4 +1,4 @@
-"""From a model, data and a config to something that can make steps."""
+"""Prepares a learner from a model, data and a config."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 NEVER = 2**62  # a step that no run reaches
-ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # kinds of Accelerate that keep the model whole
+ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
 
 
 def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
-    """Returns the data on the scale the model reads, or says why the two do not belong together.
+    """Returns the data on the model's input scale; raises InvalidInput if the model does not fit the data.
 
-    Without `labels` nothing learns from them, and the data may show fewer classes than the model knows.
+    Without `labels` no loss uses them, and the data may have fewer classes than the model.
     """
     require_ordinary_weights(model)
     family = family_of(model)
     shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
     if shape != found:
         raise InvalidInput(
-            f"the model reads images of {shape} (channels, height, width) and {splits.name} has {found}; "
+            f"the model takes images of {shape} (channels, height, width) and {splits.name} has {found}; "
             "load the data with the model's image_size, or build the model for this data."
         )
     with torch.no_grad():
@@ -45,39 +45,39 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
     found = len(splits.class_names)
     if classes < found or (labels and classes != found):
         raise InvalidInput(
-            f"the model answers with {classes} classes and {splits.name} has {found}; build the model for this data, "
-            "or learn from a teacher alone, without the task."
+            f"the model has {classes} classes and {splits.name} has {found}; build the model for this data, or train "
+            "with a teacher only, without the task loss."
         )
     normalization = Normalization(*family.normalization(model))
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
 
 def require_steps(splits: Splits, config: TrainingConfig) -> None:
-    """Refuses a batch of more images than there are."""
+    """Raises InvalidInput for a batch larger than the training split."""
     if config.batch_size > len(splits.train):
         raise InvalidInput(
             f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
-            "take a smaller one."
+            "give a smaller one."
         )
 
 
-def join(model: nn.Module, config: TrainingConfig) -> "Accelerator":
-    """Joins the processes that a launcher started, if there are several, and settles how they share the model."""
-    # A layer whose heads all lost their directions leaves empty parameters unused, which DDP needs to know of.
+def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
+    """Returns the Accelerate object of the launched processes, after checking their parallel mode and number."""
+    # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
     unused = any(not parameter.numel() for parameter in model.parameters())
-    # Precision is ours to decide, so that a run does not depend on how it was launched.
+    # The config sets the precision, not Accelerate, so that a run does not depend on how it was launched.
     accelerate = required_module("accelerate", "train", "training")
     parallel = accelerate.DistributedDataParallelKwargs(find_unused_parameters=unused)
     accelerator = accelerate.Accelerator(mixed_precision="no", kwargs_handlers=[parallel])
     if accelerator.distributed_type.value not in ONE_COPY:
         raise NotSupported(
             f"the processes were launched for {accelerator.distributed_type.value}; launch plain data parallel "
-            'processes, and say parallel="fsdp" (--parallel fsdp) for weights in parts.'
+            'processes, and set parallel="fsdp" (--parallel fsdp) for sharded weights.'
         )
     if config.batch_size % (config.accumulate * accelerator.num_processes):
         raise InvalidInput(
-            f"batch_size={config.batch_size} cannot be cut into accumulate={config.accumulate} parts in each of "
-            f"{accelerator.num_processes} processes; take a multiple of both together."
+            f"batch_size={config.batch_size} cannot be split into accumulate={config.accumulate} micro-batches in each "
+            f"of {accelerator.num_processes} processes; give a multiple of their product."
         )
     return accelerator
 
@@ -90,9 +90,9 @@ def prepare(
     accelerator: "Accelerator",
     features: list[Tensor] | None = None,
 ) -> Learner:
-    """Moves the model to its device and puts the optimizer, the running mean and the processes around it.
+    """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-    `model` is the `target` itself, or a copy whose weights are to be held in parts.
+    `model` is the `target` itself, or a copy whose weights will be sharded.
     """
     schedule = Schedule.of(config, len(splits.train))
     if config.strength_init is not None:
@@ -103,7 +103,7 @@ def prepare(
     freeze_(model.to(accelerator.device), config.frozen)
     wrapped: Callable[[Tensor], Tensor]
     wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
-    if config.compile:  # beside the model, which keeps its names and can be copied and observed as before
+    if config.compile:  # a separate object: the model keeps its parameter names and can be copied and observed
         wrapped = torch.compile(wrapped)
     names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
     return Learner(
@@ -123,9 +123,8 @@ def prepare(
 
 @torch.no_grad()
 def set_strength_(model: nn.Module, value: float) -> None:
-    """Sets every strength of the model."""
     strengths = strengths_of(model)
     if not strengths:
-        raise NotSupported("strength_init was given, but this model has no learned strengths; leave it out.")
+        raise NotSupported("strength_init was given, but this model has no learned strengths; omit it.")
     for strength in strengths:
         strength.fill_(value)

@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""The software and hardware environment of a run."""
 
 import platform
 from importlib.metadata import version
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def provenance(accelerator: "Accelerator") -> dict[str, Any]:
-    """Returns the versions, the device and the processes of a run."""
+def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
+    """Returns the versions, the device and the number of processes and threads of a run."""
     device = accelerator.device
     return {
         "versions": {

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of the seed and the step, so that no generator has to be saved to resume a run."""
+"""Random numbers as a function of seed and step, so that no generator state has to be saved to resume a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # what a seed is for, so that no two purposes share random numbers
+EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # the purpose is part of a seed, so that no two purposes share random numbers
 
 
 def derived_seed(*parts: int) -> int:
@@ -17,11 +17,8 @@ def derived_seed(*parts: int) -> int:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Asks for deterministic kernels wherever there are some.
-
-    Leaves the caller's settings and generators as they were.
-    """
-    debugging: Any = torch.utils.deterministic  # its attribute is set at run time, which type checkers cannot see
+    """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end."""
+    debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
     strict = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = debugging.fill_uninitialized_memory

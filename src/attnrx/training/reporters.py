@@ -1,4 +1,4 @@
-"""Whom a run tells how it is going."""
+"""Progress reporters of a training run."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outline:
-    """What is about to happen: `step` steps of `steps` are done already."""
+    """The size of a run: `step` of its `steps` steps are already done."""
 
     epochs: int
     steps_per_epoch: int
@@ -27,40 +27,39 @@ class Reporter(ABC):
 
     @abstractmethod
     def started(self, outline: Outline) -> None:
-        """The first step is about to be made."""
+        """Called before the first step."""
 
     @abstractmethod
     def stepped(self, step: int, loss: float) -> None:
-        """So many steps are done; `loss` is the mean of the epoch so far."""
+        """Called after steps; `loss` is the mean of the epoch so far."""
 
     @abstractmethod
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """An epoch is done; `record` is its line of the history."""
+        """Called after every epoch; `record` is its line of the history."""
 
     @abstractmethod
     def ended(self) -> None:
-        """The run is over, finished or not."""
+        """Called at the end of the run, finished or not."""
 
 
 class Silent(Reporter):
-    """Says nothing."""
+    """A reporter without output."""
 
     def started(self, outline: Outline) -> None:
-        """Nothing."""
+        pass
 
     def stepped(self, step: int, loss: float) -> None:
-        """Nothing."""
+        pass
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """Nothing."""
+        pass
 
     def ended(self) -> None:
-        """Nothing."""
+        pass
 
 
 class PlainLines(Reporter):
-    """One line an epoch, and one in between when nothing was printed for `every` seconds; to the standard error
-    stream."""
+    """Writes one line per epoch to stderr, and one in between after `every` seconds without output."""
 
     def __init__(self, every: float = 30.0):
         self._every = every
@@ -68,14 +67,12 @@ class PlainLines(Reporter):
         self._spoke = self._began = 0.0
 
     def started(self, outline: Outline) -> None:
-        """Says where the run starts."""
         self._outline = outline
         self._spoke = self._began = time.monotonic()
         where = f"resuming at step {outline.step} of {outline.steps}" if outline.step else f"{outline.steps} steps"
         self._say(f"training {outline.epochs} epochs of {outline.steps_per_epoch} steps: {where}")
 
     def stepped(self, step: int, loss: float) -> None:
-        """Says how far the run is, now and then."""
         if time.monotonic() - self._spoke >= self._every:
             rate = (step - self._outline.step) / (time.monotonic() - self._began)
             left = (self._outline.steps - step) / rate / 60
@@ -84,11 +81,10 @@ class PlainLines(Reporter):
             )
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """Says what the epoch gave."""
         self._say(f"epoch {record['epoch']}/{self._outline.epochs}  {summary(record)}")
 
     def ended(self) -> None:
-        """Nothing."""
+        pass
 
     def _say(self, line: str) -> None:
         sys.stderr.write(line + "\n")
@@ -97,7 +93,7 @@ class PlainLines(Reporter):
 
 
 class ProgressBars(Reporter):
-    """A bar over all steps on a terminal, and a line an epoch above it."""
+    """A progress bar over all steps on a terminal, and one line per epoch above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -122,25 +118,21 @@ class ProgressBars(Reporter):
         self._task = self._progress.add_task("training", total=None)
 
     def started(self, outline: Outline) -> None:
-        """Draws the bar."""
         self._outline = outline
         self._progress.update(self._task, total=outline.steps, completed=outline.step)
         self._progress.start()
 
     def stepped(self, step: int, loss: float) -> None:
-        """Moves the bar."""
         epoch = min(step // self._outline.steps_per_epoch + 1, self._outline.epochs)
         label = f"epoch {epoch}/{self._outline.epochs}  loss {loss:.4f}"
         self._progress.update(self._task, completed=step, description=label)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """Writes the epoch above the bar."""
         self._progress.console.print(
             f"epoch {record['epoch']}/{self._outline.epochs}  {summary(record)}", highlight=False
         )
 
     def ended(self) -> None:
-        """Leaves the bar as it is."""
         self._progress.stop()
 
 
@@ -150,7 +142,7 @@ def default_reporter() -> Reporter:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """Says the main numbers of an epoch's record."""
+    """Returns the main numbers of an epoch's record as text."""
     return (
         f"loss {record['loss']:.4f}  train {record['accuracy']:.2%}  validation {record['validation_accuracy']:.2%}  "
         f"{record['images_per_second']:.0f} images/s"
@@ -158,27 +150,23 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 class Several(Reporter):
-    """Passes everything on to several reporters."""
+    """Forwards all events to several reporters."""
 
     def __init__(self, *reporters: Reporter):
         self._reporters = reporters
 
     def started(self, outline: Outline) -> None:
-        """Tells all."""
         for reporter in self._reporters:
             reporter.started(outline)
 
     def stepped(self, step: int, loss: float) -> None:
-        """Tells all."""
         for reporter in self._reporters:
             reporter.stepped(step, loss)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """Tells all."""
         for reporter in self._reporters:
             reporter.epoch_ended(record)
 
     def ended(self) -> None:
-        """Tells all."""
         for reporter in self._reporters:
             reporter.ended()

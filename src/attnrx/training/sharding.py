@@ -1,9 +1,9 @@
-"""Weights in parts: every process keeps its share of every tensor (FSDP2), and they are whole where one needs them so.
+"""Sharded weights (FSDP2): every process holds a shard of every tensor; whole tensors are gathered on demand.
 
-The weights are gathered for a step, block by block, and stay so until all its gradients are known: what a loss reads
-off the model is an ordinary tensor, which lasts however often the model runs in a step. Between steps every process
-holds its part of weights, gradients, optimizer state and running mean. Accelerate starts FSDP on accelerators only;
-PyTorch's `fully_shard` under its processes runs anywhere.
+The weights are gathered for a step, block by block, and stay gathered until all gradients are computed: a loss can use
+the weights as ordinary tensors, however often the model runs in a step. Between steps every process holds its shard of
+weights, gradients, optimizer state and running mean. Accelerate supports FSDP on accelerators only; PyTorch's
+`fully_shard` in its processes runs anywhere.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
-    """Shares the weights of every block, and then those of the rest, among all processes."""
+    """Shards the weights of every block, and then all others, over all processes."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for name in block_names(model, family_of(model)):
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=False)
@@ -35,21 +35,22 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
 
 
 def release_(model: nn.Module) -> None:
-    """Lets go of the weights that were gathered: every process is left with its part. A whole model stays as it is."""
+    """Frees gathered weights, so that every process holds its shard only; no effect on a model that is not sharded."""
     for part in _parts(model):
         part.reshard()
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Lets every process have whole weights for a while, so that each may run the model as often as it likes.
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Gathers the weights inside the context, so that each process may run the model any number of times.
 
-    All processes enter and leave together; nothing may change the weights meanwhile. A whole model is left as it is.
+    All processes must enter and exit together, and the weights must not change inside. No effect on a model that is not
+    sharded.
     """
     parts = _parts(model)
     for part in parts:
         part.unshard()
-    # Gathering fills the same memory again without counting it as a change, which what is kept of weights goes by.
+    # Gathering rewrites the same memory without a new version; caches of weights are keyed by the version.
     torch.autograd.graph.increment_version([parameter for parameter in model.parameters() if parts])
     try:
         yield
@@ -58,12 +59,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def collecting(model: Any, accelerator: "Accelerator") -> AbstractContextManager[None]:
-    """Keeps the gradients of a part of a step to each process, until the last part adds them up."""
-    return _apart(model) if isinstance(model, FSDPModule) else accelerator.no_sync(model)
+    """Disables gradient synchronization for a micro-batch; the last one of a step synchronizes."""
+    return _no_sync(model) if isinstance(model, FSDPModule) else accelerator.no_sync(model)
 
 
 @contextmanager
-def _apart(model: FSDPModule) -> Iterator[None]:
+def _no_sync(model: FSDPModule) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -72,31 +73,28 @@ def _apart(model: FSDPModule) -> Iterator[None]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Returns the part that this process holds; a whole tensor is its own part. Changes of the part are changes of
-    it."""
+    """Returns the shard of this process, a view of the tensor; a tensor that is not sharded is returned itself."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Returns a tensor put together from all processes, which all have to ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns a tensor gathered from all processes; all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def all_whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Returns tensors put together one by one, on the CPU where they were in parts; to a process that does not `keep`
-    them, nothing.
-    """
+    """Returns tensors gathered one by one, on the CPU if they were sharded; empty in processes without `keep`."""
     found = {}
     for name, tensor in tensors.items():
-        together = whole(tensor.detach())
+        gathered = full_tensor(tensor.detach())
         if keep:
-            found[name] = together.cpu() if isinstance(tensor, DTensor) else together
+            found[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
     return found
 
 
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns a whole tensor, which every process has, in the parts and on the device of another of its shape."""
+    """Returns a whole tensor, which every process has, with the sharding and on the device of `like`."""
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
@@ -105,7 +103,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put_(target: Tensor, tensor: Tensor) -> None:
-    """Copies a whole tensor, which every process has, into another that may be in parts."""
+    """Copies a whole tensor, which every process has, into one that may be sharded."""
     own(target).copy_(own(part_like(tensor, target)))
 
 

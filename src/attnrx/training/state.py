@@ -1,4 +1,4 @@
-"""Everything that a checkpoint holds, as named tensors, and its way back."""
+"""The state of a run as named tensors, and how it is restored."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,10 @@ from attnrx.training.step import Learner
 
 
 def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
-    """Returns weights, running mean, optimizer state and the sums of the epoch so far, all whole, in the first process.
+    """Returns weights, running mean, optimizer state and the sums of the epoch so far, gathered in the first process.
 
-    All processes have to ask for it, as each may hold a part; to the others it gives nothing. Random numbers need no
-    place here: every step seeds its own from the config's seed and its number.
+    All processes must call this, because each may hold a shard; in the others the result is empty. Random generators
+    need no state: every step derives its seed from the config's seed and its number.
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": learner.model.state_dict(),
@@ -23,12 +23,12 @@ def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
         "optimizer": optimizer_tensors(learner.model, learner.optimizer),
         "meter": {"sums": sums},
     }
-    named = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-    return all_whole(named, keep=learner.accelerator.is_main_process)
+    named_tensors = {f"{part}/{name}": tensor for part, group in parts.items() for name, tensor in group.items()}
+    return all_whole(named_tensors, keep=learner.accelerator.is_main_process)
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Puts back what `state_tensors` gave; the sums, which are those of all processes, go to the first one."""
+    """Restores the output of `state_tensors`; the sums, which are those of all processes, go to the first process."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         part, _, name = key.partition("/")
@@ -42,10 +42,10 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
 
 
 def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fills a model with whole tensors, whether it holds its weights whole or in parts."""
+    """Loads whole tensors into a model that may be sharded."""
     own = model.state_dict()
     if own.keys() != tensors.keys():
-        strange = ", ".join(sorted(own.keys() ^ tensors.keys())[:4])
-        raise CheckpointError(f"the checkpoint is of another model: {strange} are in one of the two only.")
+        differing = ", ".join(sorted(own.keys() ^ tensors.keys())[:4])
+        raise CheckpointError(f"the checkpoint is of another model: only one of the two has {differing}.")
     for name, tensor in own.items():
         put_(tensor, tensors[name])

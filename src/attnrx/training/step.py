@@ -18,7 +18,7 @@ from attnrx.training.fusion import constrain_
 from attnrx.training.mixing import Mixed
 from attnrx.training.optimization import learning_rate_share, set_learning_rate
 from attnrx.training.randomness import MIXING, NOISE, STEP, derived_seed
-from attnrx.training.sharding import collecting, release_, whole
+from attnrx.training.sharding import collecting, full_tensor, release_
 from attnrx.training.weight_average import WeightMean
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: TrainingConfig, images: int) -> "Schedule":
-        """Counts the steps over so many training images."""
+        """Returns the schedule for this number of training images."""
         per_epoch = images // config.batch_size
         rates = config.learning_rate, config.warmup_learning_rate, config.min_learning_rate
         return cls(*rates, per_epoch, per_epoch * config.epochs, round(config.warmup * per_epoch))
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What goes through the model at once, as `LossContext` has it."""
+    """A micro-batch, with the fields of `LossContext`."""
 
     images: Float[Tensor, "batch channels height width"]
     labels: Int[Tensor, "batch"]
@@ -64,10 +64,11 @@ class _Chunk:
 
 @dataclass
 class Learner:
-    """The model in training with all that moves with it; `wrapped` is what makes steps: compiled or distributed.
+    """The model in training with its optimizer and state; `wrapped` is the compiled or distributed model that runs the
+    steps.
 
-    `target` is the model of the caller, which is another one where the weights of `model` are held in parts.
-    `features` fills with what the blocks give in each forward pass, where a loss reads that.
+    `target` is the caller's model; it differs from `model` if the weights are sharded. `features` receives the outputs
+    of the blocks in each forward pass, if a loss needs them.
     """
 
     model: nn.Module
@@ -84,21 +85,21 @@ class Learner:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Which process this is, of how many."""
+        """The index of this process and the number of processes."""
         return self.accelerator.process_index, self.accelerator.num_processes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """The dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
-        """Runs matrix products in bfloat16 where the config says so; the weights stay as they are."""
+        """Returns a context with bfloat16 matrix products if the config requests it; the weights keep their dtype."""
         device = self.accelerator.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def step_(self, batch: Batch, step: int) -> None:
-        """Makes one step with this process's share of the batch."""
+        """Runs one step with this process's share of the batch."""
         torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
         self._set_temperature(step)
@@ -107,45 +108,47 @@ class Learner:
         for number, part in enumerate(parts):
             last = number + 1 == len(parts)
             with nullcontext() if last else collecting(self.wrapped, self.accelerator):
-                terms, right = self._learn_(part)
+                terms, num_correct = self._forward_backward_(part)
             values.append(terms * (len(part.labels) / len(batch)))
-            correct.append(right)
+            correct.append(num_correct)
         release_(self.model)
         norm = self._update_(step)
-        self._note_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
+        self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
     def _set_temperature(self, step: int) -> None:
-        """Sets the temperature at which a learned reducer draws what stays."""
+        """Sets the sampling temperature of a learned token reducer."""
         reduction = reduction_of(self.model)
         if reduction is not None:
             first, last = self.config.temperatures
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _parts(self, batch: Batch, step: int) -> "list[_Chunk]":
-        """Mixes the batch where the config says so, then cuts it into the parts that run one after another."""
+        """Mixes the batch if the config requests it, then splits it into micro-batches."""
         process, processes = self.shard
         count = self.config.accumulate
         mixed = Mixed(batch.images, None, 1.0)
         if self.config.mixing is not None:
             mixed = self.config.mixing.apply(batch, derived_seed(self.config.seed, MIXING, step))
         size = self.config.batch_size // (processes * count)  # a batch may lack images that could not be decoded
-        cuts = [slice(start, start + size) for start in range(0, len(batch), size)]
+        slices = [slice(start, start + size) for start in range(0, len(batch), size)]
         seed = derived_seed(self.config.seed, NOISE, step)
         return [
             _Chunk(
-                images=mixed.images[cut].to(self.dtype),
-                labels=batch.labels[cut],
-                partners=None if mixed.partners is None else mixed.partners[cut],
+                images=mixed.images[indices].to(self.dtype),
+                labels=batch.labels[indices],
+                partners=None if mixed.partners is None else mixed.partners[indices],
                 share=mixed.share,
                 seed=seed,
                 progress=step / self.schedule.steps,
                 shard=(process * count + number, processes * count),
             )
-            for number, cut in enumerate(cuts)
+            for number, indices in enumerate(slices)
         ]
 
-    def _learn_(self, part: "_Chunk") -> tuple[Float[Tensor, "terms"], Tensor]:
-        """Runs one part forward and back; gives every term, their weighted sum, and how many answers are right."""
+    def _forward_backward_(self, part: "_Chunk") -> tuple[Float[Tensor, "terms"], Tensor]:
+        """Runs one micro-batch forward and backward; returns every term, their weighted sum, and the number of correct
+        labels.
+        """
         if self.features is not None:
             self.features.clear()
         with self.autocast():
@@ -157,8 +160,8 @@ class Learner:
         total = torch.stack([loss.weight * term for loss, term in zip(self.config.losses, terms, strict=True)]).sum()
         # A batch may lack images that could not be decoded: with this factor N processes still equal one.
         self.accelerator.backward(total * (len(part.labels) * self.shard[1] / self.config.batch_size))
-        right = (logits.detach().argmax(-1) == part.labels).sum()
-        return torch.stack([*(term.detach() for term in terms), total.detach()]), right
+        num_correct = (logits.detach().argmax(-1) == part.labels).sum()
+        return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
 
     def _update_(self, step: int) -> Tensor:
         clip = self.config.gradient_clip
@@ -169,10 +172,10 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
-        return whole(norm)
+        return full_tensor(norm)
 
-    def _note_(self, step: int, values: list[Tensor], correct: Tensor, images: int) -> None:
-        # Of N processes each adds an Nth of a step, so that the sums mean the same to a run that goes on with others.
+    def _record_(self, step: int, values: list[Tensor], correct: Tensor, images: int) -> None:
+        # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share = 1 / self.shard[1]
         self.meter.add_([*(value * share for value in values), correct, float(images), share])
         finite = torch.isfinite(values[-2]) & torch.isfinite(values[-1])

@@ -1,4 +1,4 @@
-"""Reports to TensorBoard."""
+"""Writes the history of a run to TensorBoard."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,29 +9,24 @@ from attnrx.training.reporters import Outline, Reporter
 
 
 class TensorBoard(Reporter):
-    """Writes every number of every epoch as a curve into `folder/tensorboard`; resuming replaces repeated epochs."""
+    """Writes every number of every epoch as a curve to `folder/tensorboard`; resuming replaces repeated epochs."""
 
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"
         self._writer: Any = None
 
     def started(self, outline: Outline) -> None:
-        """Opens the log."""
-        required_module("tensorboard", "tensorboard", "a TensorBoard log")
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
+        writer = required_module("torch.utils.tensorboard.writer", "tensorboard", "a TensorBoard log")
+        self._writer = writer.SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
 
     def stepped(self, step: int, loss: float) -> None:
-        """Nothing: the history is by epoch."""
+        """Does nothing; the history is by epoch."""
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        """Writes the numbers of the record."""
         for name, value in curves(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
     def ended(self) -> None:
-        """Closes the log."""
         if self._writer is not None:
             self._writer.close()
 

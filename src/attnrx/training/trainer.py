@@ -1,4 +1,4 @@
-"""The training run: epochs of steps, with history, checkpoints and an exact way back."""
+"""The training loop: epochs of steps, with history, checkpoints and exact resume."""
 
 import copy
 import time
@@ -21,11 +21,11 @@ from attnrx.training.checkpoints import Checkpoints
 from attnrx.training.config import TrainingConfig
 from attnrx.training.evaluation import evaluate
 from attnrx.training.history import History
-from attnrx.training.identity import identity, require_same
+from attnrx.training.identity import identity, require_same_run
 from attnrx.training.indicators import Probe
 from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.preparation import join, prepare, require_fit, require_steps
-from attnrx.training.provenance import provenance
+from attnrx.training.preparation import make_accelerator, prepare, require_fit, require_steps
+from attnrx.training.provenance import training_provenance
 from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
@@ -33,12 +33,12 @@ from attnrx.training.state import load_state_, load_whole_, state_tensors
 from attnrx.training.step import Learner
 
 KIND, SCHEMA = "attnrx training run", 1
-CHECK_EVERY = 16  # steps between looks at a GPU or at other processes: each look makes the step wait
+CHECK_EVERY = 16  # steps between checks of a GPU or of other processes: each check synchronizes
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run: the model (with the mean of its weights where `ema` was on), its history and training.json."""
+    """A finished run: the model (with its mean weights if `ema` is set), its history and training.json."""
 
     model: nn.Module
     history: tuple[Mapping[str, Any], ...]
@@ -55,11 +55,12 @@ def train(
     resume: bool = True,
     reporter: Reporter | None = None,
 ) -> TrainingRun:
-    """Trains the model in place and fills `folder` with the saved model, training.json, history.jsonl and checkpoints.
+    """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
 
-    A run that was interrupted or killed goes on from its last checkpoint when it is requested again, and ends where it
-    would have ended: on a CPU bit for bit. A finished run is read back. With several processes (`accelerate launch`)
-    every process calls this. Ctrl-C saves a checkpoint and raises TrainingInterrupted; NaN raises TrainingDiverged.
+    An interrupted or killed run resumes from its last checkpoint when it is called again; on a CPU the result is
+    bit-identical to that of an uninterrupted run. A finished run is read from the folder. With several processes
+    (`accelerate launch`) every process calls this. Ctrl-C writes a checkpoint and raises TrainingInterrupted; NaN
+    raises TrainingDiverged.
     """
     folder, splits = Path(folder), splits_for(model, data)
     require_steps(splits, config)
@@ -71,10 +72,10 @@ def train(
     if finished is not None:
         return finished
     require_model_folder(folder, ("config.json", "model.safetensors", "training.json"))
-    accelerator = join(model, config)
-    # Weights that were put into parts cannot become whole again: a copy carries them, and fills the model at the end.
-    chunked_forward = config.parallel == "fsdp" and accelerator.num_processes > 1
-    own = copy.deepcopy(model) if chunked_forward else model
+    accelerator = make_accelerator(model, config)
+    # Sharding a model cannot be undone: a copy is sharded, and its weights are loaded into the model at the end.
+    sharded = config.parallel == "fsdp" and accelerator.num_processes > 1
+    own = copy.deepcopy(model) if sharded else model
     with reproducible(), _features(own, config) as features, interruptible() as interruption:
         learner = prepare(model, own, splits, config, accelerator, features)
         if not learner.accelerator.is_main_process:
@@ -85,9 +86,9 @@ def train(
 
 
 def _features(model: nn.Module, config: TrainingConfig) -> AbstractContextManager[list[Tensor] | None]:
-    """Listens to the blocks of the model, where a loss reads what they give."""
-    wanted = any(loss.reads_features for loss in config.losses)
-    return recording_blocks(model, family_of(model)) if wanted else nullcontext()
+    """Records the outputs of the model's blocks, if a loss needs them."""
+    needs_features = any(loss.reads_features for loss in config.losses)
+    return recording_blocks(model, family_of(model)) if needs_features else nullcontext()
 
 
 def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> TrainingRun | None:
@@ -96,7 +97,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
         return None
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
-    require_same(record["identity"], requested, folder)
+    require_same_run(record["identity"], requested, folder)
     model.load_state_dict(load_model(folder).state_dict())
     history = History(folder)
     history.restore(requested["config"]["epochs"], write=False)
@@ -104,7 +105,9 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 
 
 class _Run:
-    """The loop. `step` counts the finished steps of the whole run; the epoch and the place in it follow from that."""
+    """The training loop. `step` counts the finished steps of the whole run; the epoch and the position in it follow
+    from it.
+    """
 
     def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any]):
         self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
@@ -116,33 +119,33 @@ class _Run:
         self.check_every = CHECK_EVERY if waits else 1
 
     def restore_(self) -> None:
-        """Goes back to the last checkpoint, if there is one."""
+        """Loads the last checkpoint, if there is one."""
         found = self.checkpoints.read()
         if found is None:
             return
         record, tensors = found
-        require_same(record["identity"], self.requested, self.folder)
+        require_same_run(record["identity"], self.requested, self.folder)
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
         epochs = self.step // self.learner.schedule.steps_per_epoch
         self.history.restore(epochs, write=self.accelerator.is_main_process)
 
     def make(self, reporter: Reporter, interruption: Interruption) -> TrainingRun:
-        """Makes the steps that are left."""
+        """Runs the remaining steps."""
         schedule = self.learner.schedule
         reporter.started(Outline(self.config.epochs, schedule.steps_per_epoch, self.step))
         try:
             while self.step < schedule.steps:
                 began, before = time.perf_counter(), self.step
                 for _ in self._steps():
-                    self._look(reporter, interruption)
+                    self._check(reporter, interruption)
                 self._end_epoch(reporter, self.step - before, time.perf_counter() - began)
             return self._finish()
         finally:
             reporter.ended()
 
     def _steps(self) -> Iterator[None]:
-        """Makes the rest of the epoch, pausing after every step."""
+        """Runs the remaining steps of the epoch, yielding after every step."""
         epoch, start = divmod(self.step, self.learner.schedule.steps_per_epoch)
         self.learner.model.train()
         for batch in self._batches(epoch, start):
@@ -152,7 +155,7 @@ class _Run:
         if self.step != (epoch + 1) * self.learner.schedule.steps_per_epoch:
             raise DataError(
                 f"epoch {epoch + 1} ended after {self.step} steps instead of "
-                f"{(epoch + 1) * self.learner.schedule.steps_per_epoch}: the training images became fewer. "
+                f"{(epoch + 1) * self.learner.schedule.steps_per_epoch}: images of the training split are missing. "
                 "Restore them, or train in a new folder."
             )
 
@@ -166,16 +169,16 @@ class _Run:
             start=start,
         )
 
-    def _look(self, reporter: Reporter, interruption: Interruption) -> None:
-        """Now and then: are the numbers finite, does somebody want to stop, is a checkpoint due."""
+    def _check(self, reporter: Reporter, interruption: Interruption) -> None:
+        """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
         ended = self.step % self.learner.schedule.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
-        first_bad, wanted = self._agree(interruption)
+        first_bad, stop = self._agree(interruption)
         if first_bad < self.step:
             raise self._diverged(first_bad)
-        if wanted and not ended:
+        if stop and not ended:
             self._interrupt()
         if due and not ended:
             self._save()
@@ -184,12 +187,12 @@ class _Run:
             reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
     def _agree(self, interruption: Interruption) -> tuple[int, bool]:
-        """Returns the first step that was not finite and whether to stop, the same answer in every process."""
-        signs = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
+        """Returns the first non-finite step and whether to stop, the same in every process."""
+        signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
         if self.learner.shard[1] > 1:
-            signs = _tensor(self.accelerator.gather(signs[None])).amax(0)
-        first_bad, wanted = signs.tolist()
-        return -first_bad, bool(wanted)
+            signals = _tensor(self.accelerator.gather(signals[None])).amax(0)
+        first_bad, stop = signals.tolist()
+        return -first_bad, bool(stop)
 
     def _diverged(self, step: int) -> TrainingDiverged:
         found = self.checkpoints.all()
@@ -203,8 +206,8 @@ class _Run:
     def _interrupt(self) -> None:
         path = self._save()
         raise TrainingInterrupted(
-            f"training stopped after step {self.step} of {self.learner.schedule.steps}; everything is in {path}. "
-            "Run the same again to go on."
+            f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
+            "Run the same command again to resume."
         )
 
     def _end_epoch(self, reporter: Reporter, steps: int, seconds: float) -> None:
@@ -236,7 +239,7 @@ class _Run:
             self._save()
 
     def _save(self) -> Path:
-        """Writes a checkpoint from the first process, while the others wait."""
+        """Writes a checkpoint in the first process, while the others wait."""
         sums = _tensor(self.accelerator.reduce(self.learner.meter.sums, "sum"))
         tensors = state_tensors(self.learner, sums)
         if self.accelerator.is_main_process:
@@ -268,7 +271,7 @@ class _Run:
             "seconds": seconds,
             "images_per_second": self.step * self.config.batch_size / seconds,
             "notes": list(self.splits.notes),
-            **provenance(self.accelerator),
+            **training_provenance(self.accelerator),
         }
         model = learner.target
         if model is not learner.model:
@@ -281,5 +284,5 @@ class _Run:
 
 
 def _tensor(value: Any) -> Tensor:
-    """What accelerate gives for a tensor is a tensor, which its annotations do not say."""
+    """Casts the result of an accelerate call to Tensor, for the type checker."""
     return value

@@ -11,7 +11,7 @@ from attnrx.training.sharding import own, put_
 
 
 class WeightMean:
-    """The exponential mean of a model's parameters, in parts where they are; its buffers are shared with the model."""
+    """The exponential moving average of a model's parameters, sharded like them; buffers are shared with the model."""
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
@@ -20,19 +20,19 @@ class WeightMean:
 
     @torch.no_grad()
     def update_(self, step: int) -> None:
-        """Moves the mean towards the weights after `step` steps; at first faster, to forget the random start."""
+        """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
         decay = min(self._decay, (1 + step) / (10 + step))
         means, live = ([own(part) for part in parts.values()] for parts in (self.tensors, self._live))
         torch._foreach_lerp_(means, live, 1 - decay)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Puts back a saved mean."""
+        """Restores a saved mean."""
         for name, mean in self.tensors.items():
             put_(mean, tensors[name])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Lets the model carry the mean for a while."""
+        """Swaps the mean into the model inside the context."""
         self._swap()
         try:
             yield
@@ -43,12 +43,12 @@ class WeightMean:
     def _swap(self) -> None:
         for name, parameter in self._live.items():
             live, mean = own(parameter), own(self.tensors[name])
-            kept = live.clone()
+            saved = live.clone()
             live.copy_(mean)
-            mean.copy_(kept)
+            mean.copy_(saved)
 
     @torch.no_grad()
     def store_(self) -> None:
-        """Returns the model the mean for good."""
+        """Copies the mean into the model permanently."""
         for name, parameter in self._live.items():
             own(parameter).copy_(own(self.tensors[name]))

@@ -1,4 +1,4 @@
-"""Baselines: published ways of compressing a model, each applied as its paper does, to be compared with."""
+"""Baselines: published compression methods, each implemented as in its paper, for comparisons."""
 
 from collections.abc import Sequence
 
@@ -33,8 +33,7 @@ __all__ = [
 
 
 def require_baseline(name: str, maps: Sequence[str]) -> None:
-    """Refuses a baseline that is none of BASELINES, maps that are none of MAPS, and maps for a baseline that takes
-    none."""
+    """Raises UnknownName for an unknown baseline or map, and InvalidInput for maps of a baseline that has none."""
     if name not in BASELINES:
         raise UnknownName("baseline", name, BASELINES)
     for own in maps:

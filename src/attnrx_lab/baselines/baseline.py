@@ -1,4 +1,4 @@
-"""What prices a smaller model at any share, as far as it can without making it, and makes it."""
+"""The base class of model compressors: exact costs and the model at any share."""
 
 from abc import ABC, abstractmethod
 
@@ -9,7 +9,7 @@ from attnrx.costs import ModelCosts
 
 
 class ModelCompressor(ABC):
-    """A way of compressing one model, at any share of it in (0, 1]; larger shares never cost less."""
+    """A way of compressing one model to any share in (0, 1]; larger shares never cost less."""
 
     @property
     def least(self) -> float:

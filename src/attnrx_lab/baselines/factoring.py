@@ -1,4 +1,4 @@
-"""Baselines that write every linear map as two: SVD, ASVD, FWSVD and SVD-LLM, each as its paper does."""
+"""Baselines that factor every linear map: SVD, ASVD, FWSVD and SVD-LLM."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import floor
@@ -56,10 +56,10 @@ FACTORS: Mapping[str, Factor] = {
 
 
 class FactoringBaseline(ModelCompressor):
-    """Writes all linear maps, or those named, as two, every one at the same share of its own multiply-adds.
+    """Factors all linear maps, or the named ones, each at the same share of its own MACs.
 
     A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
-    compression ratio. Scores and what is read out are as they were: these methods know nothing of heads.
+    compression ratio. The attention itself is unchanged: these methods do not distinguish heads.
     """
 
     def __init__(self, model: nn.Module, kind: str, names: Sequence[str], statistics: MapStatistics):
@@ -68,7 +68,7 @@ class FactoringBaseline(ModelCompressor):
         self._whole: dict[Place, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
-        """Prices the model at a share."""
+        """Returns the costs at a share."""
         return factored_model_costs(self.model, self.ranks(share))
 
     def make(self, share: float) -> nn.Module:

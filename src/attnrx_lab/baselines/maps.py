@@ -1,4 +1,4 @@
-"""The linear maps of a model as baselines see them: each by itself, to be written as two thinner ones."""
+"""The linear maps of a model, each replaced by two factors."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Ranks = Mapping[Place, int]
 
 
 class FactoredHeads(HeadLinear):
-    """A projection to heads written as two maps: tokens to `rank` features that all heads share, then to their rows."""
+    """A projection to heads as two maps: tokens to `rank` shared features, then to the rows of the heads."""
 
     joins = False
 
@@ -46,7 +46,7 @@ class FactoredHeads(HeadLinear):
 
 
 class FactoredOutputProjection(OutputProjection):
-    """An output projection written as two maps: what the heads read out to `rank` features, then to the width."""
+    """An output projection as two maps: the head outputs to `rank` features, then to the width."""
 
     def __init__(self, source: OutputProjection, rank: int):
         super().__init__(source.reads, rank, bias=False)
@@ -59,11 +59,11 @@ class FactoredOutputProjection(OutputProjection):
     def padded(
         self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
     ) -> Float[Tensor, "batch tokens width"]:
-        """Applies both, the first to heads that were padded."""
+        """Applies both, the first to padded heads."""
         return self(features) if reads == self.reads else self.second(super().padded(features, reads))
 
 
-# Where each kind keeps the matrix that comes first, the second, and the bias.
+# The paths of the first matrix, the second and the bias in each kind of module.
 PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
     FactoredHeads: ("first.weight", "weight", "bias"),
     FactoredOutputProjection: ("weight", "second.weight", "second.bias"),
@@ -72,11 +72,11 @@ PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
 
 
 def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
-    """Names the maps of every layer that are requested, those of the MLP only where it has two linear maps.
+    """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
 
     Raises:
         UnknownName: for a name that is none of MAPS.
-        NotSupported: where a map is written as two already.
+        NotSupported: where a map is factored already.
         InvalidInput: where the model has none of them.
     """
     for name in names:
@@ -113,7 +113,7 @@ def weights_at(model: nn.Module, place: Place) -> tuple[Float[Tensor, "outputs i
 
 
 def with_factors(model: nn.Module, factors: Mapping[Place, LowRank]) -> nn.Module:
-    """Returns a copy of the model in which these maps are written as two."""
+    """Returns a copy of the model in which these maps are factored."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for place, low_rank in factors.items():
@@ -122,7 +122,7 @@ def with_factors(model: nn.Module, factors: Mapping[Place, LowRank]) -> nn.Modul
 
 
 def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
-    """Prices the model with these maps written as two; scores and what is read out cost what they did."""
+    """Returns the costs of the model with these maps factored; the attention itself costs the same."""
     family = family_of(model)
     mlp = tuple(
         tuple(ranks.get((layer, name), rank_of(linear)) for name, linear in zip(MLP_MAPS, pair, strict=True))

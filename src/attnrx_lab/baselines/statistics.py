@@ -1,4 +1,4 @@
-"""What baselines are calibrated on: moments of the inputs of every linear map, and the empirical Fisher information."""
+"""Calibration statistics of baselines: input moments of every linear map, and the empirical Fisher information."""
 
 import copy
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Tensor
 from attnrx_lab.baselines.maps import Place, linear_at
 
-# The map that is watched in place of those with the same inputs.
+# Maps with the same inputs share the statistics of this one.
 SAME_INPUTS = {"query": "value", "key": "value"}
 
 
@@ -62,7 +62,7 @@ class MapStatistics:
         handles = [linear_at(self.model, place).register_forward_pre_hook(partial(take, place)) for place in watched]
         layers = family_of(self.model).attention(self.model)
         try:
-            # The eager backend pads nothing, so every projection is called as the module that it is.
+            # The eager backend pads nothing, so every projection is called as a module and its hooks run.
             with evaluating([self.model]), using(layers, [Eager()] * len(layers)):
                 weight = next(self.model.parameters())
                 for batch in self.images.batches(self.batch_size, device=weight.device):

@@ -1,4 +1,4 @@
-"""Torch-Pruning as a baseline: narrower heads and a narrower MLP, chosen and cut by that package."""
+"""Torch-Pruning as a baseline: narrower heads and a narrower MLP, selected and pruned by that library."""
 
 import copy
 import warnings
@@ -20,15 +20,17 @@ from attnrx_lab.baselines.baseline import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):
-    """Removes features inside heads and MLPs by the package torch-pruning; what layers pass on keeps its width.
+    """Removes features inside heads and MLPs with the library torch-pruning; the width of the residual stream is
+    unchanged.
 
     Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
-    towards the model's own answers, no labels. Queries, keys and values of a layer lose the same share of every head,
-    the MLP that share of its hidden features. The pruned weights run in our attention, because that of timm 1.0.31
-    does not survive the cut (its attn_dim stays) and its fused path would rescale the scores.
+    towards the model's own predictions, without labels. Queries, keys and values of a layer lose the same share of
+    every head,
+    the MLP that share of its hidden features. The pruned weights run in attnrx attention, because that of timm 1.0.31
+    breaks when pruned (its attn_dim is unchanged) and its fused path would rescale the scores.
 
     Raises:
-        NotSupported: the package is not installed, or the model is not an uncompressed one of timm.
+        NotSupported: the library is not installed, or the model is not an uncompressed one of timm.
     """
 
     def __init__(self, model: nn.Module, calibration: ImageSet, batch_size: int = 16):
@@ -40,7 +42,7 @@ class TorchPruningBaseline(ModelCompressor):
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
-        """Prices the model at a share, by the rounding of torch-pruning 1.6: int(share * features) stay."""
+        """Returns the costs at a share, by the rounding of torch-pruning 1.6: int(share * features) are kept."""
         costs, maps, share = self.family.costs(self.model), self.family.mlp(self.model), self._least(share)
         return replace(
             costs,
@@ -78,7 +80,8 @@ class TorchPruningBaseline(ModelCompressor):
         fixed += [linear for block in blocks for linear in (block.attn.proj, block.mlp.fc2)]
         example = torch.zeros(1, *family_of(self.model).input_shape(self.model), dtype=parameter.dtype)
         with torch.enable_grad(), warnings.catch_warnings():
-            # It warns that tokens and positions would be narrowed too; their width is that of the layers, which stays.
+            # It warns that tokens and positions would be narrowed too; their width is the layers' width, which is
+            # unchanged.
             warnings.filterwarnings("ignore", message="Unwrapped parameters")
             pruner = self.package.pruner.BasePruner(
                 theirs,
@@ -98,7 +101,7 @@ class TorchPruningBaseline(ModelCompressor):
 
 
 def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
-    """Prices a layer whose heads and hidden features are fewer."""
+    """Returns the costs of a layer with fewer heads and hidden features."""
     own = layer.spec
     rank = int(share * own.head_dim)
     narrow = replace(own, head_dim=rank, original_rank=rank, ranks=(rank,) * len(own.heads), value_ranks=None)
@@ -108,7 +111,7 @@ def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Whether this is a model of timm with all that it was made with."""
+    """Whether this is an uncompressed model of timm."""
     if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
         return False
     with torch.device("meta"):
@@ -118,7 +121,7 @@ def _is_whole(model: nn.Module) -> bool:
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
-    """Returns the model of timm that was adopted, with the weights that it has now."""
+    """Returns the adopted timm model with its current weights."""
     assert isinstance(model, Adopted)
     family = LIBRARIES["timm"]
     theirs = family.create(model.origin)
@@ -137,5 +140,5 @@ def _as_timm(model: nn.Module) -> nn.Module:
     theirs.load_state_dict(state)
     for layer in family.layers(theirs):
         attention: Any = layer.get_submodule("attn")
-        attention.fused_attn = False  # written out, so that the package can follow it
+        attention.fused_attn = False  # unfused, so that the library can trace it
     return theirs.eval().requires_grad_()

@@ -19,9 +19,9 @@ from attnrx.models import evaluating, family_of
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 
-# How far outside [0, 1] pixels may lie after the normalization was undone: its rounding.
+# Pixels may lie this far outside [0, 1] after the normalization is inverted: rounding.
 ROUNDING = 1e-3
-# One of each sort, for whoever does not choose.
+# One of each kind, by default.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
 Right = Mapping[tuple[str, int], Bool[Tensor, "images"]]  # which images are classified as labelled
@@ -32,12 +32,14 @@ Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # in words, and the corrupt
 class Robustness(Check):
     """The paired change of accuracy on corrupted images: for every corruption and severity, and their means.
 
-    `corruptions` are names of CORRUPTIONS, or of several at once: "common" (the fifteen of ImageNet-C), "extra" (its
-    other four), "all". Each finding also tells both accuracies; one for a corruption at a severity, how often the
-    models agree, too. There is a mean over everything, and where that says more, over the common ones and for every
-    severity. All models see the very same corrupted images, whatever the batch size; only the first `images` (None:
-    all) are used. `most_drop` limits, in points, what the candidate loses over all corruptions, in the same sense as
-    the accuracy check; None only reports.
+    `corruptions` are names of CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
+    "all". Each finding also contains both accuracies; one for a corruption at a severity, the agreement of the models,
+    too.
+    There is a mean over everything and, where it differs, over the common ones and for every severity. All models
+    receive
+    the same corrupted images, whatever the batch size; only the first `images` (None: all) are used. `most_drop`
+    limits,
+    in points, the loss of the candidate over all corruptions, as in the accuracy check; None only reports.
     """
 
     name: ClassVar[str] = "robustness"
@@ -63,12 +65,11 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Spoils the images in every way and lets both models answer."""
+        """Corrupts the images in every way and classifies them with both models."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates: images are corrupted, and answered by the reference, only
-        once."""
+        """Returns the findings of several candidates; images are corrupted and the reference is run only once."""
         comparison = comparison.taking(self.images)
         models = {"": comparison.reference, **candidates}
         findings: dict[str, list[Finding]] = {name: [] for name in candidates}
@@ -88,7 +89,7 @@ class Robustness(Check):
         return [_mean(part, before, after, limit, seed) for part, limit in zip(parts, limits, strict=True)]
 
     def _parts(self) -> list[Part]:
-        """Names what is averaged over: everything, and where there is more, its common part and each severity."""
+        """Returns the groups to average over: everything and, where they differ, its common part and each severity."""
         common = tuple(name for name in CORRUPTION_GROUPS["common"] if name in self.corruptions)
         groups = [("all corruptions", self.corruptions)]
         if common == CORRUPTION_GROUPS["common"] and set(common) < set(self.corruptions):
@@ -103,7 +104,7 @@ class Robustness(Check):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The classes that several models, named by their role, chose for the same corrupted images."""
+    """The classes that several models, named by their role, predict for the same corrupted images."""
 
     classes: Mapping[str, Int[Tensor, "images"]]
     labels: Int[Tensor, "images"]
@@ -116,10 +117,10 @@ class _Chosen:
 def _chosen(
     models: Mapping[str, nn.Module], ways: Sequence[tuple[str, int]], comparison: Comparison
 ) -> Iterator[_Chosen]:
-    """Returns what the models choose for each way to spoil the images; of several processes each takes some of them."""
+    """Returns the predictions for each corruption and severity; several processes share the corruptions."""
     process, count = comparison.place
     own = [_choose(models, CORRUPTIONS[name], severity, comparison) for name, severity in ways[process::count]]
-    parts = processes.gathered(own) if comparison.together else [own]
+    parts = processes.all_gathered(own) if comparison.together else [own]
     for number in range(len(ways)):
         yield parts[number % count][number // count]
 

@@ -1,4 +1,4 @@
-"""Transfer: how well a fresh head learns another dataset on the features of each model, which stay as they are."""
+"""Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,19 +22,25 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class Transfer(Check):
-    """The paired change of accuracy on another dataset, with a fresh head on each model (SPOT, Section 6.2.2).
+    """The paired change of accuracy on another dataset, with a new head on each model (SPOT, Section 6.2.2).
 
-    Everything but the head is frozen, so the features before it are computed once for every image. Then a linear head
-    learns the labels of the `training` images, the comparison's images are the test. Both models' heads are trained in
-    the same way: the same images in the same order, and where the features are as wide, from the same weights. AdamW,
-    the learning rate and the epochs are the paper's, the batch is that of its other trainings; what it does not say is
-    chosen here: PyTorch's weight decay, a cosine to zero, no augmentation, and features as the head of the model got
-    them, in float32.
+    Everything but the head is frozen, so the features are computed once for every image. Then a linear head is trained
+    on
+    the labels of the `training` images; the comparison's images are the test. Both heads are trained in the same way:
+    the
+    same images in the same order and, if the features have equal width, from the same weights. AdamW, the learning rate
+    and
+    the epochs are the paper's, the batch size is that of its other trainings; the rest is not stated there: PyTorch's
+    weight
+    decay, a cosine schedule to zero, no augmentation, and the inputs of the model's own head as features, in float32.
 
-    `per_class` is how many training images of each class are used, None all of them; `classes` are those of the
-    dataset. An image counts by the share of the `seeds` whose head is right, so intervals are over images alone; the
-    changes seed by seed stand in the details. A model with two heads (distilled) is read at both. `most_drop` limits,
-    in points, what the candidate loses; None only reports.
+    `per_class` is the number of training images per class, None for all; `classes` are those of the dataset. An image
+    counts
+    by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the change
+    of
+    every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the candidate;
+    None
+    only reports.
     """
 
     name: ClassVar[str] = "transfer"
@@ -64,11 +70,11 @@ class Transfer(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Trains the heads of both models, and lets them answer."""
+        """Trains the heads of both models and classifies the test images."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates; the reference is read and probed only once."""
+        """Returns the findings of several candidates; the features and head of the reference are computed only once."""
         training = own_labels(self._taken())
         reference = self._probed("reference", comparison.reference, training, comparison)
         found = {}
@@ -152,7 +158,7 @@ class Transfer(Check):
 
 @dataclass(frozen=True)
 class _Features:
-    """What a model's head was given for every image, in the order of the images' rows in their source."""
+    """The inputs of a model's head for every image, in the order of the images' rows in their source."""
 
     rows: Float[Tensor, "images features"]
     labels: Int[Tensor, "images"]
@@ -162,7 +168,7 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
     heads = family_of(model).heads(model)
     if not heads:
         raise InvalidInput(
-            f"the {role} has no classification head, so it does not say which features it would give to one; take a "
+            f"the {role} has no classification head, so its features are not defined; use a "
             "model with a head (in timm, num_classes above 0)."
         )
     rows, labels, index = [], [], []

@@ -1,4 +1,4 @@
-"""attnrx bench: a model and several ways of compressing it in, what measured of each out."""
+"""attnrx bench: the measured latency of a model and of several ways of compressing it."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -31,8 +31,8 @@ def add(parser: Parser) -> None:
         "--runtime",
         default="eager",
         metavar="RUNTIME",
-        help="what runs all models, the shipped one too: eager, compiled (torch.compile), or a format that `attnrx "
-        "export` writes, e.g. onnx for ONNX Runtime (eager)",
+        help="the runtime of all models, including the reference implementation: eager, compiled (torch.compile), "
+        "or a format that `attnrx export` writes, e.g. onnx for ONNX Runtime (eager)",
     )
     parser.add_argument("--rounds", type=ROUNDS, default=20, metavar="N", help="rounds in which all take turns (20)")
     parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
@@ -42,7 +42,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Diagnoses on noise, makes every method, and times all in turns beside the model that the library ships."""
+    """Diagnoses on noise, makes every method, and times all in turns with the reference implementation."""
     from attnrx_lab import comparison
 
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)

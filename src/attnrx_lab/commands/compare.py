@@ -1,9 +1,9 @@
-"""attnrx compare: a model and several ways of compressing it in, what each costs and loses out."""
+"""attnrx compare: the costs and the quality of several ways of compressing a model."""
 
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, load_model, numbers, splits_for
+from attnrx.cli.inputs import chosen_images, model_argument, numbers, splits_argument
 from attnrx.cli.options import COUNT, SHARE
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser, add_data, add_methods, add_model, add_out, add_running, add_split
@@ -37,8 +37,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     macs = () if arguments.macs is None else numbers("--macs", arguments.macs, SHARE)
     shares = () if macs else numbers("--shares", arguments.shares or SHARES, SHARE)
     methods = [comparison.Method.parse(text) for text in arguments.methods]
-    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_for(model, arguments)
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    splits = splits_argument(model, arguments)
     calibration = splits.train.take(arguments.calibration_images)
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     diagnosis = rx.diagnose(model, calibration, batch_size=min(arguments.batch_size, 32), seed=arguments.seed)
@@ -47,7 +47,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         log(f"measuring the divergence at every rank on {len(priced)} images")
         diagnosis = rx.measure_divergence(model, diagnosis, priced)
     test = chosen_images(splits, arguments)
-    bench = comparison.Bench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
+    bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
     tables = [Table(comparison.COMPARISON_COLUMNS, trials.rows)]

@@ -1,4 +1,4 @@
-"""attnrx demo: the name of a dataset in, a trained, compressed and verified model with its report out."""
+"""attnrx demo: trains, compresses and verifies a model on a dataset, and writes its report."""
 
 from argparse import Namespace
 from typing import TYPE_CHECKING

@@ -12,10 +12,10 @@ PRELOAD = ("attnrx_lab.commands.jobs", "attnrx.api", "attnrx.training", "attnrx_
 
 
 def run_command(words: tuple[str, ...], threads: int) -> dict[str, Any]:
-    """Runs a command with so many CPU threads and returns its record, also where a claim in it fails.
+    """Runs a command with this many CPU threads and returns its record, also if a claim in it fails.
 
     Raises:
-        AttnrxError: The command refused, or is none that gives numbers.
+        AttnrxError: The command failed, or has no record of numbers.
     """
     import torch
 
@@ -34,7 +34,7 @@ def run_command(words: tuple[str, ...], threads: int) -> dict[str, Any]:
 
 
 def require_command(words: Sequence[str]) -> None:
-    """Raises InvalidInput for words that no command takes, before any job runs."""
+    """Raises InvalidInput for words that no command accepts, before any job runs."""
     try:
         parsed(words)
     except SystemExit:  # argparse, after --help

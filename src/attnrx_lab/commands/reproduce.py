@@ -1,4 +1,4 @@
-"""attnrx reproduce: the name of a recipe in, a table beside the paper's numbers out."""
+"""attnrx reproduce: makes a table of a paper from the name of its recipe."""
 
 from argparse import Namespace
 from typing import Any
@@ -12,7 +12,7 @@ from attnrx.progress import Log
 SUMMARY = "make a table of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
-# The options that turn a knob of the experiment: what is not given stays as the recipe has it.
+# The options that change a setting of the experiment; the others are those of the recipe.
 KNOBS = (
     "epochs",
     "draws",
@@ -63,7 +63,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Trains what is not trained yet, and makes the table."""
+    """Trains the models that are not trained yet, and makes the table."""
     from attnrx_lab import papers
 
     if arguments.recipe is None:

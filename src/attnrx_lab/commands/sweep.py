@@ -21,7 +21,7 @@ FAILED = 1
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("action", choices=ACTIONS, help="run the jobs, say how they stand, or show their numbers")
+    parser.add_argument("action", choices=ACTIONS, help="run the jobs, show their states, or show their numbers")
     parser.add_argument(
         "place",
         nargs="?",
@@ -68,7 +68,7 @@ def _run(arguments: Namespace, log: Log) -> Outcome:
     for job in () if sweep is None else sweep.jobs:
         require_command(job.words)
     threads = arguments.threads or threads_each(arguments.workers)
-    # Without a sweep, what waits in an existing storage goes on; a new one is made last, when nothing can be refused.
+    # Without a sweep, the waiting jobs of an existing storage are run; a new storage is created last, after all checks.
     study = SweepStudy(arguments.store, create=sweep is not None)
     if sweep is not None:
         log(f"{len(sweep.jobs)} jobs, {study.add(sweep.jobs)} of them new to {arguments.store}")
@@ -80,7 +80,7 @@ def _run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _sweep(arguments: Namespace) -> "Sweep | None":
-    """Reads what is to be run; with a store alone, what is in it goes on."""
+    """Returns the sweep to run; with a storage alone, its waiting jobs are run."""
     from attnrx_lab.sweeps import Sweep
 
     if arguments.command is None:

@@ -18,7 +18,7 @@ ERROR_SHOWN = 100  # characters of an error in the table of jobs
 
 
 def add_results(parser: Parser) -> None:
-    """Adds how numbers are shown."""
+    """Adds the options that select and format the numbers."""
     shown = parser.add_argument_group("results")
     shown.add_argument("--format", choices=FORMATS, default="table", help="csv holds every run, the others means")
     shown.add_argument("--out", metavar="FILE", help="write it there instead")
@@ -84,5 +84,5 @@ def results_csv(study: "SweepStudy") -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A cell that spreadsheets do not take for a formula: texts that begin like one get an apostrophe before them."""
+    """Returns a cell that spreadsheets do not take for a formula: such texts get a leading apostrophe."""
     return f"'{value}" if isinstance(value, str) and value[:1] in FORMULA else value

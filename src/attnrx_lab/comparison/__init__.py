@@ -3,24 +3,24 @@
 from attnrx_lab.comparison.comparing import (
     COMPARISON_COLUMNS,
     DIFFERENCE_COLUMNS,
-    Trial,
+    MethodTrial,
     Trials,
     Unreached,
     compare_methods,
 )
-from attnrx_lab.comparison.methods import Bench, Method
+from attnrx_lab.comparison.methods import Method, MethodBench
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
 __all__ = [
     "COMPARISON_COLUMNS",
     "DIFFERENCE_COLUMNS",
     "SPEED_COLUMNS",
-    "Bench",
     "Method",
+    "MethodBench",
+    "MethodTrial",
     "Rates",
     "Speed",
     "Speeds",
-    "Trial",
     "Trials",
     "Unreached",
     "compare_methods",

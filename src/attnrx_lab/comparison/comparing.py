@@ -1,4 +1,4 @@
-"""Several prescriptions on one model at the same shares: what each costs and what each loses, on the same images."""
+"""Several prescriptions on one model at the same shares: costs and quality on the same images."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +21,17 @@ from attnrx.shapes import Float, Int, Tensor
 from attnrx.storage import write_json
 from attnrx_lab.baselines import ModelCompressor
 from attnrx_lab.comparison.differences import Difference, ImageResults, paired_differences
-from attnrx_lab.comparison.methods import Bench, Compressors, Method
+from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
 
 COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What one method costs and loses at one share: shares of the original, points, and nats an image.
+class MethodTrial:
+    """The costs and the quality of one method at one share: shares of the original, points, and nats per image.
 
-    `target` is the share of the MACs that the share was chosen for, if it was.
+    `target` is the share of the MACs for which the share was selected, if any.
     """
 
     method: str
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table shows."""
+        """The cells of a table row."""
         return (
             self.method,
             f"{100 * self.share:.4g} %",
@@ -65,7 +65,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Unreached:
-    """A method that cannot cost as little as was requested: the share of the MACs that it costs at least."""
+    """A method that cannot reach the requested cost, with the smallest share of the MACs that it can."""
 
     method: str
     target: float
@@ -73,20 +73,20 @@ class Unreached:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table shows."""
+        """The cells of a table row."""
         reason = f"cannot cost {100 * self.target:g} % of the MACs"
         return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
 
 
 @dataclass(frozen=True)
 class Trials:
-    """All trials on one model, with the accuracy of the original and how everything was measured.
+    """All trials on one model, with the accuracy of the original and the measurement settings.
 
     `differences` are those between every two methods at one budget; a method without {share} has no budget, and is
     compared with the others of its kind.
     """
 
-    trials: tuple[Trial, ...]
+    trials: tuple[MethodTrial, ...]
     accuracy: Estimate
     about: dict[str, Any]
     unreached: tuple[Unreached, ...] = ()
@@ -94,9 +94,9 @@ class Trials:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """What a table shows: one line per trial and per target that could not be reached, method by method."""
+        """The rows of the table: one per trial and per unreached target, method by method."""
         order = [method["name"] for method in self.about["methods"]]
-        lines: list[Trial | Unreached] = [*self.trials, *self.unreached]
+        lines: list[MethodTrial | Unreached] = [*self.trials, *self.unreached]
         return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.method)))
 
     def save(self, path: Path | str) -> Path:
@@ -129,20 +129,20 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def compare_methods(
-    bench: Bench,
+    bench: MethodBench,
     methods: Sequence[Method],
     shares: Iterable[float] = (),
     log: Log = no_log,
     out: Path | str | None = None,
     macs: Iterable[float] = (),
 ) -> Trials:
-    """Makes and measures every method at every share, without any fine-tuning.
+    """Makes and measures every method at every share, without fine-tuning.
 
     With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
     more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
     images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A method
     that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are compared
-    image by image (`Difference`). What is known so far is saved to `out` after every trial.
+    image by image (`Difference`). The results so far are saved to `out` after every trial.
     """
     shares, targets = tuple(shares), tuple(macs)
     if not methods or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
@@ -152,7 +152,7 @@ def compare_methods(
         )
     before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
     for method in methods:
-        makers.of(method)  # what cannot be made is refused before anything is measured
+        makers.of(method)  # invalid methods are refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
     about = {**_about(bench, methods, len(labels)), "notes": chance_notes(correct, labels)}
@@ -183,7 +183,7 @@ def compare_methods(
 def points(
     method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
 ) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Returns every share to be tried and the target that it was chosen for; what depends on no share is tried once."""
+    """Returns every share to try with the target that it was selected for; a method without a share is tried once."""
     if not method.varies:
         yield 1.0, None
         return
@@ -199,12 +199,12 @@ def points(
 
 
 def _tried(
-    bench: Bench,
+    bench: MethodBench,
     method: Method,
     compressor: ModelCompressor,
     point: tuple[float, float | None],
     original: tuple[ModelCosts, Tensor, Tensor],
-) -> tuple[Trial, ImageResults]:
+) -> tuple[MethodTrial, ImageResults]:
     (share, target), (before, logits, labels) = point, original
     started = time.perf_counter()
     candidate = compressor.make(share)
@@ -215,16 +215,16 @@ def _tried(
     correct = own.argmax(-1) == labels
     requested = share if method.varies and target is None else None
     measured = _measured(bench, costs, (logits, own, labels), divergence)
-    trial = Trial(method.name, share, **measured, n=len(labels), seconds=seconds, target=target)
+    trial = MethodTrial(method.name, share, **measured, n=len(labels), seconds=seconds, target=target)
     return trial, ImageResults(method.name, (requested, target), divergence, correct)
 
 
-def _about(bench: Bench, methods: Sequence[Method], images: int) -> dict[str, Any]:
+def _about(bench: MethodBench, methods: Sequence[Method], images: int) -> dict[str, Any]:
     return {**bench.describe(methods), "data": bench.test.fingerprint, "images": images}
 
 
 def _measured(
-    bench: Bench, costs: tuple[ModelCosts, ModelCosts], answers: tuple[Tensor, Tensor, Tensor], divergence: Tensor
+    bench: MethodBench, costs: tuple[ModelCosts, ModelCosts], answers: tuple[Tensor, Tensor, Tensor], divergence: Tensor
 ) -> dict[str, Any]:
     (before, after), (logits, own, labels) = costs, answers
     right, still = logits.argmax(-1) == labels, own.argmax(-1) == labels
@@ -241,7 +241,7 @@ def _measured(
     }
 
 
-def _answers(model: nn.Module, bench: Bench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
+def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
     require_labels(bench.test)
     logits, labels = [], []
     device = next(model.parameters()).device

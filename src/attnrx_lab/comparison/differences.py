@@ -10,10 +10,10 @@ from attnrx.shapes import Bool, Float, Tensor
 
 @dataclass(frozen=True)
 class ImageResults:
-    """What one method answered at one budget, image by image: the KL divergence in nats, and whether it is right.
+    """The results of one method at one budget, image by image: the KL divergence in nats, and whether the class is
+    right.
 
-    `budget` is what was requested of the method: the kept share or the target share of the MACs, neither where its
-    rules are fixed.
+    `budget` is the requested share or the target share of the MACs; None if the rules of the method are fixed.
     """
 
     method: str
@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def budget(self) -> str:
-        """What was requested of both methods."""
+        """The requested budget of both methods."""
         if self.target is not None:
             return f"{100 * self.target:g} % of the MACs"
         return "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"

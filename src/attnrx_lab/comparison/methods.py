@@ -1,4 +1,4 @@
-"""Methods: ways of compressing a model as text, and as something that prices and makes the model at any share."""
+"""Methods: ways of compressing a model as text, and the compressors that make the model at any share."""
 
 import re
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
 
 @dataclass(frozen=True)
 class Method:
-    """One way of compressing: the text of its rules, in which {share} stands for the share that is kept, or a baseline.
+    """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
-    `refined` are the steps of a refinement of the queries and keys on the calibration images afterwards. A `baseline`
-    is one of BASELINES, and `maps` the linear maps that it writes as two (all, if none is named).
+    `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards. A
+    `baseline` is one of BASELINES, and `maps` the linear maps that it factors (all by default).
     """
 
     name: str
@@ -51,8 +51,9 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Reads `NAME=RULES [refine=STEPS]`, RULES being those of `prescribe`, or `NAME=baseline:BASELINE
-        [maps=MAP,MAP]`."""
+        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE
+        [maps=MAP,MAP]`.
+        """
         name, equals, rest = text.partition("=")
         if not equals or not name.strip() or not rest.strip():
             raise InvalidInput(f"the method {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
@@ -73,18 +74,18 @@ class Method:
 
     @property
     def template(self) -> Template:
-        """Its rules, the share still open."""
+        """Its rules, with the share still open."""
         return Template.parse(self.rules)
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the share at all."""
+        """Whether it depends on the share."""
         return self.baseline is not None or self.template.varies
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A model, what was diagnosed of it, the images that it is fitted on, and those that everything is measured on."""
+class MethodBench:
+    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them."""
 
     model: nn.Module
     diagnosis: Diagnosis
@@ -94,7 +95,7 @@ class Bench:
     batch_size: int = 64
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        """Tells what methods were made from and with, as JSON-ready values."""
+        """Returns the inputs and settings of the methods as JSON-ready values."""
         return {
             "diagnosis": dict(self.diagnosis.about),
             "seed": self.seed,
@@ -107,7 +108,7 @@ class Bench:
 class RuleCompressor(ModelCompressor):
     """Prescribes and realizes."""
 
-    bench: Bench
+    bench: MethodBench
     method: Method
     _known: dict[float, ModelCosts] = field(default_factory=dict)
 
@@ -117,16 +118,16 @@ class RuleCompressor(ModelCompressor):
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
-        """Prices what is prescribed; each share once."""
+        """Returns the costs of the prescription; computed once per share."""
         if share not in self._known:
             self._known[share] = costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
         return self._known[share]
 
     def make(self, share: float) -> nn.Module:
-        """Realizes what is prescribed, and refines it if requested.
+        """Realizes the prescription, and refines it if requested.
 
-        At a share that keeps everything the model itself is returned, as `costs` prices it there; rules without a share
-        that change nothing raise NoOpPrescription.
+        At a share that keeps everything the model itself is returned, as in `costs`; rules without a share that change
+        nothing raise NoOpPrescription.
         """
         bench, method = self.bench, self.method
         try:
@@ -140,20 +141,20 @@ class RuleCompressor(ModelCompressor):
         candidate = realize(bench.model, replace(found, tokens=None))
         knobs = Refinement(steps=method.refined, seed=bench.seed)
         candidate = refine(candidate, bench.model, bench.calibration, knobs).model
-        if found.tokens is not None:  # last, as refinement watches all tokens
+        if found.tokens is not None:  # last, because refinement observes all tokens
             family = family_of(candidate)
             realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
         return candidate
 
 
 class Compressors:
-    """The makers of a bench; baselines share the statistics that they are calibrated on."""
+    """The compressors of a bench; baselines share their calibration statistics."""
 
-    def __init__(self, bench: Bench):
+    def __init__(self, bench: MethodBench):
         self.bench = bench
 
     def of(self, method: Method) -> ModelCompressor:
-        """Returns the maker of one method."""
+        """Returns the compressor of one method."""
         if method.baseline is None:
             return RuleCompressor(self.bench, method)
         bench = self.bench

@@ -1,4 +1,4 @@
-"""Several prescriptions on one model: what measured of each, beside the model as its own library runs it."""
+"""The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ from attnrx.models import family_of, use_backend
 from attnrx.progress import Log, no_log
 from attnrx.storage import write_json
 from attnrx_lab.comparison.comparing import Unreached, points
-from attnrx_lab.comparison.methods import Bench, Compressors, Method
+from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
 from attnrx_lab.comparison.runtimes import running_in
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one method is at one share and batch size, beside the model as its library ships it.
+    """The latency of one method at one share and batch size, relative to the reference implementation.
 
     `latency` holds the ratio of times; the speed-up is its inverse. `ideal` is the inverse of the share of the MACs,
-    which a speed-up reaches where every multiplication takes as long as before and nothing else takes any time.
+    the speed-up if every multiplication takes as long as before and nothing else takes any time.
     """
 
     method: str
@@ -39,18 +39,18 @@ class Speed:
 
     @property
     def speedup(self) -> tuple[float, float, float]:
-        """How many times faster: the median over rounds, and its 95 % interval."""
+        """The speed-up: the median over rounds, and its 95 % interval."""
         ratio = self.latency.ratio
         return 1 / ratio.value, 1 / ratio.high, 1 / ratio.low
 
     @property
     def ideal(self) -> float:
-        """What the share of the MACs promises."""
+        """The speed-up that the share of the MACs predicts."""
         return 1 / self.macs_share
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table shows."""
+        """The cells of a table row."""
         latency, (value, low, high) = self.latency, self.speedup
         return (
             self.method,
@@ -72,7 +72,7 @@ SPEED_COLUMNS = (
     "batch",
     "threads",
     "MACs",
-    "shipped ms",
+    "reference ms",
     "own ms",
     "speed-up",
     "ideal",
@@ -82,7 +82,7 @@ SPEED_COLUMNS = (
 
 @dataclass(frozen=True)
 class Speeds:
-    """All speeds that were measured on one model, and how."""
+    """All speeds measured on one model, with the measurement settings."""
 
     speeds: tuple[Speed, ...]
     about: dict[str, Any]
@@ -103,11 +103,13 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Rates:
-    """What is timed: every method at these shares, or at these shares of the MACs, on batches of so many images.
+    """The settings of the timing: every method at these shares, or at these shares of the MACs, on batches of these
+    sizes.
 
-    Each is timed under every protocol. `runtime` is the format whose files are timed, the shipped model's too, and all
-    at the precision of the first protocol; None times the models themselves, their
-    attention computed by the `backend` of this name (None: as it is made).
+    Each is timed under every protocol. `runtime` is the export format whose files are timed, including the reference
+    implementation's, at the precision of the first protocol; None times the models themselves, with their attention on
+    the
+    `backend` of this name (None: unchanged).
     """
 
     batches: tuple[int, ...]
@@ -130,29 +132,30 @@ class Rates:
             raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
 
 
-def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> Bench:
-    """Returns a bench for speed alone, whose images are noise: they say what a prescription leaves out, not how much.
+def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
+    """Returns a bench for latency alone, whose images are noise.
 
-    Ranks that follow an energy or a divergence do depend on the images, and so do the times of what has such ranks.
+    Ranks that follow an energy or a divergence depend on the images, and so does the latency of such methods.
     """
     channels, height, width = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), Normalization.half(channels))
-    return Bench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
+    return MethodBench(model, diagnose(model, noise, batch_size=images, seed=seed), noise, noise, seed, images)
 
 
 def compare_speeds(
-    bench: Bench,
+    bench: MethodBench,
     methods: Sequence[Method],
     rates: Rates,
     log: Log = no_log,
     out: Path | str | None = None,
 ) -> Speeds:
-    """Makes every method at every share, or at equal MACs, and times them all in turns with the shipped model.
+    """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
 
-    The model of the bench itself always takes part, as "attnrx": nothing is left out of it, but its attention is ours.
-    What is known so far is saved to `out` after every batch size.
+    The uncompressed model of the bench is always timed too, as "attnrx". The results so far are saved to `out` after
+    every
+    batch size.
     """
     family = family_of(bench.model)
     library_model = family.library_model(bench.model)
@@ -181,7 +184,7 @@ def compare_speeds(
 
 
 def _made(
-    bench: Bench, methods: Sequence[Method], rates: Rates, log: Log
+    bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log
 ) -> Iterator[tuple[str, float, float, nn.Module]]:
     before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
     for method in methods:

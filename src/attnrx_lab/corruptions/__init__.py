@@ -1,12 +1,12 @@
-"""Nineteen ways of spoiling images at five severities, for asking how a model bears images that are not clean.
+"""Nineteen image corruptions at five severity levels, for robustness checks.
 
 They are those of ImageNet-C, and for small images of Tiny-ImageNet-C and CIFAR-C: Hendrycks and Dietterich,
-"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019. Written here from its
-definitions in PyTorch: of the packages that hold them, imagecorruptions 1.1.2 fails on three of the nineteen with
-today's NumPy and scikit-image, and corrupt_tta 0.1.7, which runs them all, wants OpenCV and scikit-image. The amounts
-are those of the published code; `frost` and the water of `spatter` are not what was published (each says why). The
-published files were stored as JPEG of quality 85 after all, which is not done here. So a number compares models on the
-same images, and is not one of the benchmark's.
+"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019. Written from its
+definitions in PyTorch: of the libraries that provide them, imagecorruptions 1.1.2 fails on three of the nineteen with
+today's NumPy and scikit-image, and corrupt_tta 0.1.7, which runs them all, needs OpenCV and scikit-image. The severity
+levels are those of the published code; `frost` and the water of `spatter` differ from it (see there). The published
+files were stored as JPEG of quality 85, which is not done here. So the numbers compare models on the same images and
+are not those of the benchmark.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ METHODS: Mapping[str, Callable[[Images, Levels, Draws], Images]] = {
     for name in LEVELS
 }
 
-# Those that draw nothing, and may take images together.
+# Deterministic corruptions, which process a batch at once.
 STILL = frozenset(
     {"gaussian_blur", "defocus_blur", "zoom_blur", "brightness", "contrast", "saturate", "pixelate", "jpeg_compression"}
 )
@@ -35,7 +35,7 @@ STILL = frozenset(
 
 @dataclass(frozen=True)
 class Corruption:
-    """One way of spoiling images; the result stays in [0, 1] and has the same shape, type and device."""
+    """One corruption; the result is in [0, 1] and has the same shape, type and device."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Corruption:
             raise UnknownName("corruption", self.name, LEVELS)
 
     def levels(self, side: int, severity: int) -> Levels:
-        """Returns the benchmark's amounts for images of this side."""
+        """Returns the benchmark's severity levels for images of this side."""
         if severity not in SEVERITIES:
             raise InvalidInput(f"severity {severity} of {self.name}: choose 1 (mildest) to 5.")
         levels = LEVELS[self.name]
@@ -56,17 +56,18 @@ class Corruption:
         severity: int,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch channels height width"]:
-        """Spoils images in [0, 1]; what is random needs the generator to be repeatable, and draws image by image."""
+        """Corrupts images in [0, 1]; random corruptions need the generator, and draw image by image."""
         levels = self.levels(max(images.shape[-2:]), severity)
         method = METHODS[self.name]
         if self.name in STILL:
             return method(images, levels, generator).clamp(0, 1)
-        # One by one: an image takes all its random numbers before the next, so batches of any size are corrupted alike.
+        # Image by image: each draws all its random numbers before the next, so the result does not depend on the batch
+        # size.
         return torch.cat([method(image[None], levels, generator) for image in images]).clamp(0, 1)
 
 
 CORRUPTIONS: dict[str, Corruption] = {name: Corruption(name) for name in LEVELS}
-# Names for several at once: the fifteen of the benchmark, the four that it keeps for validation, and both.
+# Groups: the fifteen of the benchmark, its four validation corruptions, and both.
 CORRUPTION_GROUPS: dict[str, tuple[str, ...]] = {"common": tuple(COMMON), "extra": tuple(EXTRA), "all": tuple(LEVELS)}
 
 __all__ = ["CORRUPTIONS", "CORRUPTION_GROUPS", "LEVELS", "SEVERITIES", "Corruption"]

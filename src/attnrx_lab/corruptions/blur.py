@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from attnrx.shapes import Float, Int, Tensor
-from attnrx_lab.corruptions.filters import Draws, Images, padded, smoothed, streaked, uniform, zoomed
+from attnrx_lab.corruptions.filters import Draws, Images, padded, smoothed, streaked, uniform_noise, zoomed
 from attnrx_lab.corruptions.severities import Levels
 
 
@@ -34,16 +34,16 @@ def _disk(radius: int | float, deviation: int | float) -> Float[Tensor, "side si
 
 
 def glass_blur(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Smooths by a standard deviation, moves pixels about by so many, so many times, and smooths again.
+    """Smooths by a standard deviation, swaps pixels within a distance several times, and smooths again.
 
-    The published benchmark means to swap two pixels and copies one over the other; so does this.
+    The published code copies one pixel over the other instead of swapping them; so does this.
     """
     deviation, reach, times = levels[0], int(levels[1]), int(levels[2])
     pixels = (255 * smoothed(images, deviation).clamp(0, 1)).floor() / 255
     height, width = images.shape[-2:]
     rows, columns = (torch.arange(side - reach, reach, -1) for side in (height, width))
     shape = (times, len(rows), len(columns), 2)
-    moves = uniform(images, shape, draws, -reach, reach).floor().long().cpu()
+    moves = uniform_noise(images, shape, draws, -reach, reach).floor().long().cpu()
     indices = (rows[:, None] * width + columns).expand(times, -1, -1)
     sources = indices[None] + moves[..., 1] * width + moves[..., 0]
     order = torch.stack([_copied(indices.flatten(), own.flatten(), height * width) for own in sources])
@@ -52,7 +52,7 @@ def glass_blur(images: Images, levels: Levels, draws: Draws) -> Images:
 
 
 def _copied(targets: Int[Tensor, "moves"], sources: Int[Tensor, "moves"], count: int) -> Int[Tensor, "pixels"]:
-    """Copies pixels one after the other, each from what is there by then, and tells where each came from."""
+    """Copies pixels one after the other, each from its current source, and returns the source of each."""
     order = list(range(count))
     for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
         order[target] = order[source]
@@ -61,11 +61,11 @@ def _copied(targets: Int[Tensor, "moves"], sources: Int[Tensor, "moves"], count:
 
 def motion_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Smears by a radius and a standard deviation, within 45 degrees of the rows."""
-    return streaked(images, int(levels[0]), levels[1], uniform(images, (), draws, -45, 45))
+    return streaked(images, int(levels[0]), levels[1], uniform_noise(images, (), draws, -45, 45))
 
 
 def zoom_blur(images: Images, levels: Levels, draws: Draws) -> Images:
     """Averages the images with those enlarged by factors from 1 to an end, in steps."""
-    # The factors as NumPy counts them, which reaches the end where rounding says so.
+    # The factors as in NumPy's arange, which may include the end by rounding.
     factors = np.arange(1, levels[0], levels[1]).tolist()
     return (images + sum(zoomed(images, factor) for factor in factors)) / (len(factors) + 1)

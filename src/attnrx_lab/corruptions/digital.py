@@ -9,7 +9,7 @@ from torch.nn import functional
 from attnrx.data.decoding import decode, threads
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.corruptions.filters import Draws, Images, box, smoothed, uniform
+from attnrx_lab.corruptions.filters import Draws, Images, box, smoothed, uniform_noise
 from attnrx_lab.corruptions.severities import Levels
 
 
@@ -21,13 +21,13 @@ def brightness(images: Images, levels: Levels, draws: Draws) -> Images:
 
 
 def contrast(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Moves every pixel towards the mean of its image and channel, to this share of the way it was from it."""
+    """Scales the deviation of every pixel from the mean of its image and channel."""
     mean = images.mean(dim=(-2, -1), keepdim=True)
     return mean + levels[0] * (images - mean)
 
 
 def saturate(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Multiplies the saturation of a pixel and adds to it, keeping hue and value; what is grey has the hue of red."""
+    """Multiplies the saturation of a pixel and adds to it, keeping hue and value; grey pixels have the hue of red."""
     if images.shape[1] != 3:
         raise InvalidInput(
             f"saturate: images with {images.shape[1]} channel(s) have no colour to change; leave this corruption out."
@@ -40,26 +40,27 @@ def saturate(images: Images, levels: Levels, draws: Draws) -> Images:
 
 
 def elastic_transform(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Moves three points of every image by up to a distance and its plane with them, then each pixel a little.
+    """Applies a random affine map to every image, then moves each pixel by a smooth random field.
 
-    The amounts are the factor of the pixels' moves, the deviation that smooths them, and the distance.
+    The levels are the factor of the pixels' moves, the standard deviation of the smoothing, and the largest affine
+    shift.
     """
     factor, deviation, distance = levels
     height, width = images.shape[-2:]
     centre, reach = images.new_tensor([height // 2, width // 2]), min(height, width) // 3
     points = centre + reach * images.new_tensor([[1, 1], [1, -1], [-1, -1]])
-    moved = points + uniform(images, (3, 2), draws, -distance, distance)
+    moved = points + uniform_noise(images, (3, 2), draws, -distance, distance)
     places = _plane(height, width).to(images)
     # Where a pixel of the result comes from: the plane that takes the moved points back.
     back = torch.linalg.solve(_homogeneous(moved), _homogeneous(points).expand(len(images), 3, 3))[..., :2]
     images = _sampled(images, _homogeneous(places.flatten(0, 1)) @ back, corners=True)
-    moves = uniform(images, (2, height, width), draws, -1, 1)
+    moves = uniform_noise(images, (2, height, width), draws, -1, 1)
     moves = factor * smoothed(moves, deviation, border="reflect", truncate=3)
     return _sampled(images, (places + moves.movedim(1, -1)).flatten(1, 2), corners=False)
 
 
 def _plane(height: int, width: int) -> Float[Tensor, "height width 2"]:
-    """The places of the pixels: along the row, along the column."""
+    """Returns the coordinates of the pixels: along the row, along the column."""
     down, right = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([right, down], -1).double()
 
@@ -69,7 +70,7 @@ def _homogeneous(points: Float[Tensor, "*any 2"]) -> Float[Tensor, "*any 3"]:
 
 
 def _sampled(images: Images, places: Float[Tensor, "batch pixels 2"], corners: bool) -> Images:
-    """Reads images between the pixels; beyond the border they are mirrored, in the last pixel or behind it."""
+    """Samples images between the pixels; beyond the border they are mirrored, in the last pixel or after it."""
     height, width = images.shape[-2:]
     sides = images.new_tensor([width, height])
     scaled = 2 * places / (sides - 1).clamp(min=1) - 1 if corners else (2 * places + 1) / sides - 1

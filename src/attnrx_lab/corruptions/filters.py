@@ -1,4 +1,4 @@
-"""What several corruptions are made of: random fields image by image, smoothing, shifts and fractal landscapes.
+"""Building blocks of corruptions: random fields per image, smoothing, shifts and fractal landscapes.
 
 Smoothing and resampling along one side of an image are one matrix, so every border rule is exact at any size.
 """
@@ -16,29 +16,31 @@ Layer = Float[Tensor, "batch 1 height width"]
 
 
 def normal(images: Tensor, shape: tuple[int, ...], draws: Draws) -> Float[Tensor, "batch ..."]:
-    """Draws standard normal numbers of a shape for every image, one image after the other.
+    """Returns standard normal numbers of a shape for every image, drawn image by image.
 
-    They are drawn where the generator lives, so that one on the CPU gives every device, and batches of any size, the
-    same.
+    They are drawn on the device of the generator, so that a CPU generator gives the same numbers for every device and
+    batch
+    size.
     """
     device = images.device if draws is None else draws.device
     drawn = [torch.randn(shape, generator=draws, device=device, dtype=images.dtype) for _ in images]
     return torch.stack(drawn).to(images.device)
 
 
-def uniform(
+def uniform_noise(
     images: Tensor, shape: tuple[int, ...], draws: Draws, low: int | float = 0, high: int | float = 1
 ) -> Tensor:
-    """Draws numbers between two ends in the same way."""
+    """Returns uniform numbers between two ends, drawn in the same way."""
     device = images.device if draws is None else draws.device
     drawn = [torch.rand(shape, generator=draws, device=device, dtype=images.dtype) for _ in images]
     return low + (high - low) * torch.stack(drawn).to(images.device)
 
 
 def smoothed(images: Images, deviation: int | float, *, border: str = "nearest", truncate: int | float = 4.0) -> Images:
-    """Convolves rows and columns with a Gaussian of so many pixels, cut at `truncate` deviations.
+    """Convolves rows and columns with a Gaussian of this standard deviation in pixels, cut at `truncate` deviations.
 
-    Beyond the border lies its last pixel ("nearest"), or the mirrored image with ("reflect") the last pixel twice.
+    Beyond the border the last pixel is repeated ("nearest"), or the image is mirrored with the last pixel twice
+    ("reflect").
     """
     rows, columns = (_gaussian(side, deviation, border, truncate).to(images) for side in images.shape[-2:])
     return rows @ images @ columns.T
@@ -56,13 +58,13 @@ def _gaussian(side: int, deviation: int | float, border: str, truncate: int | fl
 
 
 def _mirrored(places: Int[Tensor, "*any"], side: int) -> Int[Tensor, "*any"]:
-    """Mirrors places beyond the border, the last pixel standing twice."""
+    """Mirrors indices beyond the border, with the last pixel twice."""
     folded = places % (2 * side)
     return torch.minimum(folded, 2 * side - 1 - folded)
 
 
 def padded(images: Images, margin: int, border: str) -> Float[Tensor, "batch channels taller wider"]:
-    """Adds a margin of any width: the last pixel again ("nearest"), or the image mirrored in it ("mirror")."""
+    """Adds a margin of any width: the last pixel repeated ("nearest"), or the image mirrored in it ("mirror")."""
     for axis in (-2, -1):
         side = images.shape[axis]
         places = torch.arange(-margin, side + margin, device=images.device)
@@ -125,7 +127,7 @@ def landscapes(images: Images, decay: int | float, draws: Draws) -> Layer:
     while stride >= 2:
         half = stride // 2
         count = side // stride
-        drawn = amplitude * uniform(images, (3, count, count), draws, -1, 1)
+        drawn = amplitude * uniform_noise(images, (3, count, count), draws, -1, 1)
         corners = heights[:, ::stride, ::stride]
         below = corners.roll(-1, 1)
         centres = (corners + below + (corners + below).roll(-1, 2)) / 4 + drawn[:, 0]
@@ -141,7 +143,7 @@ def landscapes(images: Images, decay: int | float, draws: Draws) -> Layer:
 
 
 def grey(images: Images) -> Layer:
-    """Returns the brightness that the eye sees, of images with one channel or three."""
+    """Returns the luma of images with one channel or three."""
     if images.shape[1] == 1:
         return images
     return (images * images.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)

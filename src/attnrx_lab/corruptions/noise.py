@@ -2,7 +2,7 @@
 
 import torch
 
-from attnrx_lab.corruptions.filters import Draws, Images, normal, uniform
+from attnrx_lab.corruptions.filters import Draws, Images, normal, uniform_noise
 from attnrx_lab.corruptions.severities import Levels
 
 
@@ -20,7 +20,7 @@ def shot_noise(images: Images, levels: Levels, draws: Draws) -> Images:
 
 def impulse_noise(images: Images, levels: Levels, draws: Draws) -> Images:
     """Sets a share of the values to 0 or to 1, by the flip of a coin."""
-    hit, coin = uniform(images, (2, *images.shape[1:]), draws).unbind(1)
+    hit, coin = uniform_noise(images, (2, *images.shape[1:]), draws).unbind(1)
     return torch.where(hit <= levels[0], (coin <= 0.5).to(images.dtype), images)
 
 

@@ -1,4 +1,4 @@
-"""The amounts of every corruption at severities 1 to 5, as the benchmarks have them, by the side of the images."""
+"""The severity levels 1 to 5 of every corruption, as in the benchmarks, by the side of the images."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ SMALL, MIDDLE, LARGE = 32, 64, float("inf")  # the largest sides that CIFAR-C, T
 
 
 def _by_side(small: Five, middle: Five, large: Five) -> dict[int | float, tuple[Levels, ...]]:
-    """Sets five amounts for each size; a single number stands for a tuple of one."""
+    """Returns the five levels for each size; a single number stands for a tuple of one."""
     sizes = {SMALL: small, MIDDLE: middle, LARGE: large}
     return {side: tuple(own if isinstance(own, tuple) else (own,) for own in five) for side, five in sizes.items()}
 
@@ -18,7 +18,7 @@ def _shares(side: int, *triples: Levels) -> tuple[Levels, ...]:
     return tuple(tuple(side * share for share in triple) for triple in triples)
 
 
-# The fifteen of the benchmark, in its order; what the numbers are stands with each method.
+# The fifteen of the benchmark, in its order; each corruption documents its numbers.
 COMMON: Mapping[str, Mapping[int | float, tuple[Levels, ...]]] = {
     "gaussian_noise": _by_side(
         (0.04, 0.06, 0.08, 0.09, 0.10), (0.04, 0.08, 0.12, 0.15, 0.18), (0.08, 0.12, 0.18, 0.26, 0.38)
@@ -85,7 +85,7 @@ COMMON: Mapping[str, Mapping[int | float, tuple[Levels, ...]]] = {
     "elastic_transform": _by_side(
         _shares(32, (0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
         _shares(64, (0, 0, 0.08), (0.05, 0.3, 0.06), (0.1, 0.08, 0.06), (0.1, 0.03, 0.03), (0.16, 0.03, 0.02)),
-        _shares(  # 244, not 224: so the benchmark was made
+        _shares(  # 244, not 224, as in the benchmark's code
             244, (2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)
         ),
     ),
@@ -93,7 +93,7 @@ COMMON: Mapping[str, Mapping[int | float, tuple[Levels, ...]]] = {
     "jpeg_compression": _by_side((80, 65, 58, 50, 40), (65, 58, 50, 40, 25), (25, 18, 15, 10, 7)),
 }
 
-# The four that the benchmark keeps aside for validation.
+# The four validation corruptions of the benchmark.
 EXTRA: Mapping[str, Mapping[int | float, tuple[Levels, ...]]] = {
     "speckle_noise": _by_side((0.06, 0.1, 0.12, 0.16, 0.2), (0.15, 0.2, 0.25, 0.3, 0.35), (0.15, 0.2, 0.35, 0.45, 0.6)),
     "gaussian_blur": _by_side((0.4, 0.6, 0.7, 0.8, 1), (0.5, 0.75, 1, 1.25, 1.5), (1, 2, 3, 4, 6)),

@@ -14,13 +14,13 @@ from attnrx_lab.corruptions.filters import (
     padded,
     smoothed,
     streaked,
-    uniform,
+    uniform_noise,
     zoomed,
 )
 from attnrx_lab.corruptions.severities import Levels
 
 ICE = (0.89, 1.02, 1.09)  # the colour of the benchmark's photographs, around one
-ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # how bright they are, and how much that varies within one
+ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # their brightness, and its variation within one
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
 RELIEF = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))  # light from one corner
@@ -33,7 +33,7 @@ def snow(images: Images, levels: Levels, draws: Draws) -> Images:
     flakes = zoomed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), factor)
     flakes = torch.where(flakes < threshold, 0, flakes).clamp(0, 1)
     flakes = (255 * flakes).floor() / 255
-    flakes = streaked(flakes, int(radius), length, uniform(images, (), draws, -135, -45))
+    flakes = streaked(flakes, int(radius), length, uniform_noise(images, (), draws, -135, -45))
     white = share * images + (1 - share) * torch.maximum(images, 1.5 * grey(images) + 0.5)
     return white + flakes + flakes.flip(-2, -1)
 
@@ -41,28 +41,31 @@ def snow(images: Images, levels: Levels, draws: Draws) -> Images:
 def frost(images: Images, levels: Levels, draws: Draws) -> Images:
     """Darkens by a factor, and adds a share of ice.
 
-    The benchmark adds crops of six photographs, which are not here. This ice is generated: the ridges of a fractal
-    landscape, about as bright as the photographs, as unlike each other, and as rough. Its numbers compare models with
-    each other, and not with those of the benchmark.
+    The benchmark adds crops of six photographs, which are not included. This ice is generated: the ridges of a fractal
+    landscape with the brightness, variety and roughness of the photographs. Its numbers are comparable between models,
+    not
+    with those of the benchmark.
     """
     ridges = 1 - (2 * landscapes(images, 1.5, draws) - 1).abs()
     rough = (ridges - ridges.mean((2, 3), keepdim=True)) / ridges.std((2, 3), keepdim=True).clamp(min=1e-6)
-    ice = uniform(images, (1, 1, 1), draws, *ICE_LEVELS) + ICE_DEVIATION * rough
+    ice = uniform_noise(images, (1, 1, 1), draws, *ICE_LEVELS) + ICE_DEVIATION * rough
     return levels[0] * images + levels[1] * (ice * _colour(ICE, images)).clamp(0, 1)
 
 
 def fog(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Adds a share of a fractal landscape (and its decay), and rescales to the largest value that there was."""
+    """Adds a share of a fractal landscape (and its decay), and rescales to the former maximum."""
     most = images.amax((1, 2, 3), keepdim=True)
     return (images + levels[0] * landscapes(images, levels[1], draws)) * most / (most + levels[0])
 
 
 def spatter(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Throws water or mud on the images: noise (mean, deviation), smoothed, where it is above a threshold.
+    """Adds drops of water or mud: noise (mean, deviation), smoothed, where it is above a threshold.
 
-    The last amounts are how much there is of it, and 0 for water. The benchmark finds the edges of drops with Canny's
-    detector and measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances
-    those of an octagon.
+    The last levels are the amount of it, and 0 for water. The benchmark finds the edges of drops with Canny's detector
+    and
+    measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances are those of
+    an
+    octagon.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = smoothed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), size)
@@ -77,13 +80,13 @@ def spatter(images: Images, levels: Levels, draws: Draws) -> Images:
 
 
 def _colour(colour: tuple[float, float, float], images: Images) -> Float[Tensor, "1 channels 1 1"]:
-    """Returns a colour for images with three channels, or how bright it is."""
+    """Returns a colour for images with three channels, else its brightness."""
     own = images.new_tensor(colour)[None, :, None, None]
     return own if images.shape[1] == 3 else grey(own)
 
 
 def _relief(drops: Tensor) -> Layer:
-    """Lights drops from one side: their distance to the edge, spread evenly over 0 to 255, seen as a landscape."""
+    """Lights drops from one side: their distance to the edge, equalized to 0..255, as a height map."""
     reached = (drops & (_grown((~drops).double(), False) > 0)).double()  # the edge, and what is near it
     distance = torch.zeros_like(reached)
     for step in range(FARTHEST):

@@ -1,4 +1,6 @@
-"""The bench: one trained model with its diagnosis, on which every prescription is realized, measured and controlled."""
+"""The evidence bench: one trained model with its diagnosis, on which prescriptions are realized, measured and
+controlled.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -20,20 +22,20 @@ from attnrx_lab.papers.svda_experiment import SvdaExperiment
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription in the way `kind` names: "mask", or one of the compressions."""
+    """Realizes a prescription by `kind`: "mask", or one of the compressions."""
     if kind == "mask":
         return realize(model, prescription, by="mask")
     return realize(model, prescription, by="compress", norms=kind, calibration=calibration)
 
 
 def answering_device() -> torch.device:
-    """Where the test images are answered: on an accelerator if there is one."""
+    """Returns the device for the test images: an accelerator if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
-    """Measures candidates against one model; what a model once answered is kept, so it answers each image only once."""
+class EvidenceBench:
+    """Measures candidates against one model; its predictions are cached, so it classifies each image only once."""
 
     model: nn.Module
     diagnosis: Diagnosis
@@ -42,8 +44,8 @@ class Bench:
     experiment: SvdaExperiment
 
     @classmethod
-    def of(cls, model: nn.Module, diagnosis: Diagnosis, splits: Splits, experiment: SvdaExperiment) -> "Bench":
-        """Sets up the bench; prescriptions are realized on the CPU, and answer where it is fastest."""
+    def of(cls, model: nn.Module, diagnosis: Diagnosis, splits: Splits, experiment: SvdaExperiment) -> "EvidenceBench":
+        """Prepares the bench; prescriptions are realized on the CPU and run on the fastest device."""
         device = answering_device()
         test = first_images(splits.test, experiment.test_images)
         reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
@@ -51,7 +53,7 @@ class Bench:
         return cls(model, diagnosis, first_images(splits.train, experiment.calibration_images), comparison, experiment)
 
     def stages(self, prescription: Prescription) -> Iterator[tuple[str, Callable[[], Evidence]]]:
-        """Names the pieces of evidence about one prescription, each with what makes it."""
+        """Returns the pieces of evidence about one prescription by name, each with the function that computes it."""
         masked = _Once(lambda: self._realized(prescription, "mask"))
         for kind in self.experiment.kinds:
             yield kind, lambda kind=kind: self.measured(prescription, kind, masked())
@@ -59,7 +61,7 @@ class Bench:
             yield f"controls-{kind}", lambda kind=kind: self.controlled(prescription, kind)
 
     def measured(self, prescription: Prescription, kind: str, masked: nn.Module) -> Evidence:
-        """Accuracy, fidelity and costs of one realization; for the mask, whose theorems they are, the bounds too."""
+        """Returns accuracy, fidelity and costs of one realization; for the mask also the bounds of the theorems."""
         candidate = masked if kind == "mask" else self._realized(prescription, kind)
         comparison = replace(self.comparison, candidate=candidate, masked=masked, prescription=prescription)
         checks: list[Check] = [Accuracy(most_drop=None), Fidelity(), Costs()]
@@ -68,9 +70,9 @@ class Bench:
         return self._evidence(checks, comparison, kind)
 
     def controlled(self, prescription: Prescription, kind: str) -> Evidence:
-        """The candidate against matched controls that are realized in the same way.
+        """Compares the candidate with matched controls that are realized in the same way.
 
-        The uniform control is left out where the prescription itself gives every head the same rank: they are equal.
+        The uniform control is skipped if the prescription itself gives every head the same rank: they are equal.
         """
         even = len({rank for layer in prescription.ranks for rank in layer}) == 1
         kinds = ("random", "largest") if even else ("random", "largest", "uniform")
@@ -97,7 +99,7 @@ class Bench:
 
 
 class _Once:
-    """Makes something on first use, and keeps it."""
+    """Computes a value on first use, and caches it."""
 
     def __init__(self, make: Callable[[], nn.Module]):
         self._make = make
@@ -110,7 +112,7 @@ class _Once:
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Reads evidence that is there, or makes and saves it."""
+    """Reads existing evidence, or computes and saves it."""
     if path.exists():
         return Evidence.load(path)
     evidence = make()

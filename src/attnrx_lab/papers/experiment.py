@@ -1,4 +1,4 @@
-"""What an experiment is: the contract between the runs of a paper and the tables that are made of them."""
+"""The base classes of runs and experiments, from which the tables are made."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ AnyRun = TypeVar("AnyRun", bound="Run")
 
 @dataclass(frozen=True)
 class Run(ABC):
-    """A finished run: its folder and result.json, in which numbers stand by rule, kind and quantity."""
+    """A finished run: its folder and result.json, with numbers by rule, kind and quantity."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -32,11 +32,11 @@ class Run(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers must know about the data and how they were made."""
+        """Notes on the data and the method, for readers of the numbers."""
         return tuple(self.record["data"]["notes"])
 
     def measure(self, rule: str, kind: str, quantity: str) -> Mapping[str, Any] | None:
-        """Returns one number (`value`, and `low` and `high`, which may be None), or None where it was not measured."""
+        """Returns one number (`value`, and `low` and `high`, which may be None), or None if it was not measured."""
         return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
 
     @classmethod
@@ -49,10 +49,11 @@ class Run(ABC):
 
 
 class Experiment(ABC):
-    """One run of a protocol, as a frozen dataclass: every setting of it, and how it is made and read back.
+    """One run of a protocol, as a frozen dataclass of its settings.
 
-    `dataset` names the data, `seed` feeds every draw. `knobs` are the settings that a reader may change, each with how
-    a change is listed beside the numbers: {own} is the setting, {protocol} the paper's.
+    `dataset` names the data, `seed` seeds every draw. `knobs` are the settings that a user may change, each with the
+    text
+    for a change in the table: {own} is the setting, {protocol} the paper's.
     """
 
     kind: ClassVar[str]
@@ -67,12 +68,12 @@ class Experiment(ABC):
 
     @property
     def scenario(self) -> str:
-        """What the rows of a table and `only` call it, one for each protocol of a recipe: the dataset, by default."""
+        """Its name in the rows of a table and in `only`, one per protocol of a recipe: the dataset, by default."""
         return self.dataset
 
     @property
     def name(self) -> str:
-        """What the run is called in messages."""
+        """The name of the run in messages."""
         return f"{self.scenario}{' (tiny)' if self.tiny else ''}, seed {self.seed}"
 
     @property
@@ -86,14 +87,14 @@ class Experiment(ABC):
 
     @abstractmethod
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> Run:
-        """Makes the run, or goes on with it, or reads it back; a folder that holds another one is refused."""
+        """Makes the run, continues it, or reads it back; a folder that holds another one is refused."""
 
     def load(self, folder: Path | str) -> Run:
         """Reads a finished run of this kind back."""
         return self.run_type.load(folder)
 
     def here(self) -> "Experiment":
-        """The same run in the way that suits this machine."""
+        """The same run with the settings that suit this machine."""
         return self
 
     def seeded(self, seed: int) -> "Experiment":
@@ -101,7 +102,7 @@ class Experiment(ABC):
         return replace(self, seed=seed)  # type: ignore[type-var]
 
     def changed(self, changes: Mapping[str, Any]) -> "Experiment":
-        """The same run with some knobs turned; those that it does not have are refused by name."""
+        """The same run with some settings changed; unknown ones raise UnknownName."""
         strange = {name: value for name, value in changes.items() if name not in self.knobs}
         if strange:
             requested = ", ".join(f"{name}={value!r}" for name, value in strange.items())
@@ -112,7 +113,7 @@ class Experiment(ABC):
         return replace(self, **changes)  # type: ignore[type-var]
 
     def deviations(self, protocol: "Experiment") -> list[str]:
-        """Tells what differs from the protocol, for a reader of the table."""
+        """Returns the differences from the protocol, for readers of the table."""
         if self.tiny:
             return [f"{self.scenario}: {self.told_when_tiny}"]
         pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
@@ -123,7 +124,7 @@ class Experiment(ABC):
         ]
 
     def differences(self, record: Mapping[str, Any]) -> list[str]:
-        """Lists what was otherwise in the settings of a stored run."""
+        """Returns the differences from the settings of a stored run."""
         own = to_dict(self)
         names = sorted(own.keys() | record.keys())
         return [
@@ -133,7 +134,7 @@ class Experiment(ABC):
         ]
 
     def require(self, folder: Path) -> None:
-        """Refuses a folder that holds a different run; one that holds nothing yet is left as it is."""
+        """Refuses a folder that holds a different run; an empty one is unchanged."""
         path = folder / "settings.json"
         if not path.exists():
             return
@@ -147,7 +148,7 @@ class Experiment(ABC):
             )
 
     def claim(self, folder: Path) -> None:
-        """Stores the settings with the first stage; to be called when model and data could be loaded with them."""
+        """Stores the settings with the first stage; called after model and data were loaded with them."""
         self.require(folder)
         path = folder / "settings.json"
         if not path.exists():
@@ -156,7 +157,7 @@ class Experiment(ABC):
 
 
 def first_images(images: ImageSet, count: int | None) -> ImageSet:
-    """Returns the first images, balanced over the classes; all where there are no more, or `count` is None."""
+    """Returns the first `count` images, balanced over the classes; all if there are no more, or `count` is None."""
     return images if count is None else images.take(min(count, len(images)))
 
 

@@ -1,4 +1,4 @@
-"""One run of the fusion experiment: the fusion matrices of a model, and what they say about its heads."""
+"""One run of the fusion experiment: the fusion matrices of a model, and their statistics."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ import torch
 
 from attnrx.attention import Attention
 from attnrx.config import to_dict
-from attnrx.decompositions import Schedule, cpd_epc, water_filled_blocks
+from attnrx.decompositions import CorrectionSchedule, cpd_epc, water_filled_blocks
 from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of, model_fingerprint
@@ -22,11 +22,11 @@ from attnrx_lab.papers.fusion_experiment import FusionExperiment, FusionRun, Mix
 from attnrx_lab.papers.measures import Measure, plain_measure
 
 CORRECTIONS = 100  # sweeps of the correction, at most
-DRAWN = 10_000  # columns drawn at random, which put what is by chance within half a point
+DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
 
 
 def run_fusion(experiment: FusionExperiment, folder: Path | str, *, log: Log = no_log) -> FusionRun:
-    """Decomposes every layer at every share; result.json holds what is read off, fusions.safetensors the matrices."""
+    """Decomposes every layer at every share; result.json has the statistics, fusions.safetensors the matrices."""
     folder = Path(folder)
     experiment.require(folder)
     if (folder / "result.json").exists():
@@ -84,7 +84,7 @@ def _fusion(experiment: FusionExperiment, attention: Attention, share: float, la
         mix, error = spectrum.strength.double(), {}
     else:
         rank, sweeps = max(1, round(share * int(spectrum.used.sum()))), experiment.sweeps
-        schedule = Schedule(sweeps, correction_sweeps=min(sweeps, CORRECTIONS))
+        schedule = CorrectionSchedule(sweeps, correction_sweeps=min(sweeps, CORRECTIONS))
         terms = cpd_epc(tensor, rank, start="random", schedule=schedule, seed=experiment.seed + layer)
         mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
     best = water_filled_blocks(tensor, mix.shape[1]).ranks
@@ -103,12 +103,12 @@ def _notes(layers: Sequence[Attention]) -> Iterator[str]:
 
 
 def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
-    """Says how nearly a fusion matrix is block-diagonal once its columns are sorted by owner.
+    """Returns how close a fusion matrix is to block-diagonal once its columns are sorted by owner.
 
-    `as_fitted` is the share of its energy, in %, that lies in the blocks with the columns as long as they are, and
-    `rescaled` the mean over columns, which rescaling makes alike (Figure 3 b). `by_chance` is the latter for columns
-    of as many heads drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and
-    the largest block.
+    `as_fitted` is the share of its energy, in %, inside the blocks with unscaled columns, and `rescaled` the mean over
+    columns, which does not depend on their scale (Figure 3 b). `by_chance` is the latter for columns of as many heads
+    drawn
+    from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest block.
     """
     found = fusion_of(mix)
     drawn = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -125,12 +125,12 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
 
 
 def spread_of(ranks: Sequence[int]) -> dict[str, float]:
-    """Returns the mean, the middle and the ends of the ranks of one place over the layers."""
+    """Returns the mean, the median and the extremes of the ranks of one position over the layers."""
     return {"mean": fmean(ranks), "median": median(ranks), "least": float(min(ranks)), "most": float(max(ranks))}
 
 
 def _places(ranks: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Sorts the ranks of every layer and returns those of each place: the smallest of every layer first."""
+    """Sorts the ranks of every layer and returns those of each position: the smallest of every layer first."""
     return list(zip(*(sorted(layer) for layer in ranks), strict=True))
 
 

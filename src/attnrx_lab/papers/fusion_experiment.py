@@ -24,7 +24,7 @@ Mix = Float[Tensor, "heads rank"]
 
 @dataclass(frozen=True)
 class FusionRun(Run):
-    """A finished run of the fusion experiment; the fusion matrices lie beside it."""
+    """A finished run of the fusion experiment; the fusion matrices are in its folder."""
 
     kind: ClassVar[str] = "attnrx fusion run"
 
@@ -34,19 +34,19 @@ class FusionRun(Run):
         return FusionExperiment.from_dict(self.record["settings"])
 
     def fusions(self, share: float) -> list[Tensor]:
-        """Returns the fusion matrix of every layer, heads by directions, as it was fitted."""
+        """Returns the fusion matrix of every layer, heads by directions, as fitted."""
         tensors = read_tensors(self.folder / "fusions.safetensors", self.record["fusions_sha256"])
         return [tensors[rule_of(share, f"layer-{layer}")] for layer in range(self.record["layers"])]
 
 
 def fusion_of(mix: Mix) -> Fusion:
-    """Says which head owns each direction of a fusion matrix, and sorts and rescales its columns."""
+    """Returns the owner of each direction of a fusion matrix, with its columns sorted and rescaled."""
     nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
     return fusion_ranks(Canonical(nothing, nothing, mix))
 
 
 def rule_of(share: float, what: str) -> str:
-    """Names what was read at a share of the directions."""
+    """Returns the name of the results at a share of the directions."""
     return f"{share:g}/{what}"
 
 
@@ -54,8 +54,9 @@ def rule_of(share: float, what: str) -> str:
 class FusionExperiment(Experiment):
     """The scores of every layer of a pre-trained model in `shares` of its directions, shared by all heads (CPD-EPC).
 
-    Only the weights are looked at. The seed draws the start: one from the heads' own directions would have given each
-    direction one owner beforehand. A model whose heads share directions already is read as it is.
+    Only the weights are used. The seed draws the start: a start from the heads' own directions would give each
+    direction
+    one owner beforehand. A model whose heads share directions already is read unchanged.
     """
 
     kind: ClassVar[str] = "irratt-fusion"
@@ -82,16 +83,16 @@ class FusionExperiment(Experiment):
 
     @property
     def scenario(self) -> str:
-        """What the model is called."""
+        """The name of the model."""
         return self.subject
 
     def as_tiny(self) -> "FusionExperiment":
-        """The same on a tiny model with as many heads and layers, hardly fitted."""
+        """The same on a tiny model with as many heads and layers, with few sweeps."""
         return replace(self, tiny=True, sweeps=3)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> FusionRun:
         """Decomposes every layer and reads the fusion matrices: `run_fusion`."""
-        from attnrx_lab.papers.fusion import run_fusion  # which needs this module
+        from attnrx_lab.papers.fusion import run_fusion  # avoids an import cycle
 
         return run_fusion(self, folder, log=log)
 

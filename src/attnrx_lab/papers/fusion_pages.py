@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from attnrx.errors import InvalidInput
-from attnrx.reports.figures import Chart, Curve, Point, as_uri, colour, colour_ramp, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, as_uri, colour, colour_ramp, marker_picture
 from attnrx.reports.page import TEMPLATES
 from attnrx_lab.papers.experiment import Run
 from attnrx_lab.papers.fusion_experiment import FusionRun, Mix, fusion_of, rule_of
@@ -33,7 +33,7 @@ def ranks_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
 
 
 def fusions_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
-    """Draws every fusion matrix as it was fitted, and after its columns were rescaled and sorted by owner."""
+    """Draws every fusion matrix as fitted, and with its columns rescaled and sorted by owner."""
     parts = []
     for run in _fusion_runs(runs):
         for share in _shares_of(run, shares):
@@ -56,7 +56,7 @@ def _curve(run: FusionRun, share: float, kind: str, place: int) -> Curve:
     while (mean := run.measure(rule_of(share, f"head-{len(points) + 1}"), kind, "mean")) is not None:
         ends = [run.measure(rule_of(share, f"head-{len(points) + 1}"), kind, end) for end in ("least", "most")]
         low, high = (None if end is None else end["value"] for end in ends)
-        points.append(Point(len(points) + 1, mean["value"], low, high))
+        points.append(CurvePoint(len(points) + 1, mean["value"], low, high))
     return Curve(KINDS[kind], tuple(points), f"style-{place}", place)
 
 

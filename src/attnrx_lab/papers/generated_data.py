@@ -1,4 +1,4 @@
-"""Generated images: a dataset that needs no file, for runs that only show that everything works."""
+"""Generated images: a dataset without files, for smoke tests."""
 
 import torch
 
@@ -9,7 +9,7 @@ SIZES = {"train": 96, "validation": 32, "test": 64}
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
-    """Returns images whose class is the place of a bright square in noise: easy to learn, and always the same."""
+    """Returns images whose class is the position of a bright square in noise: easy to learn, and deterministic."""
     scale = Normalization.half(channels)
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
@@ -25,7 +25,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
         image_size=side,
         normalization=scale,
         augmentation=Augmentation(padding=0, flip=False),
-        notes=("the images are generated; no number measured on them says anything about a real dataset",),
+        notes=("the images are generated; numbers measured on them do not transfer to real datasets",),
     )
 
 

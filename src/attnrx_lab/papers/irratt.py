@@ -1,4 +1,4 @@
-"""One run of the IrrAtt experiment, method by method; whatever stopped it, the next call goes on."""
+"""One run of the IrrAtt experiment, method by method; an interrupted run continues on the next call."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ ANSWERED = 50  # images at a time, for measuring and diagnosing
 NOTES = (
     "values and MLP keep what matters most on the calibration images, not the largest singular values of the weights "
     "alone",
-    "the query's bias is part of what is decomposed; the paper does not say what becomes of it",
+    "the query's bias is decomposed with the weights; the paper does not state its treatment",
     "IrrAtt is realized as directions that all heads share, with the strengths of its blocks: the same answers as "
     "those of the form that its CR is counted for, and the realized FLOPs of a CP",
 )
@@ -38,7 +38,9 @@ NOTES = (
 def run_irratt(
     experiment: IrrattExperiment, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log
 ) -> IrrattRun:
-    """Prices every method, and measures those that can be made; every stage leaves a whole file, never made again."""
+    """Computes the costs of every method, and measures those that can be made; every stage is stored and never
+    repeated.
+    """
     folder = Path(folder)
     experiment.require(folder)
     if (folder / "result.json").exists():
@@ -72,7 +74,7 @@ def run_irratt(
 
 @dataclass(frozen=True, eq=False)
 class _Workshop:
-    """What every method is made from and measured with."""
+    """The model, data and settings shared by all methods."""
 
     experiment: IrrattExperiment
     folder: Path
@@ -105,7 +107,7 @@ class _Workshop:
         return load(trained.folder)
 
     def evidence(self, method: IrrattMethod, reporter: Reporter | None) -> Evidence:
-        """Accuracy and fidelity of a method's model against the original, and what it costs as it is made."""
+        """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
         candidate = self.candidate(method, reporter)
         placed = candidate.to(self.comparison.device) if method.changes else self.comparison.reference
         compared = replace(self.comparison, candidate=placed)

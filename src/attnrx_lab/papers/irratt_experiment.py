@@ -1,4 +1,4 @@
-"""The IrrAtt experiment: a pre-trained model, several ways of compressing it, and what each costs and loses."""
+"""The IrrAtt experiment: a pre-trained model and several ways of compressing it, with costs and quality."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.irratt_methods import IrrattMethod
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of, tiny_splits, tiny_twin
 
-# timm's decay for the running mean of a DeiT's weights; the paper says only that there is one.
+# timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
 EMA = 0.99996
 
 
@@ -53,12 +53,14 @@ class IrrattRun(Run):
 class IrrattExperiment(Experiment):
     """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
 
-    `subject` is what the model is called, `model` and `weights` what `load` is given, `dataset` and the columns what
-    `load_data` is given. Values and MLP are prescribed on the first `calibration_images` of the training images, which
-    the seed divides from the validation images; the scores by the weights, in `metric`, with the seed for every
-    start. Nothing is fine-tuned by default: where the data shows few of a model's classes, training on it would let
-    every method gain by forgetting the others. `tiny` measures a tiny model on generated images; the costs are always
-    those of the model itself.
+    `subject` is the name of the model, `model` and `weights` the arguments of `load`, `dataset` and the columns those
+    of
+    `load_data`. Values and MLP are prescribed on the first `calibration_images` of the training images, which the seed
+    divides from the validation images; the scores by the weights, in `metric`, with the seed for every start. Nothing
+    is
+    fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
+    forgetting
+    the others. `tiny` measures a tiny model on generated images; the costs are always those of the model itself.
     """
 
     kind: ClassVar[str] = "irratt"
@@ -107,7 +109,7 @@ class IrrattExperiment(Experiment):
 
     @property
     def scenario(self) -> str:
-        """What the model is called: one dataset may serve several."""
+        """The name of the model: one dataset may serve several."""
         return self.subject
 
     def as_tiny(self) -> "IrrattExperiment":
@@ -115,8 +117,8 @@ class IrrattExperiment(Experiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> IrrattRun:
-        """Prices, prescribes, realizes, fine-tunes and measures: `run_irratt`."""
-        from attnrx_lab.papers.irratt import run_irratt  # which needs this module
+        """Computes costs, prescribes, realizes, fine-tunes and measures: `run_irratt`."""
+        from attnrx_lab.papers.irratt import run_irratt  # avoids an import cycle
 
         return run_irratt(self, folder, reporter=reporter, log=log)
 

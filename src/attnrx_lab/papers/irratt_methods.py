@@ -1,4 +1,4 @@
-"""The methods of the IrrAtt paper's Table 1: what each asks to be prescribed, and what it costs in closed form."""
+"""The methods of the IrrAtt paper's Table 1: their prescriptions, and their costs in closed form."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from attnrx.models import family_of
 from attnrx.prescription import Prescription
 from attnrx.spec import AttentionSpec
 
-# How queries and keys are written by each form of Compression, as the text of a rule for so many directions: of each
+# The rule text of each form of Compression for a number of directions: of each
 # head for truncatt, of all heads together for the others. The constrained CP needs training, and has no rule.
 RULES = {
     "truncatt": "uniform_rank:{rank},metric={metric}",
@@ -25,9 +25,10 @@ RULES = {
 class IrrattMethod:
     """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
 
-    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of what each head reads
-    out, `mlp` the rank of both maps of the MLP as a share of the width; None leaves them as they are. `by_training`
-    marks a method whose ranks come from training with constraints (Eq. 7): it is priced, and not measured.
+    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of the value dimensions,
+    `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training` marks a method
+    whose
+    ranks come from training with constraints (Eq. 7): its costs are computed, and it is not measured.
     """
 
     name: str
@@ -43,7 +44,7 @@ class IrrattMethod:
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything at all; the original model does not."""
+        """Whether it compresses anything; the original model does not."""
         return self.qk != "full" or self.vo is not None or self.mlp is not None
 
     def compression(self, spec: AttentionSpec) -> Compression:
@@ -64,7 +65,7 @@ class IrrattMethod:
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
     def candidate(self, model: nn.Module, diagnosis: Diagnosis, metric: str, seed: int) -> nn.Module:
-        """Returns the smaller model; the original itself where nothing is to be done."""
+        """Returns the smaller model; the original itself if nothing is compressed."""
         if not self.changes:
             return model
         spec = family_of(model).attention(model)[0].spec
@@ -82,7 +83,7 @@ def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
-    """Returns the same ratios of the model as it was made, whose IrrAtt is written as shared directions."""
+    """Returns the same ratios of the realized model, whose IrrAtt is stored as shared directions."""
     prices = [IRRATT.price(family_of(each).costs(each)) for each in (candidate, model)]
     return prices[0].percent_of(prices[1])
 

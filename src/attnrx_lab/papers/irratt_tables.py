@@ -1,4 +1,4 @@
-"""What the tables and figures of the IrrAtt paper have in common: methods, protocols and columns."""
+"""Methods, protocols and columns shared by the tables and figures of the IrrAtt paper."""
 
 from attnrx_lab.papers.fusion_experiment import FusionExperiment, rule_of
 from attnrx_lab.papers.irratt_experiment import IrrattExperiment
@@ -52,7 +52,7 @@ COST_COLUMNS = (
 )
 ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
-# What the paper does not say: how near a model stays to the original, and what it costs in the form it is made in.
+# Not in the paper: the distance of a model from the original, and its realized costs.
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),
     Column("divergence", "KL to original (nats)", "measured", "divergence_to_original", decimals=3),
@@ -70,7 +70,7 @@ def method_rows(title: str, experiment: IrrattExperiment, directions: int) -> tu
 
 
 def label(method: IrrattMethod, directions: int) -> str:
-    """Writes a method with its ranks, e.g. `IrrAtt 192, VO 32, MLP 152`, in heads of 64 directions."""
+    """Returns the name of a method with its ranks, e.g. `IrrAtt 192, VO 32, MLP 152`, in heads of 64 directions."""
     whole = HEAD if method.qk == "truncatt" else directions
     own = TITLES[method.qk] if method.qk == "full" else f"{TITLES[method.qk]} {round(method.rank * whole)}"
     parts = [own + " †" * method.by_training]
@@ -103,7 +103,7 @@ BLOCK_COLUMNS = (
 
 
 def place_rows(title: str, scenario: str, heads: int) -> tuple[Row, ...]:
-    """Returns a row for every place of a head among the sorted ranks of a layer (Figure 2)."""
+    """Returns a row for every position of a head among the sorted ranks of a layer (Figure 2)."""
     return tuple(
         Row(f"{title}, head {place} of {heads}", scenario, rule_of(FIGURE_2, f"head-{place}"))
         for place in range(1, heads + 1)

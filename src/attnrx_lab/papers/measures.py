@@ -5,19 +5,19 @@ from typing import Any
 
 from attnrx.evidence import Evidence, Finding
 
-Measure = dict[str, Any]  # value, low, high, and what else the finding knows
+Measure = dict[str, Any]  # value, low, high, and other fields of the finding
 
 ROLES = {"reference": "original", "masked": "masked"}
 
 
 def measures(evidence: Evidence) -> dict[str, Measure]:
-    """Names every number that a table may want; findings that are no such number are left out."""
+    """Returns every number that a table may use, by name; other findings are skipped."""
     named = ((_name(finding), finding) for finding in evidence.findings)
     return {name: _measure(finding) for name, finding in named if name is not None}
 
 
 def plain_measure(value: float) -> Measure:
-    """A number that is exact, or has no interval of its own."""
+    """Returns an exact number, which has no interval."""
     return {"value": value, "low": None, "high": None}
 
 
@@ -40,7 +40,7 @@ def _accuracy(details: Mapping[str, Any]) -> str | None:
 
 
 def _fidelity(details: Mapping[str, Any]) -> str | None:
-    # What the masked model does is measured where it is the candidate itself.
+    # The masked model is measured as a candidate of its own.
     return f"{details['quantity']}_to_{ROLES[details['base']]}" if details["other"] == "candidate" else None
 
 

@@ -1,4 +1,4 @@
-"""The pre-trained model of an experiment, as its settings name it: its outline, itself, or a tiny stand-in."""
+"""The pre-trained model of an experiment from its settings: its outline, itself, or a tiny replacement."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -16,25 +16,25 @@ TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 
 
 def outline_of(model: str) -> nn.Module:
-    """Returns the shapes of a model without its weights, where its name says them; else loads it."""
+    """Returns the shapes of a model without its weights if its name determines them; otherwise loads it."""
     library, colon, _ = model.partition(":")
     named = colon and library != "hf" and not Path(model).exists()
     return _without_weights(model) if named else load(model)
 
 
-@lru_cache(maxsize=8)  # making one costs more than a tiny run, and many runs price the same
+@lru_cache(maxsize=8)  # creating one costs more than a tiny run, and many runs need the same
 def _without_weights(model: str) -> nn.Module:
     with torch.device("meta"):
         return build_model(model)
 
 
 def loaded(model: str, weights: str | None) -> nn.Module:
-    """Loads the model with the weights of a file, or those that it comes with."""
+    """Loads the model with the weights of a file, or with its own."""
     return load(model, weights=weights).eval()
 
 
 def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
-    """Returns a small model of our own with as many heads as the outline, its weights drawn at random."""
+    """Returns a small attnrx model with as many heads as the outline and random weights."""
     spec = layer_spec(outline)
     heads = len(spec.heads)
     return build_model(

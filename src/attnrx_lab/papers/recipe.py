@@ -1,4 +1,4 @@
-"""Recipes: which table of which paper, from which runs, beside which numbers."""
+"""Recipes: a table of a paper, its runs, and the printed numbers."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.papers.experiment import Experiment, Run
 
-# What the docstring of every recipe states, one "Name: text" paragraph each.
+# The fields of a recipe's docstring, one "Name: text" paragraph each.
 HEADER = ("Paper", "Table", "Command", "Expected", "Not stated", "Time", "Hardware")
 
 _PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
@@ -23,7 +23,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: what one rule did in one scenario; without a rule, what the paper printed and no more."""
+    """One line of a table: the results of one rule in one scenario; without a rule, the printed numbers only."""
 
     label: str
     scenario: str
@@ -79,7 +79,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Expected:
-    """A number as the paper prints it, and the range of values that round to it: there is no other tolerance."""
+    """A number as the paper prints it, and the range of values that round to it; there is no other tolerance."""
 
     printed: str
     paper: float
@@ -88,7 +88,7 @@ class Expected:
 
     @classmethod
     def of(cls, printed: Any) -> "Expected":
-        """Reads the text in the paper, e.g. `+1.37 pp`: half a unit of its last digit to either side.
+        """Parses the text in the paper, e.g. `+1.37 pp`: half a unit of its last digit to either side.
 
         `<0.01` is the range from 0 to 0.01.
         """
@@ -106,7 +106,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe as it was found: its name, its header, and the paper's numbers by row label and column key."""
+    """A recipe with its name, its header, and the paper's numbers by row label and column key."""
 
     name: str
     path: Path
@@ -116,7 +116,7 @@ class RecipeFile:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names every recipe that can be reproduced, e.g. `svda/table1`."""
+    """Returns the names of all recipes, e.g. `svda/table1`."""
     root = RECIPES
     return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in root.glob("*/*.py")))
 
@@ -130,7 +130,7 @@ def load_recipe(name: str) -> RecipeFile:
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """Reads the header of a recipe from its docstring, without running it, or says what is missing in it."""
+    """Reads the header of a recipe from its docstring, without running it; raises for missing fields."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     header: dict[str, str] = {}
     for line in text.splitlines():
@@ -148,7 +148,7 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _recipe_in(path: Path, name: str) -> Recipe:
-    """Runs the recipe's file, which is plain data, and takes its RECIPE."""
+    """Runs the recipe's file, which is plain data, and returns its RECIPE."""
     found: Any = runpy.run_path(str(path)).get("RECIPE")
     if not isinstance(found, Recipe):
         raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe; look at its neighbours.")

@@ -1,4 +1,4 @@
-"""From the name of a recipe to its table: every run it needs, trained and measured, several side by side."""
+"""Makes the table of a recipe: every run it needs, trained and measured, several side by side."""
 
 import multiprocessing
 import os
@@ -23,12 +23,13 @@ from attnrx_lab.papers.table import ReproducedTable, make_table
 
 @dataclass(frozen=True)
 class Request:
-    """What of a recipe is wanted, and how it may differ from the paper; every difference is listed in the table.
+    """The requested part of a recipe and its changes; every difference from the paper is listed in the table.
 
     `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
-    the settings of its protocol: each experiment names those that it has, None leaves the setting unchanged. `jobs`
-    runs that many seeds side by side, each in a process of its own. Runs live in `FOLDER/KIND/SCENARIO/seed-SEED`, are
-    shared by all recipes, and go on where they were stopped.
+    the settings of its protocol: each experiment lists its own, None means unchanged. `jobs` runs that many seeds side
+    by
+    side, each in its own process. Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and
+    continue after an interruption.
     """
 
     only: str | Sequence[str] | None = None
@@ -45,7 +46,7 @@ class Request:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Request":
-        """Reads options by name: those that are no field of a request are knobs of the experiment."""
+        """Parses options by name: those that are no field of a request are settings of the experiment."""
         own = {each.name for each in fields(cls)} - {"knobs"}
         knobs = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: value for name, value in options.items() if name in own}, knobs=knobs)
@@ -69,9 +70,9 @@ class Request:
 
 
 def reproduce(name: str, *, reporter: Reporter | None = None, log: Log = no_log, **options: Any) -> ReproducedTable:
-    """Makes a recipe's table, training what is not trained yet; `options` are the fields of `Request`, and knobs.
+    """Makes a recipe's table, training where necessary; `options` are the fields of `Request`, and settings.
 
-    The table is also saved as NAME.json and NAME.md in the folder of the runs, with NAME.html where there are
+    The table is also saved as NAME.json and NAME.md in the folder of the runs, with NAME.html if there are
     pictures. Progress goes to `log` and to the training `reporter`; side by side, runs report their stages only.
     """
     file, request = load_recipe(name), Request.of(options)
@@ -102,7 +103,7 @@ def _run_all(wanted: list[Experiment], request: Request, reporter: Reporter | No
     if request.jobs == 1 or len(wanted) == 1:
         return [each.run(request.place(each), reporter=reporter, log=log) for each in wanted]
     threads = max(1, (os.cpu_count() or 1) // request.jobs)
-    # Started afresh, not forked: a forked process may inherit locked thread pools.
+    # Spawned, not forked: a forked process may inherit locked thread pools.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(request.jobs, mp_context=context, initializer=partial(_alone, threads)) as pool:
         started = {pool.submit(_run_quietly, each, request.place(each)): each for each in wanted}
@@ -123,7 +124,7 @@ def _alone(threads: int) -> None:
 
 
 def _stop_when_orphaned() -> None:
-    """Asks this process to stop, as Ctrl-C does, when the one that started it is gone, however it went."""
+    """Stops this process, as Ctrl-C does, when its parent process ends for any reason."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -140,7 +141,7 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
 
 
 def _deviations(file: RecipeFile, requested: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
-    """Lists by scenario which settings and seeds differ from the protocol."""
+    """Returns by scenario the settings and seeds that differ from the protocol."""
     found: dict[str, dict[str, None]] = {}
     for protocol, experiment in requested:
         found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))

@@ -1,4 +1,4 @@
-"""A model and a short training for any dataset, as the demonstration wants them."""
+"""A model and a short training for any dataset, for the demonstration."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,18 +9,21 @@ from attnrx.data import Splits
 from attnrx.models import SCENARIOS, build_model
 from attnrx.training import TrainingConfig
 
-STEPS = 400  # what a dataset without a training of its own here gets, in whole epochs
+STEPS = 400  # for datasets that are not listed here, in whole epochs
 MOST_PATCH = 16
 
 
 @dataclass(frozen=True)
 class ShortTraining:
-    """How a dataset is trained for a demonstration.
+    """The training of a dataset for a demonstration.
 
-    The strengths start at `strength` and learn `strength_factor` times faster than the other weights. Started at 1 and
-    learning like the rest, they would hardly have spread after so few steps: every rule would remove what energy
-    retention removes of equal strengths, and attention would be all but uniform. The SVDA paper does not state where
-    its strengths start or how fast they learn.
+    The strengths start at `strength` and learn `strength_factor` times faster than the other weights. With a start of 1
+    and
+    the common rate, they would hardly spread in so few steps: every rule would remove what energy retention removes of
+    equal
+    strengths, and attention would be almost uniform. The SVDA paper does not state where its strengths start or how
+    fast
+    they learn.
     """
 
     epochs: int | None = None
@@ -31,7 +34,7 @@ class ShortTraining:
     precision: Literal["bf16", "fp32"] = "bf16"
 
     def config(self, splits: Splits, seed: int, epochs: int | None = None) -> TrainingConfig:
-        """Returns the training, of so many epochs if requested."""
+        """Returns the training, of this many epochs if requested."""
         batch = min(self.batch_size, len(splits.train))
         budget = max(1, round(STEPS / (len(splits.train) // batch)))
         return TrainingConfig(
@@ -47,7 +50,7 @@ class ShortTraining:
 
     @property
     def description(self) -> str:
-        """What a reader of the results must know about it."""
+        """A note on the training, for readers of the results."""
         return (
             f"a short training made to show something: strengths start at {self.strength:g} and learn "
             f"{self.strength_factor:g} times faster than the other weights, so that they spread; "
@@ -59,12 +62,12 @@ SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_ra
 
 
 def short_training(splits: Splits) -> ShortTraining:
-    """Returns the training that suits a dataset."""
+    """Returns the training for a dataset."""
     return SHORT_TRAININGS.get(splits.name, ShortTraining())
 
 
 def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
-    """Returns the name and the model that suit a dataset: its own scenario, else the compact one of its shape."""
+    """Returns the name and the model for a dataset: its own scenario, else the compact one of its shape."""
     scale = {"mean": splits.normalization.mean, "std": splits.normalization.std}
     shape = {"channels": splits.channels, "classes": len(splits.class_names), "image_size": splits.image_size}
     if splits.name in SCENARIOS and SCENARIOS[splits.name].get("image_size", 32) == splits.image_size:

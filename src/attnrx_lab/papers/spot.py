@@ -1,4 +1,4 @@
-"""One run of the SPOT experiment; whatever stopped it, the next call goes on."""
+"""One run of the SPOT experiment; an interrupted run continues on the next call."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -30,10 +30,10 @@ ANSWERED = 64  # images at a time
 def run_spot(
     experiment: SpotExperiment, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log
 ) -> SpotRun:
-    """Makes the original where it must be made, lets tokens leave, fine-tunes and measures; no stage is repeated.
+    """Trains the original if necessary, prunes tokens, fine-tunes and measures; no stage is repeated.
 
-    The same run requested by two processes is made by the first; the second waits and reads it back. So is an original
-    that several runs share.
+    If two processes request the same run, the first makes it; the second waits and reads it back. The same holds for an
+    original that several runs share.
     """
     folder = Path(folder)
     experiment.require(folder)
@@ -76,7 +76,7 @@ def _make(experiment: SpotExperiment, folder: Path, reporter: Reporter | None, l
 def _original(
     experiment: SpotExperiment, splits: Splits, folder: Path, reporter: Reporter | None, log: Log
 ) -> tuple[nn.Module, str]:
-    """Returns the original, and how a loss finds it as a teacher; what must be trained is trained once."""
+    """Returns the original, and its source as a teacher for losses; it is trained once if necessary."""
     if not experiment.made:
         assert experiment.model is not None
         return experiment.pretrained(), experiment.model
@@ -95,7 +95,7 @@ def _evidence(
     folder: Path,
     reporter: Reporter | None,
 ) -> Evidence:
-    """Fine-tunes where the method is trained; accuracy and fidelity against the original, on the same images."""
+    """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
     model, teacher = original
     candidate = copy.deepcopy(model)
     experiment.method.attach_(candidate, experiment.seed)
@@ -132,7 +132,7 @@ def _evidence(
 
 
 def _notes(experiment: SpotExperiment) -> list[str]:
-    """What a reader of the numbers must know of how they were made."""
+    """Returns notes on the protocol, for readers of the numbers."""
     method, tuning = experiment.method, experiment.tuning
     notes = []
     if method.trained and not tuning.task:
@@ -152,7 +152,7 @@ def _plain(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process works in the folder; the system lets go of it however this one ends."""
+    """Waits until no other process works in the folder; the system releases the lock when this process ends."""
     import fcntl  # not on every system, and needed only here
 
     path = folder.with_name(f".{folder.name}.lock")

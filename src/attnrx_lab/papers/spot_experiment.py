@@ -1,4 +1,4 @@
-"""The SPOT experiment: one model, one way of letting tokens leave, fine-tuned with the paper's losses and measured."""
+"""The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,15 +21,17 @@ from attnrx_lab.papers.generated_data import generated_splits
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of
 from attnrx_lab.papers.spot_methods import TokenMethod
 
-DEVIATION = 0.02  # what our models start with
+DEVIATION = 0.02  # the default of attnrx models
 
 
 @dataclass(frozen=True)
 class SmallOriginal:
-    """An original that is not pre-trained: a small model with a class token, and how it is trained, once for all rows.
+    """An original that is not pre-trained: a small model with a class token and its training, done once for all rows.
 
-    It is an LV-ViT without token labels: its stem of convolutions learns faster than patches alone. Its matrices start
-    with a deviation of 1 / sqrt(inputs): the usual 0.02 is meant for wide models, and a narrow one learns slower by it.
+    It is an LV-ViT without token labels: its convolutional stem learns faster than patches alone. Its matrices start
+    with a standard deviation of 1 / sqrt(inputs): the usual 0.02 is meant for wide models, and a narrow one learns
+    slower
+    with it.
     """
 
     image_size: int = 32
@@ -46,7 +48,7 @@ class SmallOriginal:
     seed: int = 0
 
     def build(self, scale: Normalization | None = None) -> nn.Module:
-        """Builds it fresh, for images on this scale."""
+        """Returns a new model for images of this normalization."""
         taught = ("epochs", "batch_size", "learning_rate")
         facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in taught}
         if scale is not None:
@@ -59,7 +61,7 @@ class SmallOriginal:
         return model
 
     def training(self) -> TrainingConfig:
-        """How it is trained."""
+        """Its training."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -77,9 +79,9 @@ TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1
 
 @dataclass(frozen=True)
 class FineTuning:
-    """How a model is fine-tuned for the tokens that leave it: Eq. 15 with the paper's weights, AdamW, a cosine.
+    """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine.
 
-    With `task` the labels are learned too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT.
+    With `task` the labels are used too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT.
     Predictors learn at `predictor_factor` times the rate. `images` of the training split are used, all if None.
     """
 
@@ -94,7 +96,7 @@ class FineTuning:
     images: int | None = None
 
     def losses(self, method: TokenMethod, teacher: str, weights: str | None) -> tuple[Loss, ...]:
-        """The terms that a method can be trained by: those of Eqs. 12 and 14 are about tokens that are drawn."""
+        """The terms for a method: those of Eqs. 12 and 14 apply to methods with sampled masks."""
         found: list[Loss] = [Task()] if self.task else []
         found.append(Distillation(teacher, weight=self.distillation, weights=weights))
         if method.learned:
@@ -131,11 +133,11 @@ class SpotRun(Run):
 
 @dataclass(frozen=True)
 class SpotExperiment(Experiment):
-    """One original, one method, one seed: fresh predictors, fine-tuning where the method is trained, measuring.
+    """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
 
-    `subject` is what the original is called, `model` and `weights` what `load` is given; without a model, the `small`
-    one is trained first, once for all methods and seeds of the subject. `dataset` and the columns are what `load_data`
-    is given. The seed draws the predictors, the order of the images and what leaves in training; the images are the
+    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, the `small`
+    one is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
+    `load_data`. The seed draws the predictors, the order of the images and the masks in training; the images are the
     same for all seeds. Everything is measured on the first `test_images`, paired with the original. `tiny` trains and
     measures a tiny model on generated images; the costs are always those of the model itself.
     """
@@ -181,12 +183,12 @@ class SpotExperiment(Experiment):
 
     @property
     def scenario(self) -> str:
-        """What the original is called: all its methods are one scenario."""
+        """The name of the original: all its methods are one scenario."""
         return self.subject
 
     @property
     def name(self) -> str:
-        """What the run is called in messages."""
+        """The name of the run in messages."""
         return f"{self.subject}{' (tiny)' if self.tiny else ''}, {self.method.name}, seed {self.seed}"
 
     @property
@@ -196,7 +198,7 @@ class SpotExperiment(Experiment):
         return Path(self.kind) / subject / self.method.name / f"seed-{self.seed}"
 
     def originals_place(self, folder: Path) -> Path:
-        """The folder of the original, which all runs of a subject share, seen from that of a run."""
+        """The folder of the original, which all runs of a subject share, relative to that of a run."""
         parts = self.place.parts
         shared = folder.parts[-len(parts) :] == parts
         return folder.parents[2] / "originals" / parts[1] if shared else folder / "original"
@@ -208,8 +210,8 @@ class SpotExperiment(Experiment):
         return replace(self, tiny=True, tuning=tuning, **few)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SpotRun:
-        """Trains the original where there is none, lets tokens leave it, fine-tunes and measures: `run_spot`."""
-        from attnrx_lab.papers.spot import run_spot  # which needs this module
+        """Trains the original if necessary, prunes tokens, fine-tunes and measures: `run_spot`."""
+        from attnrx_lab.papers.spot import run_spot  # avoids an import cycle
 
         return run_spot(self, folder, reporter=reporter, log=log)
 
@@ -220,11 +222,11 @@ class SpotExperiment(Experiment):
 
     @property
     def original(self) -> SmallOriginal:
-        """The original that is trained here, where one is."""
+        """The training of the original, if it is trained here."""
         return TINY if self.tiny else self.small
 
     def outline(self) -> nn.Module:
-        """The shapes of the model that is priced, which a tiny run does not change."""
+        """The shapes of the model whose costs are computed, which a tiny run does not change."""
         if self.model is not None:
             return outline_of(self.model)
         with torch.device("meta"):
@@ -239,7 +241,7 @@ class SpotExperiment(Experiment):
         return self._measured(load_data(self.dataset, image_size=size, columns=self._columns()))
 
     def _measured(self, splits: Splits) -> Splits:
-        """Leaves the images that are validated and measured on."""
+        """Returns the images for validation and test."""
         return replace(
             splits,
             validation=first_images(splits.validation, self.validation_images),
@@ -247,7 +249,7 @@ class SpotExperiment(Experiment):
         )
 
     def pretrained(self) -> nn.Module:
-        """Loads the original that was trained elsewhere."""
+        """Loads the pre-trained original."""
         assert self.model is not None
         if self.weights is None and self.model.startswith("lvvit:"):
             raise InvalidInput(
@@ -257,12 +259,12 @@ class SpotExperiment(Experiment):
         return loaded(self.model, self.weights)
 
     def tuned_on(self, splits: Splits, model: nn.Module) -> Splits:
-        """The images that the model is fine-tuned on; the test images are left to the measuring."""
+        """The images for fine-tuning; the test images are excluded."""
         own = adapt_preprocessing(splits, model)
         return replace(own, train=first_images(own.train, self.tuning.images), test=own.validation)
 
     def training(self, teacher: str) -> TrainingConfig:
-        """How the model is fine-tuned, by the original as its teacher."""
+        """The fine-tuning, with the original as the teacher."""
         weights = None if self.made else self.weights
         losses = self.tuning.losses(self.method, teacher, weights)
         return self.tuning.config(losses, self.epochs, self.batch_size, self.seed)

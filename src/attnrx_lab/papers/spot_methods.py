@@ -1,4 +1,4 @@
-"""The methods of SPOT's tables: which tokens leave, whether the model is fine-tuned for it, and what it costs."""
+"""The methods of SPOT's tables: token policies, their fine-tuning, and their costs."""
 
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -17,10 +17,10 @@ QUARTERS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class TokenMethod:
-    """One line of a table: a reducer as text with a keep ratio at three stages, or None where all tokens stay.
+    """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
     The stages are one layer after each quarter of the depth, as in the paper: 4, 7, 10 of 12 layers, 5, 9, 13 of 16.
-    A method that is not `trained` is measured as it is, without any fine-tuning.
+    A method that is not `trained` is measured without fine-tuning.
     """
 
     name: str
@@ -29,7 +29,7 @@ class TokenMethod:
     trained: bool = True
 
     def __post_init__(self):
-        if self.learned and not self.trained:  # a text that cannot be read is refused here
+        if self.learned and not self.trained:  # an invalid text raises here
             raise InvalidInput(f"{self.name}: {self.reducer} has predictors that must be trained; leave trained=True.")
 
     @property
@@ -39,7 +39,7 @@ class TokenMethod:
         return policy is not None and policy.reducer.learned
 
     def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
-        """The policy for a model of so many layers; patches that leave by chance are drawn from the seed."""
+        """Returns the policy for a model of this depth; random patches are drawn from the seed."""
         if self.reducer is None:
             return None
         stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
@@ -51,7 +51,7 @@ class TokenMethod:
         return self.policy(len(family_of(model).attention(model)), seed)
 
     def attach_(self, model: nn.Module, seed: int) -> None:
-        """Lets tokens leave the model, in place; fresh predictors are drawn from the seed."""
+        """Attaches the policy to the model, in place; new predictors are drawn from the seed."""
         policy = self.policy_for(model, seed)
         if policy is not None:
             family = family_of(model)
@@ -60,12 +60,13 @@ class TokenMethod:
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
-    """Returns the costs for one image as the paper counts them, in closed form; needs shapes only.
+    """Returns the costs for one image in the paper's convention, in closed form; needs shapes only.
 
-    `gmacs`, which the paper prints as GFLOPS, counts every matrix product, the classifier's too; `predictors` is what
-    deciding costs, with a LayerNorm at five for every feature.
-    `percent` is the share of the MACs that is left, `patches_N` what is left after each stage, and `tokens` the mean
-    over the layers.
+    `gmacs`, which the paper prints as GFLOPS, counts every matrix product including the classifier's; `predictors` are
+    the
+    costs of the predictors, with a LayerNorm at five per feature. `percent` is the remaining share of the MACs,
+    `patches_N`
+    the patches after each stage, and `tokens` the mean over the layers.
     """
     family, policy = family_of(outline), method.policy_for(outline)
     before, after = family.costs(outline), family.costs(outline, tokens=policy)

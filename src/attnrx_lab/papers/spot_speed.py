@@ -1,4 +1,4 @@
-"""How many images a second a model answers when tokens leave it: every method beside the original, round by round."""
+"""Throughput of a model with pruned tokens: every method and the original, round by round."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,10 +39,10 @@ class SpeedRun(Run):
 
 @dataclass(frozen=True)
 class SpeedExperiment(Experiment):
-    """Forward passes of one model with every method, and as its own library runs it, taking turns on the same batch.
+    """Forward passes of one model with every method, and of the reference implementation, in turns on the same batch.
 
-    Weights, predictors and images are drawn from the seed and nothing is trained: time depends on how many tokens
-    leave, not on which. Without a `model`, it is the `small` one. The device is an accelerator if there is one.
+    Weights, predictors and images are drawn from the seed and nothing is trained: the latency depends on the number of
+    pruned tokens, not on which. Without a `model`, it is the `small` one. The device is an accelerator if there is one.
     """
 
     kind: ClassVar[str] = "spot-speed"
@@ -74,7 +74,7 @@ class SpeedExperiment(Experiment):
 
     @property
     def scenario(self) -> str:
-        """What the model is called."""
+        """The name of the model."""
         return self.subject
 
     def as_tiny(self) -> "SpeedExperiment":
@@ -82,7 +82,7 @@ class SpeedExperiment(Experiment):
         return replace(self, tiny=True, batch_size=2, rounds=2)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SpeedRun:
-        """Times every method, or reads back what was timed."""
+        """Times every method, or reads the stored times."""
         folder = Path(folder)
         self.require(folder)
         if not (folder / "result.json").exists():
@@ -92,20 +92,20 @@ class SpeedExperiment(Experiment):
         return SpeedRun.load(folder)
 
     def outline(self) -> nn.Module:
-        """The shapes of the model that is priced, which a tiny run does not change."""
+        """The shapes of the model whose costs are computed, which a tiny run does not change."""
         if self.model is not None:
             return outline_of(self.model)
         with torch.device("meta"):
             return self.small.build()
 
     def timed(self) -> nn.Module:
-        """The model that is timed, with random weights."""
+        """The timed model, with random weights."""
         if self.tiny or self.model is None:
             return (TINY if self.tiny else self.small).build().eval()
         return build_model(self.model).eval()
 
     def candidate(self, method: TokenMethod) -> nn.Module:
-        """The model that tokens leave by a method."""
+        """The model with the policy of a method."""
         model = self.timed()
         method.attach_(model, self.seed)
         return model
@@ -150,7 +150,7 @@ def _measured(experiment: SpeedExperiment) -> dict[str, Any]:
 
 
 def _speed(timed: LatencyComparison) -> dict[str, Measure]:
-    """Images a second, and how many times as many as the original answers."""
+    """Returns images per second, and the ratio to the original's."""
     ratio = timed.ratio
     return {
         "images": plain_measure(timed.batch / timed.candidate.median),

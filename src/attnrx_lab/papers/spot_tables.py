@@ -1,4 +1,4 @@
-"""What the tables and figures of the SPOT paper have in common: methods, protocols and columns."""
+"""Methods, protocols and columns shared by the tables and figures of the SPOT paper."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ EVIT = TokenMethod("evit", "evit")
 HALTING_SCORES = TokenMethod("halting-scores", "halting_scores")  # the rule of A-ViT, untrained
 DYNAMICVIT = TokenMethod("dynamicvit", "dynamicvit")
 
-# Table 3: soft methods by their own scores, and by SPOT's without what lies across the layers.
+# Table 3: soft methods by their own scores, and by SPOT's without the mean and variance over the layers.
 SPVIT = TokenMethod("spvit", "spvit")
 SPVIT_SPOT = TokenMethod("spvit-spot", "spvit(scores=spot(mean=false,variance=false))")
 DTPS = TokenMethod("dtps", "dtps")
@@ -39,7 +39,7 @@ def untrained(method: TokenMethod) -> TokenMethod:
 
 
 def projected(features: int) -> TokenMethod:
-    """SPOT with so many token features (Figure 5)."""
+    """SPOT with this many token features (Figure 5)."""
     return TokenMethod(f"spot-projected-{features}", f"spot(projected={features})")
 
 
@@ -51,7 +51,7 @@ def at(method: TokenMethod, ratio: float) -> TokenMethod:
 TOME = TokenMethod("tome", "tome", trained=False)
 ZERO_TPRUNE = TokenMethod("zero-tprune", "zero_tprune", trained=False)
 
-# The originals: the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of it, which learns by the answers
+# The originals: the paper's four on ImageNet, a pre-trained ViT-Tiny on ten classes of it, distilled from the logits
 # of the original alone, and a small model for a CPU.
 _IMAGENETTE = FineTuning(1e-4, predictor_factor=20.0, weight_decay=0.0, task=False, distillation=1.0, precision="fp32")
 _CIFAR = FineTuning(5e-4, precision="fp32", images=4800)
@@ -102,7 +102,7 @@ ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
 GFLOPS = Column("gmacs", "GFLOPS", "paper", "gmacs", decimals=1, exact=True)
 PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3, exact=True)
-# What the paper does not say: how near a model stays to the original, and what is left of tokens and MACs.
+# Not in the paper: the distance of a model from the original, and the remaining tokens and MACs.
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),
     Column("divergence", "KL to original (nats)", "measured", "divergence_to_original", decimals=3),
@@ -140,7 +140,7 @@ def line_rows(subject: str, lines: Iterable[Line]) -> tuple[Row, ...]:
 
 
 def spot_recipe(title: str, columns: Sequence[Column], parts: Mapping[str, Sequence[Line]]) -> Recipe:
-    """Makes a table of some lines for every subject; a line without a method is what the paper prints and no more."""
+    """Makes a table of some lines for every subject; a line without a method has the printed numbers only."""
     return Recipe(
         title=title,
         rows=tuple(row for subject, lines in parts.items() for row in line_rows(subject, lines)),
@@ -155,7 +155,7 @@ def experiments(subject: str, lines: Iterable[Line]) -> tuple[SpotExperiment, ..
 
 
 def speed_recipe(title: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:
-    """Makes a table of throughputs of some lines for every subject; each subject is timed in one go."""
+    """Makes a table of throughputs of some lines for every subject; each subject is timed in one run."""
     return Recipe(
         title=title,
         rows=tuple(row for subject, lines in parts.items() for row in line_rows(subject, lines)),
@@ -166,5 +166,5 @@ def speed_recipe(title: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:
             )
             for subject, lines in parts.items()
         ),
-        seeds=(0,),  # what is timed does not depend on it
+        seeds=(0,),  # the latency does not depend on it
     )

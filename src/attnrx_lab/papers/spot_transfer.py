@@ -1,4 +1,4 @@
-"""Tables 4 and 5 of the SPOT paper: a model and those made of it, on other datasets and on corrupted images."""
+"""Tables 4 and 5 of the SPOT paper: a model and its candidates, on other datasets and on corrupted images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,9 +47,10 @@ class SpotTransferRun(Run):
 class SpotTransferExperiment(Experiment):
     """One model and its candidates by one check, `transfer` or `robustness`, all in one pass over one dataset.
 
-    `check` is the text of the check with its knobs. A candidate reads NAME=POLICY, or NAME=POLICY=FOLDER where its
-    model was trained and saved; a policy whose reducer learns is priced without that, and not measured. Costs are those
-    of the model itself in closed form, also where `tiny` measures a tiny one on generated images.
+    `check` is the text of the check with its options. A candidate is NAME=POLICY, or NAME=POLICY=FOLDER of its trained
+    model; for a policy with a predictor but no folder, only the costs are computed. Costs are those of the model itself
+    in
+    closed form, also if `tiny` measures a tiny one on generated images.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -101,13 +102,13 @@ class SpotTransferExperiment(Experiment):
         return replace(self, tiny=True, test_images=16)
 
     def original(self) -> nn.Module:
-        """The model, or its tiny stand-in, which has a class token too."""
+        """The model, or its tiny replacement, which has a class token too."""
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
         return loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:
-        """The data at the size and on the scale of the model."""
+        """The data at the size and with the normalization of the model."""
         if self.tiny:
             return adapt_preprocessing(generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"]), model)
         _, size, _ = family_of(model).input_shape(model)
@@ -117,9 +118,9 @@ class SpotTransferExperiment(Experiment):
         return adapt_preprocessing(load_data(self.dataset, image_size=size, seed=self.seed, columns=columns), model)
 
     def made(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Makes the candidates that can be measured: trained ones, and those whose policy learns nothing.
+        """Makes the candidates that can be measured: trained ones, and those whose policy has no predictor.
 
-        In a tiny run fresh predictors do.
+        A tiny run uses new predictors.
         """
         made = {}
         for name, policy, folder in map(candidate_parts, self.candidates):
@@ -139,7 +140,7 @@ class SpotTransferExperiment(Experiment):
         return made
 
     def findings(self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison) -> Mapping[str, Any]:
-        """Asks the check for every candidate."""
+        """Runs the check on every candidate."""
         (requested,) = parse_checks(self.check)
         if requested.name == "robustness":
             return Robustness(**requested.knobs).of_each(made, comparison)
@@ -147,7 +148,7 @@ class SpotTransferExperiment(Experiment):
         return Transfer(splits.train, own_classes(splits), **knobs).of_each(made, comparison)
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SpotTransferRun:
-        """Prices and measures; a run that is finished is read back."""
+        """Computes costs and measures; a finished run is read back."""
         folder = Path(folder)
         self.require(folder)
         if (folder / "result.json").exists():
@@ -186,7 +187,7 @@ class SpotTransferExperiment(Experiment):
 
 
 def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
-    """Reads NAME=POLICY or NAME=POLICY=FOLDER; the knobs of a policy have signs of equality too, in brackets."""
+    """Parses NAME=POLICY or NAME=POLICY=FOLDER; the options of a policy contain equals signs too, in brackets."""
     name, sign, rest = text.partition("=")
     policy, at, layers = rest.partition("@")
     stages, _, folder = layers.partition("=")
@@ -199,7 +200,7 @@ def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
 
 
 def _priced(experiment: SpotTransferExperiment) -> dict[str, dict[str, Any]]:
-    """Returns the GFLOPS of the original and of every policy in it: what the paper calls so are 10^9 MACs."""
+    """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
     outline = outline_of(experiment.model)
     family = family_of(outline)
     policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}

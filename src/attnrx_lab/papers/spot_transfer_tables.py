@@ -1,4 +1,4 @@
-"""What Tables 4 and 5 of the SPOT paper have in common: protocols, rows and columns."""
+"""Protocols, rows and columns shared by Tables 4 and 5 of the SPOT paper."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ TITLES = {
     "tome": "ToMe",
     "random": "random",
 }
-# What needs no training is measured beside SPOT where a trained SPOT is given, and alone where not.
+# Methods without training are measured with SPOT if a trained SPOT is given, otherwise alone.
 UNTRAINED = tuple(f"{name}={name}:0.7@{STAGES}" for name in ("class_attention", "tome", "random"))
 LEARNED = tuple(f"{name}={name}:0.7@{STAGES}" for name in ("spot", "dynamicvit", "evit"))
 TINY_VIT = "timm:vit_tiny_patch16_224"

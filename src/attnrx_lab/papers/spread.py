@@ -1,4 +1,4 @@
-"""How far the strengths have spread over the epochs, which is what decides how much a retention ratio removes."""
+"""The spread of the strengths over the epochs, on which the effect of a retention ratio depends."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -16,7 +16,7 @@ COLUMNS = {
 
 
 def spread_over_epochs(runs: Sequence[SvdaRun]) -> str:
-    """Returns a Markdown table with one line an epoch: means over layers, heads and runs of the same length."""
+    """Returns a Markdown table with one line per epoch: means over layers, heads and runs of the same length."""
     lines = ["| epoch | " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
     for epochs in zip(*(run.record["epochs"] for run in runs), strict=True):
         cells = [_mean([epoch[name] for epoch in epochs]) for name in COLUMNS]

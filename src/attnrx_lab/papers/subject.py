@@ -1,4 +1,4 @@
-"""The subject of the demonstration: one trained model, its prescription, its candidates and its evidence."""
+"""The demonstration's model with its prescription, its candidates and its evidence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ CALIBRATION = 512
 DIAGNOSED = 256
 SAMPLES = 6
 
-MOST_DROP = 3.0  # points of accuracy that the interval may reach down to
+MOST_DROP = 3.0  # the limit of the lower end of the interval, in points of accuracy
 LEAST_AGREEMENT = 95.0  # % of the test images
 EXACT = 1e-4  # float32 logits of the exact compression and of the mask, relative
 
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One realization in the summary: what it saves, in %, and how far it is from the original."""
+    """One realization in the summary: its saving in %, and its distance from the original."""
 
     kind: str
     params_down: float
@@ -51,7 +51,7 @@ class DemoRow:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The trained model with everything that is made of it at rho = 0.90."""
+    """The trained model and its compressions at rho = 0.90."""
 
     model: nn.Module
     splits: Splits
@@ -68,7 +68,7 @@ class Subject:
         diagnosis = diagnose(model, _most(splits.validation, DIAGNOSED), seed=seed)
         prescription = prescribe(diagnosis, EnergyRetention(RHO))
         realizations = {kind: realized(model, prescription, kind, calibration) for kind in KINDS}
-        comparison = Comparison(model, model, test, seed=seed)  # keeps the answers of the original
+        comparison = Comparison(model, model, test, seed=seed)  # caches the predictions of the original
         return cls(model, splits, calibration, diagnosis, prescription, realizations, comparison)
 
     @property
@@ -77,7 +77,7 @@ class Subject:
         return self.realizations["refit"]
 
     def trade_off(self, rhos: Sequence[float]) -> tuple[tuple[TradeOffPoint, ...], tuple[DemoRow, ...]]:
-        """Every realization at every rho where the rule has anything to do; the rows are those at rho = 0.90."""
+        """Every realization at every rho at which the rule removes something; the rows are those at rho = 0.90."""
         points: list[TradeOffPoint] = []
         rows: list[DemoRow] = []
         for rho in rhos:
@@ -93,7 +93,7 @@ class Subject:
         return tuple(points), tuple(rows)
 
     def verified(self, about: Mapping[str, Any]) -> Evidence:
-        """The evidence about the candidate, with the two claims that speak of several realizations."""
+        """The evidence about the candidate, with the two claims about several realizations."""
         masked = self.realizations["mask"]
         controls = control_prescriptions(self.diagnosis, self.prescription, draws=DRAWS, seed=self.comparison.seed)
         checks = (
@@ -154,7 +154,7 @@ class Subject:
     def content(
         self, evidence: Evidence, points: tuple[TradeOffPoint, ...], trained: TrainingRun, about: Mapping[str, Any]
     ) -> ReportContent:
-        """Everything that the report shows."""
+        """The content of the report."""
         return ReportContent(
             title=f"{self.splits.name}: energy retention at rho = {RHO:.2f}, refit",
             about=about,

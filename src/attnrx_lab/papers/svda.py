@@ -1,4 +1,4 @@
-"""One run of the SVDA experiment, from training to numbers; whatever stopped it, the next call goes on."""
+"""One run of the SVDA experiment, from training to numbers; an interrupted run continues on the next call."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,19 +19,19 @@ from attnrx.progress import Log, no_log
 from attnrx.rules import Rule
 from attnrx.storage import write_json
 from attnrx.training import Reporter, TrainingRun, train
-from attnrx_lab.papers.evidence_bench import Bench, evidence_at
+from attnrx_lab.papers.evidence_bench import EvidenceBench, evidence_at
 from attnrx_lab.papers.measures import measures, plain_measure
 from attnrx_lab.papers.svda_experiment import SvdaExperiment, SvdaRun
 
-DIAGNOSED = 512  # images that the diagnosis looks at; the rules of this experiment read the strengths alone
+DIAGNOSED = 512  # images of the diagnosis; the rules of this experiment use the strengths alone
 
 
 def run_svda(
     experiment: SvdaExperiment, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log
 ) -> SvdaRun:
-    """Trains, diagnoses, prescribes, realizes and measures; every stage leaves a whole file and is never repeated.
+    """Trains, diagnoses, prescribes, realizes and measures; every stage is stored and never repeated.
 
-    `train/` is the trainer's own folder, so an interrupted training goes on from its last checkpoint. A folder that
+    `train/` is the trainer's own folder, so an interrupted training continues from its last checkpoint. A folder that
     holds another experiment is refused.
     """
     folder = Path(folder)
@@ -42,9 +42,9 @@ def run_svda(
     experiment.claim(folder)
     log(f"{experiment.name}: training in {folder / 'train'}")
     trained = train(experiment.model(splits), splits, experiment.training(), folder / "train", reporter=reporter)
-    model = load(trained.folder)  # as it was saved: on the CPU, and not compiled
+    model = load(trained.folder)  # as saved: on the CPU, and not compiled
     diagnosis = _diagnosed(model, splits, folder)
-    bench = Bench.of(model, diagnosis, splits, experiment)
+    bench = EvidenceBench.of(model, diagnosis, splits, experiment)
     directions = max(layer.spectrum.strength.shape[1] for layer in diagnosis.layers)
     rules = {name: _examined(bench, name, rule, folder, log) for name, rule in experiment.rules(directions).items()}
     costs = family_of(model).costs(model)
@@ -75,8 +75,8 @@ def _diagnosed(model: nn.Module, splits: Splits, folder: Path) -> Diagnosis:
     return diagnosis
 
 
-def _examined(bench: Bench, name: str, rule: Rule, folder: Path, log: Log) -> dict[str, Any]:
-    """Returns every measure of one rule's prescription, or why there is none."""
+def _examined(bench: EvidenceBench, name: str, rule: Rule, folder: Path, log: Log) -> dict[str, Any]:
+    """Returns every measure of one rule's prescription, or the reason why there is none."""
     path = folder / "prescriptions" / f"{name}.json"
     try:
         prescription = Prescription.load(path) if path.exists() else prescribe(bench.diagnosis, rule)
@@ -109,7 +109,7 @@ def _bounds(evidence: Evidence) -> list[dict[str, Any]]:
 
 
 def _add_ratio(found: dict[str, Any]) -> None:
-    """Adds how far refit is from the original, as a share of the renormalized model's distance."""
+    """Adds the distance of refit from the original, as a share of the renormalized model's distance."""
     name = "discrepancy_to_original"
     if name in found.get("refit", {}) and name in found.get("renormalized", {}):
         before = found["renormalized"][name]["value"]
@@ -123,7 +123,7 @@ def _about_training(trained: TrainingRun) -> dict[str, Any]:
 
 
 def _epoch(line: Mapping[str, Any], directions: int) -> dict[str, Any]:
-    """What an epoch says about the spread of the strengths: means over layers and heads, where the trainer saw them.
+    """Returns the spread of the strengths in an epoch: means over layers and heads, if the trainer recorded them.
 
     `removed` is what energy retention at rho = 0.90 would have removed after this epoch, in %.
     """

@@ -1,4 +1,4 @@
-"""The SVDA experiment: every knob of one run, and the data, model, training and rules that follow from them."""
+"""The SVDA experiment: every setting of one run, and its data, model, training and rules."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,15 +39,19 @@ class SvdaRun(Run):
 
 @dataclass(frozen=True)
 class SvdaExperiment(Experiment):
-    """One dataset, one seed: how the model is trained, what is prescribed, and on how many images it is measured.
+    """One dataset, one seed: the training, the prescriptions, and the numbers of images.
 
-    Epochs, batch size and seeds are those of the paper for 32x32 images (Table 4); what it does not state about the
-    training is ours (`TrainingConfig`), as are `draws` and the numbers of images. Beside the retention ratios `rhos`
-    every head is cut to `rank_share` of its directions, a stronger cut that does not depend on how far the strengths
-    have spread.
-    Controls are realized in the ways `control_kinds` names. `test_images` and `control_images` limit what the
-    candidates and the controls are measured on; None takes the whole test split. `tiny` runs on generated images with
-    a tiny model: it shows that everything works, and its numbers mean nothing.
+    Epochs, batch size and seeds are those of the paper for 32x32 images (Table 4); training settings that it does not
+    state
+    are those of `TrainingConfig`, and `draws` and the numbers of images are chosen here. Besides the retention ratios
+    `rhos`
+    every head is cut to `rank_share` of its directions, a stronger cut that does not depend on the spread of the
+    strengths.
+    Controls are realized in the ways that `control_kinds` names. `test_images` and `control_images` limit the test
+    images of
+    candidates and controls; None means the whole test split. `tiny` runs on generated images with a tiny model, as a
+    smoke
+    test; its numbers mean nothing.
     """
 
     kind: ClassVar[str] = "svda"
@@ -101,12 +105,12 @@ class SvdaExperiment(Experiment):
         )
 
     def here(self) -> "SvdaExperiment":
-        """Compiled where that pays, on an accelerator."""
+        """Compiled on an accelerator."""
         return replace(self, compile=torch.cuda.is_available())
 
     def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SvdaRun:
         """Trains, diagnoses, prescribes, realizes and measures: `run_svda`."""
-        from attnrx_lab.papers.svda import run_svda  # which needs this module
+        from attnrx_lab.papers.svda import run_svda  # avoids an import cycle
 
         return run_svda(self, folder, reporter=reporter, log=log)
 
@@ -118,13 +122,13 @@ class SvdaExperiment(Experiment):
         return load_data(self.dataset)
 
     def model(self, splits: Splits) -> nn.Module:
-        """Builds the fresh model on the scale of the data."""
+        """Returns a new model with the normalization of the data."""
         changes = {**TINY_MODEL, "classes": TINY_CLASSES} if self.tiny else {}
         scale = splits.normalization
         return build_model(f"svda:{self.dataset}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
-        """Returns the training: Table 4 where nothing else is given, and the defaults of this package beside it."""
+        """Returns the training: Table 4 by default, with the other defaults of this package."""
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -136,7 +140,7 @@ class SvdaExperiment(Experiment):
         )
 
     def rules(self, directions: int) -> dict[str, Rule]:
-        """Names the rules, for heads of so many directions."""
+        """Returns the rules by name, for heads of this many directions."""
         return dict(self._rules(directions))
 
     def _rules(self, directions: int) -> Iterator[tuple[str, Rule]]:

@@ -1,4 +1,4 @@
-"""What the tables of the SVDA paper have in common: the protocol of each dataset and the columns."""
+"""The protocol of each dataset and the columns, shared by the tables of the SVDA paper."""
 
 from attnrx_lab.papers.recipe import Column
 from attnrx_lab.papers.svda_experiment import SvdaExperiment
@@ -22,7 +22,7 @@ PAPER_COLUMNS = (
     Column("agreement", "Pred. agree", "renormalized", "agreement_to_masked", "%", null=100.0),
 )
 
-# What the paper does not say: how far each model is from the original.
+# Not in the paper: the distance of each model from the original.
 ORIGINAL_COLUMNS = (
     Column("original_accuracy", "Accuracy of the original", "renormalized", "original_accuracy", "%"),
     *(

@@ -1,4 +1,4 @@
-"""Tables over several seeds: mean, deviation and t interval, beside what the paper printed."""
+"""Tables over several seeds: mean, standard deviation and t interval, with the printed number."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from attnrx_lab.papers.recipe import Column, Expected, RecipeFile, Row
 
 KIND, SCHEMA = "attnrx reproduced table", 2
 
-# What the comparison of a cell with the paper's number can end in.
+# The outcomes of comparing a cell with the paper's number.
 AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
 MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of ours: the mean over the seeds, their deviation and their 95 % t interval.
+    """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
     With one seed the interval is that of its own measurement, over test images. `expected` is the paper's number, and
     `predicted` the 95 % interval in which it lies if the paper's runs are further draws of ours (`_predicted`).
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Quoted:
-    """A number of the paper beside which there is none of ours."""
+    """A number of the paper without a measured one."""
 
     row: str
     column: str
@@ -71,9 +71,9 @@ class Quoted:
 @dataclass(frozen=True)
 class ReproducedTable:
     """A table of a paper, made again. `deviations` list everything that was not done as the paper states, `not_stated`
-    what the paper does not state and was chosen here, `notes` how the data were read and the runs made.
+    the choices that the paper does not state, `notes` how the data were read and the runs made.
 
-    `page` is a page of pictures, where the recipe draws one.
+    `page` is a page of pictures, if the recipe draws one.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ReproducedTable:
 
     @property
     def verdicts(self) -> dict[str, int]:
-        """How many numbers of the paper have each verdict."""
+        """The number of the paper's numbers with each verdict."""
         found = [cell.verdict for cell in self.cells]
         return {verdict: found.count(verdict) for verdict in VERDICTS}
 
@@ -142,7 +142,7 @@ class ReproducedTable:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
-        """Writes NAME.json and NAME.md, and NAME.html where there are pictures."""
+        """Writes NAME.json and NAME.md, and NAME.html if there are pictures."""
         stem = Path(folder) / self.name
         record = write_json(stem.with_suffix(".json"), json.loads(json.dumps(self.to_records())))
         text = write_text(stem.with_suffix(".md"), self.to_markdown())
@@ -181,10 +181,10 @@ def make_table(
     deviations: Mapping[str, Sequence[str]] | None = None,
     same_shapes: bool = True,
 ) -> ReproducedTable:
-    """Fills a recipe's table from the finished runs of each scenario; rows of scenarios without runs are left out.
+    """Fills a recipe's table from the finished runs of each scenario; rows of scenarios without runs are skipped.
 
     `deviations` lists by scenario what was not done as the paper states: its rows are then not compared with the paper,
-    but for exact quantities, as long as the runs price the `same_shapes` as the paper.
+    but for exact quantities, as long as the runs have the `same_shapes` as the paper.
     """
     recipe, deviations = file.recipe, deviations or {}
     rows = [row for row in recipe.rows if runs.get(row.scenario)]

@@ -1,4 +1,4 @@
-"""A sweep as text: the words of one command, and the values that some of them take, in every combination."""
+"""A sweep as text: one command, and the values of its axes, in every combination."""
 
 import itertools
 import math
@@ -13,9 +13,9 @@ from typing import Any
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.storage import read_json
 from attnrx.validation import JSON_OBJECT, Anything, Items, Record, Text, below, require_regular, validated
-from attnrx_lab.sweeps.jobs import Job, Label, require_labels
+from attnrx_lab.sweeps.jobs import Job, Label, require_job_labels
 
-OUT = "out"  # {out} stands for a folder of the job's own, which is known when it runs
+OUT = "out"  # {out} is the folder of the job, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
 
 MOST_JOBS = 100_000
@@ -33,7 +33,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """One value of an axis: the words that it stands for, and what it is called in the results."""
+    """One value of an axis: its words in the command, and its name in the results."""
 
     label: Label
     words: Words
@@ -41,10 +41,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The words of a command of attnrx, in which {AXIS} stands for a value of that axis and {out} for a folder.
+    """The words of a command of attnrx, in which {AXIS} is replaced by a value of that axis and {out} by a folder.
 
-    A word that is nothing but {AXIS} becomes all the words of the value. Braces themselves are written twice: {{share}}
-    in a command is the {share} of a rule. Values are taken as they are.
+    A word that is {AXIS} alone becomes all the words of the value. Literal braces are doubled: {{share}} in a command
+    is the
+    {share} of a rule. Values are inserted unchanged.
     """
 
     command: Words
@@ -109,7 +110,7 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
         return tuple(Value(label, _words(value)) for label, value in given.items())
     if not isinstance(given, list | tuple):
         raise InvalidInput(f"the axis {name} is {given!r}; give a list of values, or a table of names and values.")
-    labels = require_labels({f"{name}[{number}]": value for number, value in enumerate(given)})
+    labels = require_job_labels({f"{name}[{number}]": value for number, value in enumerate(given)})
     return tuple(Value(value, _words(value)) for value in labels.values())
 
 

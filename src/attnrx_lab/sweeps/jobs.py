@@ -1,4 +1,4 @@
-"""What a sweep consists of: jobs, which are commands, and the numbers that each of them computes."""
+"""The jobs of a sweep, which are commands, and the numbers that each of them computes."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ Label = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Job:
-    """The words of one command, and the values of the axes of the sweep that they were made from.
+    """The words of one command, and the axis values that they were made from.
 
     Two jobs of the same words are the same job, whatever their labels are.
     """
@@ -45,7 +45,7 @@ class Result:
     labels: Mapping[str, Label] = field(default_factory=dict)
 
 
-def require_labels(labels: Mapping[str, Any]) -> dict[str, Label]:
+def require_job_labels(labels: Mapping[str, Any]) -> dict[str, Label]:
     """Returns the labels; raises InvalidInput for a value that is not a text, a number or a boolean."""
     for name, value in labels.items():
         if value is not None and not isinstance(value, str | int | float | bool):

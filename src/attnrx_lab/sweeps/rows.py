@@ -1,6 +1,6 @@
-"""From the record of a command to numbers with names, which is what a store keeps beside the record itself.
+"""Named numbers from the record of a command, which a storage keeps with the record itself.
 
-record                    numbers                                             labels beside those of the job
+record                    numbers                                             labels besides those of the job
 attnrx comparison         accuracy, change, agreement, divergence,            method, share (and target)
                           macs_share, params_share, seconds
 attnrx speeds             speedup, time_ratio, macs_share                     method, share, batch, threads
@@ -15,7 +15,7 @@ from typing import Any
 from attnrx_lab.sweeps.jobs import Label, Result
 
 TRIAL = {"accuracy": "%", "change": "points", "agreement": "%", "divergence": "nats"}
-ORIGINAL = "original"  # the method that nothing was left out of
+ORIGINAL = "original"  # the uncompressed model
 
 
 def rows_of(record: Mapping[str, Any]) -> tuple[Result, ...]:

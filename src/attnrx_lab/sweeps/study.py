@@ -1,8 +1,8 @@
 """A sweep as an Optuna study: every job is a trial that waits in the storage until a worker of any sweep takes it.
 
-Optuna keeps the trials (SQLite in a file, or any database that SQLAlchemy connects to), hands each to one worker, and
-`optuna-dashboard` shows them. What is added here: a job is known by its words and never runs twice, and a trial whose
-process is gone waits again.
+Optuna stores the trials (SQLite in a file, or any database that SQLAlchemy connects to), gives each to one worker, and
+`optuna-dashboard` shows them. In addition, a job is identified by its words and never runs twice, and a trial whose
+process has ended is queued again.
 """
 
 import os
@@ -79,7 +79,7 @@ class SweepStudy:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files of the jobs: beside a file, or in the working directory for a URL."""
+        """The folder of the files of the jobs: next to a storage file, or in the working directory for a URL."""
         return Path("sweep.jobs") if self.is_url else Path(self.place).with_suffix(".jobs")
 
     def add(self, jobs: Iterable[Job]) -> int:

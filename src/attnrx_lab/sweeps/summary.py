@@ -16,9 +16,9 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Mean:
-    """One number over `runs` seeds: their mean, deviation and 95 % t interval.
+    """One number over `runs` seeds: mean, standard deviation and 95 % t interval.
 
-    Of a single seed, and where the seed changes nothing, the interval is that of the measurement.
+    For a single seed, and if all seeds agree, the interval is that of the measurement.
     """
 
     metric: str
@@ -32,7 +32,7 @@ class Mean:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The number and its interval in words."""
+        """The number and its interval as text."""
         return quantity(self.value, self.unit, self.low, self.high), interval(self.low, self.high)
 
 
@@ -91,12 +91,12 @@ class SweepSummary:
 
 
 def seeds_of(means: Sequence[Mean | None]) -> int:
-    """Returns the seeds behind the number of a line that has most of them."""
+    """Returns the largest number of seeds behind a number of a line."""
     return max(mean.runs for mean in means if mean is not None)
 
 
 def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
-    """Puts numbers together that differ in their seed alone."""
+    """Groups numbers that differ in their seed alone."""
     groups: dict[tuple[str, tuple[tuple[str, Label], ...]], list[Result]] = defaultdict(list)
     for result in results:
         labels = tuple(sorted((name, value) for name, value in result.labels.items() if name != SEED))
@@ -117,7 +117,7 @@ def _mean(own: Sequence[Result]) -> Mean:
 
 
 def _by_seed(own: Sequence[Result], name: str) -> list[float]:
-    """Returns one value for each seed: several jobs of one seed may measure the same, such as the original."""
+    """Returns one value per seed: several jobs of one seed may measure the same model, such as the original."""
     found: dict[Label, list[float]] = defaultdict(list)
     for result in own:
         if (value := getattr(result, name)) is not None:

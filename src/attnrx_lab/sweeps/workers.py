@@ -36,8 +36,8 @@ class Attempt:
 class JobWorkers:
     """Runs jobs of a study with `workers` processes side by side, each with `threads` CPU threads.
 
-    Every job has a fresh process, so a crash ends one job only. Where the system supports it the processes are forked
-    off a server that has imported `preload` already. A process ends by itself when the sweep is killed.
+    Every job has a new process, so a crash ends one job only. Where the system supports it the processes are forked
+    from a server that has already imported `preload`. A process ends by itself when the sweep is killed.
     """
 
     def __init__(self, study: SweepStudy, work: Work, workers: int, threads: int, preload: Sequence[str] = ()):
@@ -56,8 +56,8 @@ class JobWorkers:
     def run(self, log: Callable[[str], None]) -> dict[str, int]:
         """Runs jobs until none waits and returns the number of jobs in every state.
 
-        A job that fails is stored with its error and the others go on. An interruption stores nothing of the jobs that
-        run, which wait again.
+        A job that fails is stored with its error and the others continue. After an interruption the running jobs wait
+        again.
         """
         self.study.requeue_abandoned()
         try:

@@ -1,4 +1,4 @@
-"""Backends: `Eager` is the truth, the others equal it to rounding."""
+"""Backends: `Eager` is the reference; the others equal it to rounding."""
 
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend

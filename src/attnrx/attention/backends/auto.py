@@ -1,9 +1,9 @@
-"""The backend that every layer begins with: what is usually fastest, by rule, without measuring."""
+"""The default backend: the usually fastest backend by rule, without measuring."""
 
 from collections.abc import Callable
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import NARROW, Explicit, worth_writing_out
+from attnrx.attention.backends.explicit import NARROW, Explicit, unfused_is_faster
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.backends.native import Native
 from attnrx.attention.context import AttentionContext
@@ -17,14 +17,17 @@ def faster(
     sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
     narrow: float = NARROW,
 ) -> Backend | None:
-    """Returns what is faster than PyTorch's fused kernel in this context, if anything is; `sizes` as `Explicit`'s."""
+    """Returns a backend that is faster than PyTorch's fused kernel in this context, or None; `sizes` as in
+    `Explicit`."""
     if Native.runs(spec, context):
         return Native(sizes)
-    return Explicit(sizes) if worth_writing_out(spec, context, narrow) else None
+    return Explicit(sizes) if unfused_is_faster(spec, context, narrow) else None
 
 
 class Auto(Fused):
-    """For inference on a CPU the kernel of our own (`Native`), else narrow attention written out; else fused."""
+    """For inference on a CPU the C++ kernel (`Native`), else unfused attention for narrow heads; otherwise the fused
+    kernel.
+    """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns the backend for this layer and context."""

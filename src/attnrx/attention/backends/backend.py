@@ -1,4 +1,4 @@
-"""The contract of a backend: how score factors and values become the output of the heads."""
+"""The base class of backends, which compute the output of the heads from score factors and values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class Backend(ABC):
         """Chooses which neighbouring heads are computed together, and at which padded rank."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
-        """Returns the backend that computes in this context: itself, unless it only chooses."""
+        """Returns the backend that computes in this context: itself, unless it delegates."""
         return self
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Chooses how many features every head's values are padded to, the same for all heads of a bucket."""
+        """Returns the padded value dimension of every head, equal for all heads of a bucket."""
         return spec.reads
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Returns the output of one bucket's heads, for every query as wide as their values."""
+        """Returns the output of one bucket's heads, at the width of their values."""
 
     def __call__(
         self,
@@ -42,9 +42,9 @@ class Backend(ABC):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Returns what all heads read out, side by side, from the values of every bucket.
+        """Returns the outputs of all heads, concatenated, from the values of every bucket.
 
-        A head without directions returns the mean of its values, zero where there are no keys.
+        A head without directions returns the mean of its values, zero if there are no keys.
         """
         left, outputs = iter(factors), []
         for bucket, own in zip(buckets, values, strict=True):
@@ -58,5 +58,5 @@ class Backend(ABC):
 
 
 def mean_of(value: Float[Tensor, "batch heads keys reads"]) -> Float[Tensor, "batch heads 1 reads"]:
-    """Returns the mean over the keys; zero where there are none, as softmax over no key times no value is."""
+    """Returns the mean over the keys; zero if there are none, like softmax over no keys times no values."""
     return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])

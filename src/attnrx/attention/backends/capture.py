@@ -1,4 +1,4 @@
-"""A backend that counts tokens by their size, and passes on what a token reducer needs to see."""
+"""A backend that weights tokens by their size and captures the attention that a token reducer needs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ from attnrx.tokens import Part, chunks_of, images_of
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """What one layer showed: its attention, or only that of the first token, the mean of its heads' keys, and the
-    lengths of its values.
+    """The captured attention of one layer: full maps or the rows of the first token, the mean of the heads' keys, and
+    the
+    norms of the values.
 
-    `part` says of which images of the batch, None of all.
+    `part` are the images of the batch that it covers; None means all.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
@@ -33,7 +34,7 @@ class CapturedAttention:
 
     @classmethod
     def joined(cls, captures: Sequence["CapturedAttention"]) -> "CapturedAttention":
-        """Puts together what a layer showed part by part."""
+        """Concatenates the chunks that a layer captured."""
         if len(captures) < 2:
             return captures[0] if captures else cls()
         return cls(
@@ -52,14 +53,15 @@ def _fused_qkv(parts: list[Tensor | None]) -> Tensor | None:
 class AttentionCapture(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
-    `sizes` gives the size of every token, or None where all are 1; `show` gets what `wanted` names: "attention",
-    "class_attention", "keys", "value_norms". Where neither the whole map nor a gradient of the sizes is needed, a
-    fused kernel is used. Whole maps are shown part by part, where that keeps them in the cache.
+    `sizes` returns the size of every token, or None if all are 1; `show` receives the quantities in `wanted`:
+    "attention",
+    "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a fused kernel
+    is used. Full maps are captured in chunks of images that fit the cache.
     """
 
     takes_few_queries = True
 
-    # As that of `Explicit`. Padding costs more here, because rows are always padded after they were projected.
+    # As in `Explicit`. Padding costs more here, because rows are padded after the projection.
     NARROW = 0.97
 
     def __init__(
@@ -71,11 +73,11 @@ class AttentionCapture(Backend):
         self.sizes, self.show, self.wanted = sizes, show, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself, or what is faster on a CPU where nothing has to be captured, as `Auto` does."""
+        """Returns itself, or a faster backend on a CPU if nothing has to be captured, as `Auto` does."""
         return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Puts all heads together, as wide as what they read out: the fused kernels want one width."""
+        """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
 
@@ -84,7 +86,7 @@ class AttentionCapture(Backend):
         return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes the read-out and passes on what was requested for."""
+        """Computes the output and captures the requested quantities."""
         sizes = self.sizes()
         query, key = factors.folded()
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
@@ -96,7 +98,7 @@ class AttentionCapture(Backend):
         if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             read = native_attention([query], [key], [value], sizes, factors.scale)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
-        # A token that has left counts for -inf. One that never leaves is always there, so no row is without any.
+        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
         counted = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
 
@@ -123,7 +125,7 @@ class AttentionCapture(Backend):
         value: Float[Tensor, "batch heads keys reads"],
         part: Part | None = None,
     ) -> None:
-        """Shows what was requested for, of attention whose first row is that of the class token."""
+        """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
         found = {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             found["keys"] = factors.key[images_of(part)].mean(2)
@@ -136,10 +138,10 @@ class AttentionCapture(Backend):
 def sized_softmax(
     logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
 ) -> Float[Tensor, "batch heads queries keys"]:
-    """Returns the attention in which every key counts as often as its size says; a key of size 0 does not count.
+    """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
 
     The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
-    finite everywhere: a key that does not count is weighed as if its score were the largest at most.
+    finite everywhere: the score of a key of size zero is clamped to the largest score of the others.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)

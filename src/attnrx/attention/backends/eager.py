@@ -1,4 +1,4 @@
-"""The reference backend: every step written out, nothing padded."""
+"""The reference backend: unfused and unpadded."""
 
 import torch
 
@@ -10,18 +10,18 @@ from attnrx.spec import AttentionSpec
 
 
 class Eager(Backend):
-    """The definition of right: scores, softmax, weighted sum of the values."""
+    """The reference: scores, softmax, weighted sum of the values."""
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups only neighbours of equal shape."""
         return exact_buckets(spec.ranks, self.reads(spec, context))
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads values only where heads share their directions: these are one bucket."""
+        """Pads values only if heads share their directions, which puts them into one bucket."""
         return (max(spec.reads, default=0),) * len(spec.heads) if spec.form == "shared" else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes scores (Eq. 2), attention (Eq. 3) and the read-out."""
+        """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""
         return torch.softmax(scores(factors), dim=-1) @ value
 
 

@@ -1,4 +1,4 @@
-"""Attention written out for inference: every head at its own rank, nothing padded, one map at a time in the cache."""
+"""Unfused attention for inference: every head at its own rank, unpadded, in chunks whose maps fit the cache."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,18 +11,20 @@ from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import CACHED
 
-# Written out, attention has to come to this share of the arithmetic of the padded one at most, or it is not faster.
+# Unfused attention is faster only if it needs at most this share of the padded arithmetic.
 NARROW = 0.875
-# With so few tokens, those of all images together, what every operation costs to start weighs more than arithmetic.
+# With fewer tokens (of all images together) the launch overhead of every operation exceeds its arithmetic.
 FEW_TOKENS = 1024
 
 
 class Explicit(Backend):
-    """Scores, softmax and read-out as three steps, which take queries and values of any two widths.
+    """Scores, softmax and weighted sum as three steps, with independent widths of queries and values.
 
-    The fused kernels of PyTorch want one width for both on a CPU. Below it this does less arithmetic, at the price of
-    a map that is written and read once; in parts that fit the cache that is little. `sizes` gives how often every token
-    counts, or None where each counts once.
+    On a CPU, the fused kernels of PyTorch require equal widths. For narrower heads this backend does less arithmetic,
+    at
+    the cost of writing and reading the maps once, which is small in chunks that fit the cache. `sizes` returns the
+    number
+    of original tokens in every token, or None if each is 1.
     """
 
     takes_few_queries = True
@@ -38,12 +40,12 @@ class Explicit(Backend):
         return exact_buckets(spec.ranks, self.reads(spec, context))
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads nothing, unless all heads must stay together: shared directions, or few tokens."""
+        """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
         fused_qkv = spec.form == "shared" or context.has_fewer_than(FEW_TOKENS)
         return (max(spec.reads),) * len(spec.heads) if fused_qkv else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes scores, attention and the read-out."""
+        """Computes scores, attention and the weighted sum of the values."""
         query, key = factors.folded()
         return unfused(query, key, value, factors.scale)
 
@@ -53,10 +55,10 @@ class Explicit(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Returns what all heads read out, side by side."""
+        """Returns the outputs of all heads, concatenated."""
         sizes = None if self.sizes is None else self.sizes()
         if sizes is not None or fits_in_chunks(values[0]):
-            return chunked_forward(buckets, factors, values, sizes)
+            return chunked_attention(buckets, factors, values, sizes)
         return super().__call__(buckets, factors, values)
 
 
@@ -70,10 +72,10 @@ def unfused(
     return torch.softmax((query * scale) @ key.transpose(-1, -2), dim=-1) @ value
 
 
-def worth_writing_out(spec: AttentionSpec, context: AttentionContext, narrow: float = NARROW) -> bool:
-    """Whether attention written out in parts is faster than a fused kernel, which pads: where it is narrow enough.
+def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: float = NARROW) -> bool:
+    """Whether unfused attention in chunks is faster than a padded fused kernel: true for narrow heads.
 
-    Several threads would wait for each other at every product, where a fused kernel gives each of them images.
+    With several threads every product synchronizes them, while a fused kernel gives each thread its own images.
     """
     alone = context.free_on_cpu and context.threads == 1
     if not alone or spec.norms == "original" or not any(spec.ranks):
@@ -86,21 +88,21 @@ def worth_writing_out(spec: AttentionSpec, context: AttentionContext, narrow: fl
 
 
 def fits_in_chunks(value: Tensor) -> bool:
-    """Whether buffers may be written again and again: on a CPU, where neither gradients nor a graph are recorded."""
+    """Whether buffers may be reused: on a CPU, while neither gradients nor a graph are recorded."""
     return value.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def chunked_forward(
+def chunked_attention(
     buckets: tuple[Bucket, ...],
     factors: tuple[ScoreFactors, ...],
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     sizes: Float[Tensor, "batch keys"] | None = None,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns what all heads read out, side by side: as many images at once as have maps that fit the cache.
+    """Returns the outputs of all heads, concatenated; computes as many images at once as have maps that fit the cache.
 
-    The maps of all heads lie in one buffer, whatever the ranks of the heads, and one softmax takes them all; what is
-    read out is written in the order in which the output projection reads it, so that nothing is moved afterwards. A key
-    counts as often as its size says, if sizes are given, and one of size 0 does not.
+    The maps of all heads are in one buffer, whatever their ranks, and one softmax processes them; the outputs are
+    written in the order of the output projection's inputs, so that no copy follows. Keys are weighted by `sizes`, if
+    given; a key of size 0 has weight zero.
     """
     first = values[0]
     queries = factors[0].query.shape[1] if factors else first.shape[2]
@@ -129,7 +131,7 @@ def _mean(value: Float[Tensor, "batch heads keys reads"], sizes: Float[Tensor, "
 def _mix(
     sides: Sequence[Sequence[Float[Tensor, "batch _ _ _"]]], scale: float, added: Float[Tensor, "batch 1 1 keys"] | None
 ) -> None:
-    """Mixes values into outputs; of every bucket there are queries, keys, values and outputs, all heads first.
+    """Writes softmax(scores) @ values into outputs; queries, keys, values and outputs are per bucket, heads first.
 
     `added` are the logarithms of the sizes, which are added to the scores.
     """
@@ -138,7 +140,7 @@ def _mix(
     size = 2 * sum(heads) * queries * keys * sides[0][0].element_size()
     fused_qkv = min(max(CACHED // max(size, 1), 1), batch)
     buffer = sides[0][0].new_empty(fused_qkv, sum(heads), queries, keys)
-    # One product takes all heads of an image, or one head of all images that are there at once: the fewest products.
+    # One product takes all heads of an image, or one head of all images of the chunk: whichever gives fewer products.
     across = [0 if fused_qkv <= count else 1 for count in heads]
     pieces = [[_pieces(side, fused_qkv, way) for side in own] for own, way in zip(sides, across, strict=True)]
     counts = [min(fused_qkv, batch - start) for start in range(0, batch, fused_qkv)]
@@ -161,7 +163,7 @@ def _mix(
 
 
 def _pieces(side: Float[Tensor, "batch heads _ _"], fused_qkv: int, across: int) -> list[tuple[Tensor, ...]]:
-    """Returns every image of so many at once, or every head of them, as one product after another takes them."""
+    """Returns the slices that one matrix product takes: every image of a chunk, or every head of it."""
     if across:
         return [images.unbind(1) for images in side.split(fused_qkv)]
     images = side.unbind(0)

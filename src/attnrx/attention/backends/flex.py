@@ -1,4 +1,4 @@
-"""FlexAttention: PyTorch's generated kernels, which take queries and values of two widths."""
+"""FlexAttention: PyTorch's generated kernels, with independent widths of queries and values."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,17 +15,17 @@ from attnrx.spec import AttentionSpec
 
 
 class Flex(Backend):
-    """One call of torch.nn.attention.flex_attention for all heads that have directions; compiled when first used.
+    """One call of torch.nn.attention.flex_attention for all heads that have directions; compiled on first use.
 
-    Queries and keys are as wide as the largest rank, values as wide as the most that is read out: neither follows the
-    other. What the generated kernels cannot do (gradients on a CPU, float64, torch without them) `Auto` does.
+    Queries and keys have the largest rank, values the largest value dimension. `Auto` runs where the generated kernels
+    are not available (gradients on a CPU, float64, torch without them).
     """
 
     takes_few_queries = True
-    LEAST = 16  # features that the generated kernels want
+    LEAST = 16  # the smallest head dimension of the generated kernels
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself where the kernels exist."""
+        """Returns itself if the kernels exist, else `Auto`."""
         on_cpu_with_gradients = context.device == "cpu" and torch.is_grad_enabled()
         if on_cpu_with_gradients or context.dtype == torch.float64 or flex_attention() is None:
             return Auto().at(spec, context)
@@ -37,11 +37,11 @@ class Flex(Backend):
         return padded_buckets(spec.ranks, most, most)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Chooses one width for what is read out."""
+        """Returns one width for all values."""
         return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Calls the generated kernel, which takes no empty set of keys."""
+        """Calls the generated kernel; an empty set of keys is handled without it."""
         if not value.shape[2]:
             return unfused(*factors.folded(), value, factors.scale)
         query, key = (side.contiguous() for side in factors.folded())
@@ -51,7 +51,7 @@ class Flex(Backend):
 
 
 def flex_attention() -> Callable[..., Tensor] | None:
-    """Returns FlexAttention, compiled unless the whole model is being compiled; None where torch has none."""
+    """Returns FlexAttention, compiled unless the whole model is being compiled; None if torch does not have it."""
     plain = _plain()
     if plain is None or torch.compiler.is_compiling():
         return plain

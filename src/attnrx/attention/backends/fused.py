@@ -13,28 +13,29 @@ from attnrx.spec import AttentionSpec
 class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
-    The fused kernels of PyTorch want equal widths of query, key and value, and leave for a slower path otherwise. The
+    The fused kernels of PyTorch require equal widths of query, key and value, and fall back to a slow path otherwise.
+    The
     scale is always passed: its default would follow the padded rank.
     """
 
     takes_few_queries = True
 
-    # Above this share of the width of the values, projecting fewer rows saves less than it costs to spread them out
+    # Above this share of the width of the values, projecting fewer rows saves less than it costs to scatter them
     # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
-    # few tokens there is little arithmetic to save, and what every further operation costs to start weighs more.
+    # few tokens there is little arithmetic to save, and the launch overhead of further operations is larger.
     FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
-    # The kernels read features by so many; a width between two steps is slower than the next one.
+    # The kernels load features in steps of this size; a width between two steps is slower than the next step.
     STEP = 8
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Groups all heads that have directions, at the largest rank, or at full width where that is not slower."""
+        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower."""
         most, width = max(spec.ranks, default=0), self.reads(spec, context)[0]
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
         full = spec.norms == "original" or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Chooses one width for queries, keys and values."""
+        """Returns one width for queries, keys and values."""
         width, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
         stepped = -(-width // self.STEP) * self.STEP
         return (stepped if stepped <= whole else width,) * len(spec.heads)

@@ -1,11 +1,11 @@
-"""Attention by a kernel of our own in C++: every head at its own rank, and no map in memory."""
+"""The C++ kernel: every head at its own rank, without a map in memory."""
 
 from collections.abc import Sequence
 
 import torch
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import Explicit, chunked_forward
+from attnrx.attention.backends.explicit import Explicit, chunked_attention
 from attnrx.attention.backends.fused import Fused
 from attnrx.attention.context import AttentionContext
 from attnrx.attention.factors import Bucket, ScoreFactors
@@ -14,25 +14,25 @@ from attnrx.attention.kernels.native import native_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
-# A head's keys are rearranged once for all its queries; for so few that takes longer than it saves.
+# A head's keys are transposed once for all its queries; with fewer queries that costs more than it saves.
 FEW_QUERIES = 8
 
 
 def runs_on(context: AttentionContext) -> bool:
-    """Whether the kernel takes tensors of this context, and is there."""
+    """Whether the kernel is built and supports tensors of this context."""
     return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
 
 
 class Native(Explicit):
     """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
 
-    Heads are grouped as `Explicit` groups them. The kernel is built by the compiler at hand when first used
-    (`native_library`); where there is none, and where gradients or a graph are recorded, `Fused` runs in its place.
-    With `sizes`, the number of original tokens in each, `runs` must have returned true.
+    Heads are grouped as by `Explicit`. The kernel is built with the user's compiler on first use (`native_library`);
+    without one, and while gradients or a graph are recorded, `Fused` runs in its place. With `sizes`, the number of
+    original tokens in each token, `runs` must have returned True.
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself where the kernel runs."""
+        """Returns itself if the kernel runs, else `Fused`."""
         return self if self.runs(spec, context) else Fused()
 
     @staticmethod
@@ -46,11 +46,11 @@ class Native(Explicit):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Returns what all heads read out, side by side."""
+        """Returns the outputs of all heads, concatenated."""
         sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
-        # Autocast hands on less than the float32 that the layer was given.
+        # Under autocast the projections return lower precision than the layer's float32 inputs.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
-            return chunked_forward(buckets, factors, values, sizes)
+            return chunked_attention(buckets, factors, values, sizes)
         left, queries, keys = iter(factors), [], []
         for bucket, own in zip(buckets, values, strict=True):
             if bucket.rank:

@@ -1,4 +1,4 @@
-"""A backend that shows every intermediate to an observer while the model runs."""
+"""A backend that passes all intermediate results to an observer."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,11 @@ from attnrx.spec import AttentionSpec
 
 
 class Observed(Backend):
-    """Computes as `Eager` does, all heads in one padded bucket, and hands the intermediates to `observe`.
+    """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
 
-    A head of rank 0 has zero rows here, so its scores are zero and its attention uniform, as it must be. Standing in
-    for a `capture` backend it counts tokens by their size and passes on what a reducer needs, as that would.
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
+    it
+    weights tokens by their size and captures the same quantities.
     """
 
     watches = True
@@ -32,16 +33,15 @@ class Observed(Backend):
         self.capture = capture
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Puts all heads together."""
         most = max((*spec.ranks, 1))
         return (Bucket(0, len(spec.ranks), most, most),)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads all heads to the one that reads out most."""
+        """Pads all heads to the largest value dimension."""
         return (max((*spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes the read-out and shows how."""
+        """Computes the output and passes the intermediate results to the observer."""
         logits = scores(factors)
         attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
         output = attention @ value

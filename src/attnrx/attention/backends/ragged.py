@@ -17,15 +17,16 @@ from attnrx.spec import AttentionSpec
 class Ragged(Backend):
     """Every head at its own rank, values of any width, all in one launch; for inference on CUDA.
 
-    Where gradients or a graph are recorded, where heads share their directions, in float64 and on a CPU, `Auto` runs
-    in its place. In Triton's interpreter (TRITON_INTERPRET=1) it runs anywhere, slowly: that is how it is tested.
+    While gradients or a graph are recorded, for shared directions, in float64 and on a CPU, `Auto` runs in its place.
+    In
+    Triton's interpreter (TRITON_INTERPRET=1) it runs on any device, slowly; the tests use that.
     """
 
     def __init__(self, anywhere: bool = False):
         self.anywhere = anywhere
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself where the kernel runs."""
+        """Returns itself if the kernel runs, else `Auto`."""
         runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
         fits = spec.form != "shared" and any(spec.ranks) and any(spec.reads)
         return self if runs and fits else Auto().at(spec, context)
@@ -35,7 +36,7 @@ class Ragged(Backend):
         return exact_buckets(spec.ranks, self.reads(spec, context))
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes one bucket alone, written out."""
+        """Computes one bucket alone, unfused."""
         return unfused(*factors.folded(), value, factors.scale)
 
     def __call__(
@@ -44,7 +45,7 @@ class Ragged(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ tokens _"]],
     ) -> Float[Tensor, "batch tokens features"]:
-        """Returns what all heads read out, side by side."""
+        """Returns the outputs of all heads, concatenated."""
         value = _side_by_side(values)
         sides = [part.folded() for part in factors]
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))

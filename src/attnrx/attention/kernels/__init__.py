@@ -1,1 +1,1 @@
-"""Kernels: in Triton, which is imported when one is first run, and in C++, built when it is first run."""
+"""Kernels: in Triton, imported on first use, and in C++, built on first use."""

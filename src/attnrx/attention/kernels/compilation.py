@@ -1,4 +1,4 @@
-"""The kernels in C++: built by the user's own compiler when first used, and kept in the cache folder."""
+"""The C++ kernels: built with the user's compiler on first use and stored in the cache folder."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 
-from attnrx.attention.kernels.library_cache import Recipe, load_or_build
+from attnrx.attention.kernels.library_cache import LibraryRecipe, load_or_build
 from attnrx.errors import AttnrxError, InvalidInput, KernelWarning, NotSupported
 from attnrx.hardware import cache_folder
 
@@ -26,13 +26,15 @@ PATIENCE = 120
 
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Loads the kernels, after building them where no earlier process did.
+    """Returns the library of the kernels; builds it if no earlier process did.
 
-    None where ATTNRX_BUILD is 0 and where there is no compiler ($CXX, or c++, g++ or clang++ on the path); with a
-    `KernelWarning` where the compiler fails, and where others can write to the cache folder. Nothing depends on the
-    kernels: PyTorch's own run in their place, slower.
+    None if ATTNRX_BUILD is 0 or there is no compiler ($CXX, or c++, g++ or clang++ on the path); None with a
+    `KernelWarning`
+    if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in their place.
     """
-    if os.environ.get(BUILD, "1") == "0" or os.name != "posix":  # elsewhere no owner of a file can be checked
+    if (
+        os.environ.get(BUILD, "1") == "0" or os.name != "posix"
+    ):  # on other systems the owner of a file cannot be checked
         return None
     try:
         compiler = _compiler()
@@ -47,10 +49,10 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def required_library() -> ctypes.CDLL:
-    """Returns the kernels where there must be some.
+    """Returns the library of the kernels.
 
     Raises:
-        NotSupported: They could not be built here.
+        NotSupported: It cannot be built here.
     """
     library = native_library()
     if library is None:
@@ -62,7 +64,7 @@ def required_library() -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    """Returns the words that call the compiler, none where there is none."""
+    """Returns the command of the compiler, empty if there is none."""
     named = os.environ.get("CXX", "").strip()
     if not named:
         return next(([name] for name in COMPILERS if shutil.which(name)), [])
@@ -84,15 +86,15 @@ def _built(compiler: list[str]) -> ctypes.CDLL:
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
     """Loads the library of this source, compiler and machine."""
-    # What a compiler defines names its version, and the instructions that -march=native stands for: a cache folder may
-    # be shared by machines that call themselves the same.
+    # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
+    # be shared by machines with equal names.
     defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     source = SOURCE.read_text(encoding="utf-8")
     key = _sha256("\n".join((source, *command, defined)))[:16]
     version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
     about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
     return load_or_build(
-        cache_folder() / "kernels", Recipe(f"native-{key}", partial(_build, command), _declared, about)
+        cache_folder() / "kernels", LibraryRecipe(f"native-{key}", partial(_build, command), _declared, about)
     )
 
 
@@ -116,7 +118,7 @@ def _output_of(command: list[str]) -> str:
 
 
 class _CompilerFailed(NotSupported):
-    """A compiler that refused a command."""
+    """The compiler returned an error."""
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

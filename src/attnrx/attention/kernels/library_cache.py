@@ -1,8 +1,9 @@
-"""Compiled libraries in a folder that only this user can write: what is loaded has the hash recorded when it was built.
+"""Compiled libraries in a private folder; a library is loaded only if its hash is the one recorded when it was built.
 
 A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
-user, be no symbolic links and be writable by no other user; then the recorded hash can be trusted, and it is compared
-with the content of the file descriptor from which the library is loaded.
+user, must not be symbolic links and must not be writable by other users; then the recorded hash can be trusted, and it
+is
+compared with the content of the file descriptor from which the library is loaded.
 """
 
 import ctypes
@@ -24,8 +25,8 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a library is built into a path, and prepared once it is loaded; `about` is recorded beside it."""
+class LibraryRecipe:
+    """How a library is built into a path, and prepared after loading; `about` is stored in the record."""
 
     name: str
     build: Callable[[Path], None]
@@ -33,8 +34,8 @@ class Recipe:
     about: Mapping[str, object] = field(default_factory=dict)
 
 
-def load_or_build(folder: Path, recipe: Recipe) -> ctypes.CDLL:
-    """Loads a library from the folder; one that is absent, damaged or not private is built anew, once.
+def load_or_build(folder: Path, recipe: LibraryRecipe) -> ctypes.CDLL:
+    """Loads a library from the folder; an absent, damaged or non-private one is rebuilt once.
 
     Raises:
         CheckpointError: The folder is not private, or the new library cannot be loaded.
@@ -59,7 +60,7 @@ def _create_private(folder: Path) -> None:
 
 
 def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
-    """Opens a file or folder and returns its descriptor, after checking who can have written it."""
+    """Opens a file or folder and returns its descriptor, after checking its owner and permissions."""
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
@@ -78,7 +79,7 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     )
 
 
-def _loaded(folder: Path, recipe: Recipe) -> ctypes.CDLL:
+def _loaded(folder: Path, recipe: LibraryRecipe) -> ctypes.CDLL:
     within = _open_private(folder, os.O_DIRECTORY)
     try:
         digest = _recorded_sha256(folder / f"{recipe.name}.json", within)
@@ -89,7 +90,7 @@ def _loaded(folder: Path, recipe: Recipe) -> ctypes.CDLL:
     if sha256(_content(descriptor)).hexdigest() != digest:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
-    # The file that was checked is loaded, wherever its path leads by now. It stays open, because the loader identifies
+    # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
     # libraries by name: the next file with this descriptor would be taken for this one.
     opened = DESCRIPTORS / str(descriptor)
     return recipe.prepare(ctypes.CDLL(str(opened if opened.exists() else path)))
@@ -114,12 +115,13 @@ def _content(descriptor: int) -> bytes:
         return handle.read()
 
 
-def _library_path(folder: Path, recipe: Recipe, digest: str) -> Path:
-    """Names a library by its content, so that processes that build at the same time replace no other's library."""
+def _library_path(folder: Path, recipe: LibraryRecipe, digest: str) -> Path:
+    """Returns a path that contains the hash of the library, so that concurrent builds do not replace each other's
+    file."""
     return folder / f"{recipe.name}-{digest[:16]}.so"
 
 
-def _build_into(folder: Path, recipe: Recipe) -> None:
+def _build_into(folder: Path, recipe: LibraryRecipe) -> None:
     """Writes the library, then the record that makes it valid."""
     with TemporaryDirectory() as place:
         built = Path(place) / "library.so"
@@ -132,7 +134,7 @@ def _build_into(folder: Path, recipe: Recipe) -> None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Replaces a file by one of this user alone; a link is replaced, not followed, and permissions are new."""
+    """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
     descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as handle:

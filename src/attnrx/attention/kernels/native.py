@@ -1,4 +1,4 @@
-"""From tensors to the kernel in C++, as an operation of PyTorch's: profilers, counters and meta tensors see it."""
+"""The C++ kernel as an operator of PyTorch, visible to profilers, counters and meta tensors."""
 
 import ctypes
 from collections.abc import Sequence
@@ -26,14 +26,15 @@ def native_attention(
     sizes: Float[Tensor, "batch keys"] | None,
     scale: float,
 ) -> Float[Tensor, "batch queries features"]:
-    """Returns softmax(scale * query @ key^T + log(sizes)) @ value of all heads, side by side; float32, on a CPU.
+    """Returns softmax(scale * query @ key^T + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
 
-    Every entry of the lists holds neighbouring heads of one shape, as far as what they read out; without features of
-    queries and keys they read out the mean. Only for inference: nothing is recorded for gradients.
+    Every entry of the lists holds neighbouring heads of one shape; heads without query and key features return the mean
+    of
+    their values. Only for inference: gradients are not recorded.
 
     Raises:
-        NotSupported: The kernel could not be built here.
-        InvalidInput: Tensors that are not float32, or whose shapes do not go together.
+        NotSupported: The kernel cannot be built here.
+        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
     counted = None if sizes is None else sizes.float()
     return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), counted, scale)
@@ -45,10 +46,10 @@ def _attention(
     library = required_library()
     _require_fitting(queries, keys, values, sizes)
     output = _empty(queries, keys, values, sizes, scale)
-    if not values[0].shape[2]:  # softmax over no key times no value
+    if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
-    # What the kernel reads has to live until it has: a contiguous copy may have no other owner.
+    # Keeps the tensors alive during the call: a contiguous copy may have no other owner.
     kept: list[Tensor] = []
     described: list[int] = []
     place, (image, token, _) = output.data_ptr(), output.stride()
@@ -74,7 +75,7 @@ def _attention(
 
 
 def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
-    """Refuses what would let the kernel read where nothing is."""
+    """Raises InvalidInput for shapes with which the kernel would read out of bounds."""
     (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
     for query, key, value in zip(queries, keys, values, strict=True):
         heads, rank = value.shape[1], query.shape[3]
@@ -103,7 +104,7 @@ _library.impl("native_attention", _empty, "Meta")
 def _operations(
     queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
 ) -> int:
-    """Counts the two products of every head, as PyTorch does for attention of its own: two operations for one MAC."""
+    """Counts the two products of every head as PyTorch does for attention: two operations per MAC."""
     total = 0
     for query, key, value in zip(queries, keys, values, strict=True):
         total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])

@@ -1,9 +1,10 @@
 """Attention of heads with different ranks in one launch, and the statistics of its maps, in Triton.
 
-Queries and keys of all heads lie side by side in one row of every token, unpadded: head h has the features from
-`starts[h]` to `starts[h + 1]`. Values lie in the same way. A head of rank 0 has scores of zero: it attends uniformly.
-No map is ever stored: `forward` keeps a running maximum and sum of every row (online softmax), and `statistics` makes
-the scores a second time, from what `forward` found of the rows.
+Queries and keys of all heads are concatenated in one row per token, unpadded: head h has the features from `starts[h]`
+to
+`starts[h + 1]`; values likewise. A head of rank 0 has zero scores and attends uniformly. No map is stored: `forward`
+keeps a running maximum and sum per row (online softmax), and `statistics` recomputes the scores from the row sums of
+`forward`.
 """
 
 import triton
@@ -17,7 +18,7 @@ def scores_of(
     query, key, rows, columns, tokens, first, rank, scale, stride_q, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scores of some rows and columns in units of log2, as many features at a time as STEP says."""
+    """Returns the scores of some rows and columns in units of log2, in steps of STEP features."""
     found = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for at in range(0, rank, STEP):
         own = at + tl.arange(0, STEP)
@@ -42,7 +43,7 @@ def forward(
     batch_q, stride_q, batch_k, stride_k, batch_v, stride_v, batch_o, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what one head of one image reads out for some rows, and the logarithm (to base 2) of their sums."""
+    """Writes the output of one head of one image for some rows, and the base-2 logarithm of their sums."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
@@ -83,7 +84,7 @@ def row_statistics(
     query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for some rows: the sum and the sum of squares over the patches, and what the first token gets."""
+    """Writes for some rows: the sum and the sum of squares over the patches, and the attention to the first token."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
@@ -113,7 +114,8 @@ def column_statistics(
     query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for some columns: the sum and the sum of squares over the patches, and what the first token pays."""
+    """Writes for some columns: the sum and the sum of squares over the patches, and the attention from the first
+    token."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.load(starts + head)

@@ -1,4 +1,4 @@
-"""From tensors to launches: the kernels of `ragged` on all heads of a batch."""
+"""Launches the kernels of `ragged` on all heads of a batch."""
 
 import importlib
 from functools import lru_cache
@@ -21,10 +21,11 @@ def ragged_attention(
     reads: tuple[int, ...],
     scale: float,
 ) -> tuple[Float[Tensor, "batch tokens features"], Float[Tensor, "batch heads tokens"]]:
-    """Returns what all heads read out, side by side, and the logarithm (to base 2) of the sum of every row's scores.
+    """Returns the outputs of all heads, concatenated, and the base-2 logarithm of the sum of every row's scores.
 
-    Head h has `ranks[h]` features of queries and keys and `reads[h]` of the values, one head after the other. Only for
-    inference: nothing is recorded for gradients.
+    Head h has `ranks[h]` features of queries and keys and `reads[h]` of the values. Only for inference: gradients are
+    not
+    recorded.
 
     Raises:
         NotSupported: Triton is not installed.
@@ -50,11 +51,12 @@ def map_statistics(
     scale: float,
     prefix: int,
 ) -> Float[Tensor, "batch heads patches 6"]:
-    """Returns SPOT's six scalars of every patch (Eqs. 3 to 8) without a map: the scores are made once more by rows, and
-    once more by columns, from the sums of the rows that `ragged_attention` found.
+    """Returns SPOT's six scalars per patch (Eqs. 3 to 8) without a map: the scores are recomputed by rows and by
+    columns
+    from the row sums of `ragged_attention`.
 
-    What the class token pays to it and it to the class token; mean and variance of what it pays to the patches, and of
-    what it receives from them. The first `prefix` tokens are not patches.
+    The attention of the class token to the patch and of the patch to the class token; mean and variance of the patch's
+    attention to the patches, and of the attention it receives from them. The first `prefix` tokens are not patches.
     """
     batch, heads, tokens = log_sums.shape
     query, key, patches = _with_rows(query), _with_rows(key), tokens - prefix
@@ -83,12 +85,12 @@ def kernels() -> ModuleType:
 
 @lru_cache(maxsize=256)
 def starts_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns where every head begins, and where the last one ends."""
+    """Returns the first feature of every head, and the end of the last one."""
     return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
 
 
 def _with_rows(side: Tensor) -> Tensor:
-    """Returns the tensor with features that follow one another; tokens may have any stride."""
+    """Returns the tensor with contiguous features; tokens may have any stride."""
     return side if side.stride(-1) == 1 and side.shape[-1] else side.contiguous()
 
 

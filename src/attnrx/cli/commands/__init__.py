@@ -1,7 +1,7 @@
 """The commands, one file each: `SUMMARY`, `EXAMPLE`, `add(parser)` and `run(arguments, log)`.
 
-These files name what they need as `rx.NAME`, which is loaded when it is used: a command's help needs none of it. Other
-packages add commands by entry points of the group `attnrx.commands`, each naming such a module.
+The modules access attnrx as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages add
+commands by entry points of the group `attnrx.commands`, each naming such a module.
 """
 
 import importlib
@@ -15,7 +15,7 @@ CORE = ("train", "diagnose", "prescribe", "plan", "realize", "verify", "export",
 
 @cache
 def command_modules() -> Mapping[str, str]:
-    """Returns the name of every command with that of its module, those of other packages last."""
+    """Returns the module name of every command, those of other packages last."""
     plugins = {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}
     return {name: f"attnrx.cli.commands.{name}" for name in CORE} | dict(sorted(plugins.items()))
 

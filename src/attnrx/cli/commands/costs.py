@@ -1,4 +1,4 @@
-"""attnrx costs: a model, and perhaps what is to become of it, in; parameters and MACs, exactly, out."""
+"""attnrx costs: computes parameters and MACs of a model, optionally after compression, in closed form."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -17,7 +17,7 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARY = "price a model in parameters and MACs, before or after a prescription"
+SUMMARY = "compute the parameters and MACs of a model, before or after a prescription"
 EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --mlp 152 --convention paper --json"
 
 
@@ -26,49 +26,45 @@ def add(parser: Parser) -> None:
     parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
     add_trust(parser)
     smaller = parser.add_mutually_exclusive_group()
-    smaller.add_argument("--prescription", metavar="FILE", help="price the model that this would leave")
+    smaller.add_argument("--prescription", metavar="FILE", help="the costs after this prescription")
     smaller.add_argument(
         "--removed-share",
         type=SHARE_REMOVED,
         metavar="SHARE",
-        help="price the removal of this share of the directions, 0 to 1, the same in every layer",
+        help="the costs without this share of the directions, 0 to 1, the same in every layer",
     )
     parser.add_argument(
         "--norms",
         choices=("renormalized", "exact", "refit"),
         default="renormalized",
-        help="the kind of compression that --prescription is priced for (renormalized)",
+        help="the kind of compression assumed for --prescription (renormalized)",
     )
     forms = parser.add_argument_group("compressed forms")
     forms.add_argument(
         "--qk",
         metavar="FORM",
-        help="query and key: full, truncatt:R (R directions for each head), cp:R (R that all heads share), "
-        "irratt:R (R in all, as many for each head as it needs)",
+        help="query and key: full, truncatt:R (R directions per head), cp:R (R directions shared by all heads), "
+        "irratt:R (R directions in total, with different ranks per head)",
     )
-    forms.add_argument("--vo", type=RANK, metavar="R", help="value and output: R features for each head")
-    forms.add_argument("--mlp", type=RANK, metavar="R", help="MLP: each of its two maps written as two of rank R")
-    forms.add_argument(
-        "--tokens",
-        metavar="POLICY",
-        help=f"tokens that leave: {POLICY}",
-    )
+    forms.add_argument("--vo", type=RANK, metavar="R", help="value and output: R value dimensions per head")
+    forms.add_argument("--mlp", type=RANK, metavar="R", help="MLP: each of its two maps factorized with rank R")
+    forms.add_argument("--tokens", metavar="POLICY", help=f"token pruning or merging: {POLICY}")
     parser.add_argument(
         "--convention",
         choices=("svda", "irratt", "paper"),
         default="svda",
-        help="what counts as a MAC: svda (every product of patches and layers, and strengths), irratt (classifier and "
-        "LayerNorms too, no strengths, IrrAtt with the fusion it is written with), paper (that of the model's paper)",
+        help="what counts as a MAC: svda (products of patch embedding and layers, and strengths), irratt (classifier "
+        "and LayerNorms too, no strengths, IrrAtt with the fusion of its paper), paper (that of the model's paper)",
     )
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Prices in closed form: nothing is run, and a model that is named is built without weights."""
+    """Computes the costs in closed form; a model given by name is built without weights."""
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     forms = (arguments.qk, arguments.vo, arguments.mlp, policy)
     compressed = any(form is not None for form in forms)
     _require_one_plan(arguments, compressed)
-    # Refused before the model is built, which may take a while.
+    # Invalid forms raise before the model is built, which may be slow.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
     model = outline(arguments.model, arguments.trust)
     convention = _convention(model, arguments.convention)
@@ -83,10 +79,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         smaller = _record(after, convention.price(after))
         record |= {**prices, "compressed": smaller, "norms": arguments.norms}
         tables = (parts_table(price), prices_table(costs, after, convention))
-        return Outcome(record, (*tables, *_tokens_told(after)))
+        return Outcome(record, (*tables, *_token_lines(after)))
     if arguments.removed_share is not None:
         return _priced_share(costs, price, record, arguments.removed_share)
-    return Outcome(record, (parts_table(price), *_tokens_told(costs)))
+    return Outcome(record, (parts_table(price), *_token_lines(costs)))
 
 
 def _require_one_plan(arguments: Namespace, compressed: bool) -> None:
@@ -94,14 +90,14 @@ def _require_one_plan(arguments: Namespace, compressed: bool) -> None:
         return
     if arguments.removed_share is not None:
         raise InvalidInput(
-            "--removed-share is the same in every layer; price it by itself, without --qk, --vo, --mlp, --tokens."
+            "--removed-share is the same in every layer; give it without --qk, --vo, --mlp and --tokens."
         )
     if arguments.prescription is not None and any(
         each is not None for each in (arguments.qk, arguments.vo, arguments.mlp)
     ):
         raise InvalidInput(
-            "--qk, --vo and --mlp say what is compressed, and so does the prescription; price one of them. "
-            "(--tokens goes with either.)"
+            "--qk, --vo and --mlp define a compression, and so does --prescription; give one of them. "
+            "(--tokens can be combined with either.)"
         )
 
 
@@ -118,7 +114,7 @@ def _priced_forms(
     policy: "rx.tokens.TokenPolicy | None",
     convention: "rx.costs.Convention",
 ) -> Outcome:
-    """Prices a compressed form: by the paper's convention as the paper writes it, otherwise as it is realized."""
+    """Computes the costs of a compressed form: the form of the paper for its convention, else the realized form."""
     family = rx.models.family_of(model)
     specs = [layer.spec for layer in family.attention(model)]
     wanted = tuple(compression.spec(spec) for spec in specs)
@@ -139,14 +135,14 @@ def _priced_forms(
     if after != realized:
         plain = convention.price(realized)
         record["realized"] = {**price_record(plain), **plain.percent_of(original)}
-    return Outcome(record, (parts_table(price), percent_table(original, price), *_tokens_told(after)))
+    return Outcome(record, (parts_table(price), percent_table(original, price), *_token_lines(after)))
 
 
 def _priced_share(
     costs: "rx.costs.ModelCosts", price: "rx.costs.Price", record: dict[str, Any], share: float
 ) -> Outcome:
     if record["convention"] != "svda":
-        raise InvalidInput("--removed-share is priced by the convention svda only; drop --convention.")
+        raise InvalidInput("--removed-share supports the convention svda only; drop --convention.")
     saving = costs.saving_without(share)
     params, macs = 100 * saving.params_share, 100 * saving.macs_share
     record |= {"removed_share": share, "params_down_percent": params, "macs_down_percent": macs}
@@ -154,10 +150,10 @@ def _priced_share(
 
 
 def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
-    """Prices the model that a prescription leaves, without making it."""
+    """Returns the costs after a prescription, without realizing it."""
     prescription = rx.Prescription.load(arguments.prescription)
     family = rx.models.family_of(model)
-    if Path(arguments.model).exists():  # a name stands for every model of its shape, and has no weights of its own
+    if Path(arguments.model).exists():  # a name has no weights, so the prescription of any model of its shape fits
         prescription.require(rx.models.model_fingerprint(model))
     specs = [layer.spec for layer in family.attention(model)]
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
@@ -165,7 +161,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     if shapes != requested:
         raise InvalidInput(
             f"{arguments.prescription} is for layers of (heads, directions) {requested}, and {arguments.model} has "
-            f"{shapes}; price it on the model it was made for."
+            f"{shapes}; give the model it was made for."
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
     if arguments.tokens is not None:
@@ -176,16 +172,16 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
 def _with_tokens(prescription: "rx.Prescription", text: str) -> "rx.Prescription":
     if prescription.tokens is not None:
         raise InvalidInput(
-            f"the prescription lets tokens leave already ({prescription.tokens.policy}), and --tokens {text} says "
-            "otherwise; drop one of them."
+            f"the prescription already has a token policy ({prescription.tokens.policy}), and --tokens {text} is "
+            "another; drop one of them."
         )
     from attnrx.prescription import TokenPrescription
 
     return replace(prescription, tokens=TokenPrescription.of(rx.tokens.parse_policy(text)))
 
 
-def _tokens_told(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
-    """Says how many tokens every layer has, where they are not the same."""
+def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
+    """Returns a line with the number of tokens per layer, if it is not constant."""
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)

@@ -1,18 +1,18 @@
-"""attnrx diagnose: a model and images in, a diagnosis out."""
+"""attnrx diagnose: measures a model on images and writes a diagnosis."""
 
 from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
 from attnrx.progress import Log
 
-SUMMARY = "read the spectra and indicators of every layer and head off a model"
+SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
-# What is shown of every head; the file holds all readings.
+# The readings in the printed table; the file contains all.
 SHOWN = (
     "effective_rank",
     "effective_rank_weights",
@@ -27,8 +27,8 @@ SHOWN = (
 def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
-    add_data(parser, "the images to watch the model on")
-    add_out(parser, "the diagnosis: one JSON file, and its tensors in a file beside it", kind="attnrx diagnosis")
+    add_data(parser, "the images to run the model on")
+    add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
     add_split(parser, "validation")
     add_running(parser, 64)
     parser.add_argument(
@@ -37,25 +37,25 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--moments",
         action="store_true",
-        help="measure the moments of values and MLP for models with norms (SVDA), too: rules for values and MLP need "
-        "them, unless their metric is weights; models without norms always have them",
+        help="measure the moments of values and MLP also for models with norms (SVDA): rules for vo, fc1 and fc2 need "
+        "them, unless their metric is weights; for models without norms they are always measured",
     )
     parser.add_argument(
         "--divergence",
         metavar="METRIC",
-        help="measure in one more pass what every rank costs in this metric, for total_rank:...,by=divergence",
+        help="measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence",
     )
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Reads every diagnostic in one pass."""
-    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    images = chosen_images(splits_for(model, arguments), arguments)
+    """Runs all diagnostics in one pass and saves the diagnosis."""
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
     spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
     diagnostics = tuple(
         replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
-        for each in rx.diagnostics.suited(spectra, moments=arguments.moments)
+        for each in rx.diagnostics.suited_diagnostics(spectra, moments=arguments.moments)
     )
     diagnosis = rx.diagnose(
         model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed

@@ -1,4 +1,4 @@
-"""attnrx diff: two diagnoses, two prescriptions or two pieces of evidence in; what differs out."""
+"""attnrx diff: prints the differences of two diagnoses, two prescriptions or two pieces of evidence."""
 
 from argparse import Namespace
 from collections import defaultdict
@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.findings import measured
-from attnrx.cli.outcome import Outcome, Table, percent
+from attnrx.cli.findings import significant
+from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.progress import Log
@@ -21,13 +21,13 @@ EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_ra
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    parser.add_argument("before", metavar="A", help="a file that attnrx wrote")
+    parser.add_argument("before", metavar="A", help="a file written by attnrx")
     parser.add_argument("after", metavar="B", help="another of the same kind")
-    parser.add_argument("--reading", metavar="NAME", help="for diagnoses: show this one head by head")
+    parser.add_argument("--reading", metavar="NAME", help="for diagnoses: print this reading for every head")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Compares."""
+    """Compares two files of the same kind."""
     kinds = [_kind(path) for path in (arguments.before, arguments.after)]
     if kinds[0] != kinds[1] or kinds[0] not in COMPARED:
         raise InvalidInput(
@@ -43,7 +43,7 @@ def _kind(path: str) -> str | None:
 
 
 def _diagnoses(arguments: Namespace) -> Outcome:
-    changes = rx.diagnostics.compare(rx.Diagnosis.load(arguments.before), rx.Diagnosis.load(arguments.after))
+    changes = rx.diagnostics.compare_diagnoses(rx.Diagnosis.load(arguments.before), rx.Diagnosis.load(arguments.after))
     record = {
         "same": not any(change.difference != 0 for change in changes),
         "changes": [{**vars(change), "difference": change.difference} for change in changes],
@@ -112,10 +112,10 @@ def _prescriptions(arguments: Namespace) -> Outcome:
         (f"layer {head['layer']}, head {head['head']}", *map(str, head["ranks"]), str(head["both_keep"]))
         for head in different
     )
-    removed = f"removed: {percent(before.removed_share)} in A, {percent(after.removed_share)} in B"
+    removed = f"removed: {as_percent(before.removed_share)} in A, {as_percent(after.removed_share)} in B"
     lines = [f"{len(different)} of {len(heads)} heads differ; {removed}"]
     if not _same_tokens(before.tokens, after.tokens):
-        sides = ", ".join(f"{policy or 'all stay'} in {side}" for policy, side in zip(tokens, "AB", strict=True))
+        sides = ", ".join(f"{policy or 'all kept'} in {side}" for policy, side in zip(tokens, "AB", strict=True))
         lines.append(f"tokens: {sides}{'; other predictors' if tokens[0] == tokens[1] else ''}")
     return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), *lines) if rows else tuple(lines))
 
@@ -123,14 +123,14 @@ def _prescriptions(arguments: Namespace) -> Outcome:
 def _same_tokens(before: "TokenPrescription | None", after: "TokenPrescription | None") -> bool:
     if before is None or after is None:
         return before is after
-    mine, theirs = before.predictors or {}, after.predictors or {}
-    same_weights = mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    old, new = before.predictors or {}, after.predictors or {}
+    same_weights = old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
     return before.policy == after.policy and before.seed == after.seed and same_weights
 
 
 def _differs(head: dict[str, Any]) -> bool:
-    one_choice = head["ranks"][0] == head["ranks"][1] == head["both_keep"]
-    return not one_choice or head["stays"][0] != head["stays"][1] or head["strength_moves"] > 0
+    same_directions = head["ranks"][0] == head["ranks"][1] == head["both_keep"]
+    return not same_directions or head["stays"][0] != head["stays"][1] or head["strength_moves"] > 0
 
 
 def _evidences(arguments: Namespace) -> Outcome:
@@ -160,7 +160,7 @@ def _described(finding: "rx.Finding | None") -> dict[str, Any]:
     return {
         "value": finding.value,
         "outcome": finding.outcome if finding.is_claim else None,
-        "text": measured(finding.value, finding.unit),
+        "text": significant(finding.value, finding.unit),
     }
 
 

@@ -1,10 +1,10 @@
-"""attnrx export: a model in, a file that runs without attnrx out, checked against the model."""
+"""attnrx export: writes a model as a file that runs without attnrx, and compares its outputs with the model's."""
 
 from argparse import Namespace
 from dataclasses import fields, replace
 
 import attnrx as rx
-from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import OPSET, batch
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
@@ -29,29 +29,29 @@ def add(parser: Parser) -> None:
         help="onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
         "int8(images=128,method=percentile,attention=true) (onnx)",
     )
-    add_out(parser, "the file; its facts go beside it, into PATH.json", kind="attnrx exported model")
+    add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
     parser.add_argument(
         "--batch",
         type=batch,
         default="dynamic",
         metavar="N",
-        help="images at once, or dynamic for any (dynamic)",
+        help="the batch size, or dynamic for any (dynamic)",
     )
     parser.add_argument("--opset", type=OPSET, metavar="N", help="the version of ONNX's operators, 18 to 23 (20)")
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), help="of weights and images (the model's own)"
     )
-    add_data(parser, "calibration of int8, and parity, on its training images (parity alone: noise)", required=False)
+    add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Exports, and tells what was compared."""
+    """Exports the model and prints the parity checks."""
     form = _format(arguments)
     device = arguments.device if form.on_cuda else "cpu"
-    model = load_model(arguments.model, device, arguments.weights, arguments.trust)
-    calibration = None if arguments.data is None else splits_for(model, arguments).train
-    log(f"writing {arguments.model} as {form.name}, and running it beside the model")
+    model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
+    calibration = None if arguments.data is None else splits_argument(model, arguments).train
+    log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
     exported = rx.export(
         model,
         arguments.out,
@@ -81,5 +81,5 @@ def _format(arguments: Namespace) -> "rx.exporting.Format":
     if arguments.opset is None:
         return form
     if "opset" not in {field.name for field in fields(form)}:  # type: ignore[arg-type]
-        raise InvalidInput(f"--opset {arguments.opset} goes with onnx and int8; {form.name} has no operators of ONNX.")
+        raise InvalidInput(f"--opset {arguments.opset} is for onnx and int8; {form.name} has no ONNX operators.")
     return replace(form, opset=arguments.opset)  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""attnrx prescribe: a diagnosis and a rule in, a prescription out."""
+"""attnrx prescribe: applies rules to a diagnosis and writes a prescription."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import SHARE
-from attnrx.cli.outcome import Outcome, Table, percent
+from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import POLICY, Parser, add_out, add_trust
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnrx.prescription import ScoreDecision, TokenPrescription
     from attnrx.rules import Template
 
-SUMMARY = "decide which directions and heads a model can do without"
+SUMMARY = "decide which directions, heads and tokens of a model to prune"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
 
 
@@ -28,8 +28,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "diagnosis",
         metavar="DIAGNOSIS",
-        help="the file of a diagnosis; for tokens=POLICY or --predictors alone, which need none, a model may stand "
-        "in its place: a saved folder, timm:NAME, hf:ID, or a name such as dense:cifar10",
+        help="the file of a diagnosis; or, for tokens=POLICY or --predictors alone, a model: a saved folder, "
+        "timm:NAME, hf:ID, or a name such as dense:cifar10",
     )
     parser.add_argument("--weights", metavar="FILE", help="the weights of that timm:NAME or lvvit:SIZE")
     add_trust(parser)
@@ -37,14 +37,14 @@ def add(parser: Parser) -> None:
         "--rules",
         nargs="+",
         metavar="MAP=RULE",
-        help="the rule of every map: qk=RULE for the scores, vo=RULE for value and output, fc1=RULE and fc2=RULE for "
+        help="the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for "
         f"the MLP, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and |, e.g. total_rank:0.5, "
         f"uniform_rank:0.5,metric=weights, 'energy_retention:0.9 & remove_heads'. POLICY: {POLICY}",
     )
     parser.add_argument(
         "--predictors",
         metavar="FOLDER",
-        help="a saved model whose tokens leave: its policy with its trained predictors, instead of tokens=POLICY",
+        help="a saved model with a token policy and trained predictors, used instead of tokens=POLICY",
     )
     budget = parser.add_argument_group(
         "a target instead of a share: {share} in the rules becomes the largest that fits"
@@ -53,32 +53,32 @@ def add(parser: Parser) -> None:
         "--macs",
         type=SHARE,
         metavar="SHARE",
-        help="what is left may cost this share of the original's MACs: 0.7, 70%%",
+        help="the largest share of the original's MACs after pruning: 0.7, 70%%",
     )
     budget.add_argument(
         "--of",
         choices=("model", "qk", "vo", "attention", "mlp"),
         default="model",
-        help="the MACs of what: of the model, with one share for all layers (model), or of this part of every layer, "
-        "each with a share of its own (the local target of IrrAtt, Section 3.4)",
+        help="the scope of --macs: the model, with one share for all layers (model), or this part of every layer, "
+        "with a share per layer (the local target of IrrAtt, Section 3.4)",
     )
-    budget.add_argument("--model", metavar="MODEL", help="the model, to be priced: a saved folder or a name")
+    budget.add_argument("--model", metavar="MODEL", help="the model whose MACs count: a saved folder or a name")
     add_out(
         parser,
-        "the prescription: one JSON file, and its tensors in a file beside it where directions are rewritten",
+        "the prescription: a JSON file, and a second file if it has tensors",
         kind="attnrx prescription",
     )
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Decides."""
+    """Prescribes and saves the prescription."""
     from attnrx.rules import Template
 
     template = Template.parse(" ".join(arguments.rules or ()))
     if not template.texts and arguments.predictors is None:
         raise InvalidInput("prescribe needs --rules, e.g. --rules qk=total_rank:0.5, or --predictors.")
     if arguments.predictors is not None and ("tokens" in template.texts or arguments.macs is not None):
-        raise InvalidInput("--predictors brings its own policy and goes neither with tokens=POLICY nor with --macs.")
+        raise InvalidInput("--predictors has its own policy; drop tokens=POLICY and --macs.")
     prescription = _prescription(arguments, template)
     path = prescription.save(arguments.out)
     notes = list(prescription.about.get("notes", ()))
@@ -89,24 +89,24 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
         "reasons": [list(layer.qk.reasons) for layer in prescription.layers],
-        "tokens": _told_tokens(prescription.tokens),
+        "tokens": _tokens_record(prescription.tokens),
     }
     rows = tuple(
         (f"layer {index}", " ".join(map(str, layer.ranks)), _full(layer), str(int((~layer.heads).sum())))
         for index, layer in enumerate(layer.qk for layer in prescription.layers)
     )
-    table = Table(("", "directions that stay, by head", "of", "heads removed"), rows)
+    table = Table(("", "kept directions per head", "of", "heads pruned"), rows)
     budget = prescription.about.get("budget")
     if budget is not None:
         record["budget"] = dict(budget)
-    removed = f"{percent(prescription.removed_share)} of the directions are removed; the file says why, head by head"
+    removed = f"{as_percent(prescription.removed_share)} of the directions are removed; the file has the reasons"
     spent = () if budget is None else (_spent(budget),)
     warnings = (f"warning: {note}" for note in notes)
-    num_pruned = () if prescription.tokens is None else prescription.tokens.reasons
-    return Outcome(record, (table, removed, *num_pruned, *spent, *warnings, f"prescription: {path}"))
+    token_reasons = () if prescription.tokens is None else prescription.tokens.reasons
+    return Outcome(record, (table, removed, *token_reasons, *spent, *warnings, f"prescription: {path}"))
 
 
-def _told_tokens(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
+def _tokens_record(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
     if tokens is None:
         return None
     return {
@@ -117,7 +117,7 @@ def _told_tokens(tokens: "TokenPrescription | None") -> dict[str, Any] | None:
 
 
 def _full(layer: "ScoreDecision") -> str:
-    """What a head could keep: its own directions, or those of all heads where they share them."""
+    """Returns the directions of a head before pruning, or those of the layer if the heads share them."""
     return str(layer.directions if layer.is_shared else layer.keep.shape[1])
 
 
@@ -138,17 +138,17 @@ def _prescription(arguments: Namespace, template: "Template") -> "rx.Prescriptio
     if arguments.model is not None:
         return rx.prescribe_within(outline(arguments.model, arguments.trust), diagnosis, template, budget)
     if isinstance(diagnosis, rx.Diagnosis):
-        raise InvalidInput("--macs prices the model that the diagnosis is of: give it, --model NAME or a saved folder.")
+        raise InvalidInput("--macs needs the model of the diagnosis: give --model NAME or a saved folder.")
     return rx.prescribe_within(diagnosis, diagnosis, template, budget)
 
 
 def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
-    """Reads the diagnosis, or loads the model that stands in its place."""
+    """Reads the diagnosis, or loads the model given instead."""
     path = Path(arguments.diagnosis)
     if path.is_dir() or (":" in arguments.diagnosis and not path.exists()):
         return rx.load(arguments.diagnosis, weights=arguments.weights, trust=arguments.trust)
     if arguments.weights is not None:
-        raise InvalidInput(f"--weights goes with the name of a model, and {arguments.diagnosis} is none; leave it out.")
+        raise InvalidInput(f"--weights needs the name of a model, and {arguments.diagnosis} is none; omit it.")
     return rx.Diagnosis.load(path)
 
 

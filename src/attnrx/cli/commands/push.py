@@ -1,4 +1,4 @@
-"""attnrx push: the folder of a saved model in, a repository on the Hugging Face hub out."""
+"""attnrx push: uploads the folder of a saved model to the Hugging Face hub."""
 
 from argparse import Namespace
 
@@ -7,7 +7,7 @@ from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
-SUMMARY = "put a saved model on the Hugging Face hub, with its card and evidence"
+SUMMARY = "upload a saved model to the Hugging Face hub, with its card and evidence"
 EXAMPLE = (
     "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
     "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
@@ -17,10 +17,10 @@ EXAMPLE = (
 def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("folder", help="a model saved by attnrx, with its card and evidence")
-    parser.add_argument("repository", metavar="OWNER/NAME", help="where it goes; made if there is none")
-    parser.add_argument("--license", metavar="NAME", help="of the weights, as the hub names it, e.g. apache-2.0")
+    parser.add_argument("repository", metavar="OWNER/NAME", help="the repository; created if missing")
+    parser.add_argument("--license", metavar="NAME", help="of the weights, an identifier of the hub, e.g. apache-2.0")
     parser.add_argument("--base-model", metavar="OWNER/NAME", help="the original on the hub")
-    parser.add_argument("--private", action="store_true", help="a repository that is made is for its owner alone")
+    parser.add_argument("--private", action="store_true", help="a new repository is private")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

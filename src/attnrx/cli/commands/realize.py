@@ -1,4 +1,4 @@
-"""attnrx realize: a model and a prescription in, the folder of a masked or smaller model out."""
+"""attnrx realize: applies a prescription to a model and saves the masked or compressed model."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.candidate import REFINED_ON, made
 from attnrx.cli.cost_tables import priced, prices_table
-from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT, STEPS
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.outputs import FOLDER
@@ -18,7 +18,7 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARY = "carry a prescription out, as a mask or as a smaller model"
+SUMMARY = "apply a prescription to a model, as a mask or by compression"
 EXAMPLE = (
     "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
 )
@@ -26,31 +26,31 @@ EXAMPLE = (
 
 def add(parser: Parser) -> None:
     """Declares the options."""
-    add_model(parser, "what the prescription was made for")
-    parser.add_argument("--prescription", required=True, metavar="FILE", help="what is to be carried out")
-    add_out(parser, "the folder of the new model; one that it holds is replaced", writes=FOLDER)
+    add_model(parser, "the model of the prescription")
+    parser.add_argument("--prescription", required=True, metavar="FILE", help="the prescription to apply")
+    add_out(parser, "the folder of the new model; an existing model in it is replaced", writes=FOLDER)
     parser.add_argument(
         "--by",
         choices=("compress", "mask"),
         default="compress",
-        help="delete what is not needed, or zero it (compress)",
+        help="delete the pruned directions, or set them to zero (compress)",
     )
     parser.add_argument(
         "--norms",
         choices=("renormalized", "exact", "refit"),
         default="renormalized",
-        help="how a compressed SVDA layer keeps its norms: the paper's way, exactly (saves less), or with strengths "
-        "refitted on --data (renormalized)",
+        help="the norms of compressed SVDA layers: renormalized over the kept directions as in the paper, exact (saves "
+        "less), or with strengths refitted on --data (renormalized)",
     )
     parser.add_argument(
         "--refine",
         type=STEPS,
         default=0,
         metavar="STEPS",
-        help="bring the queries and keys of every layer nearer to the original's attention afterwards, on --data and "
-        "without labels, in so many steps, e.g. 200 (0)",
+        help="optimize the query and key rows of every layer to match the original's attention, on --data without "
+        "labels, in this many steps, e.g. 200 (0)",
     )
-    add_data(parser, "for --norms refit and --refine, whose training images are used", required=False)
+    add_data(parser, "training images for --norms refit and --refine", required=False)
     parser.add_argument(
         "--calibration-images",
         type=COUNT,
@@ -62,11 +62,11 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Realizes, prices and saves."""
+    """Realizes the prescription, saves the model and prints its costs."""
     rx.models.require_model_folder(arguments.out)
     prescription = rx.Prescription.load(arguments.prescription)
-    model = load_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    # How it was made stays with the model: its controls must be made in the same way.
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    # The settings are saved with the model, because its matched controls are realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", "norms", "refine", "calibration_images")}
     slim = made(model, prescription, how, _calibration(model, arguments))
     prescription = replace(prescription, about={**prescription.about, "realized": how})
@@ -82,5 +82,5 @@ def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet 
     if arguments.data is None:
         requested = "--refine" if arguments.refine else "--norms refit"
         raise InvalidInput(f"{requested} is fitted on images, and --data names none; add --data NAME.")
-    train = splits_for(model, arguments).train
+    train = splits_argument(model, arguments).train
     return train.take(min(arguments.calibration_images, len(train)))

@@ -1,4 +1,4 @@
-"""attnrx report: whatever was written by the other commands in, one HTML page out."""
+"""attnrx report: writes the results of the other commands into one HTML page."""
 
 import json
 from argparse import Namespace
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import load_model, splits_for
+from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SUMMARY = "write everything that was found into one HTML page"
+SUMMARY = "write diagnosis, prescription and evidence into one HTML page"
 EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html"
 
 
@@ -26,14 +26,14 @@ def add(parser: Parser) -> None:
     """Declares the options."""
     parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
     add_trust(parser)
-    parser.add_argument("--evidence", metavar="FILE", help="what `attnrx verify` wrote")
-    parser.add_argument("--prescription", metavar="FILE", help="what `attnrx prescribe` wrote")
-    parser.add_argument("--diagnosis", metavar="FILE", help="what `attnrx diagnose` wrote")
-    parser.add_argument("--training", metavar="FOLDER", help="what `attnrx train` wrote: its curves are shown")
+    parser.add_argument("--evidence", metavar="FILE", help="the file of `attnrx verify`")
+    parser.add_argument("--prescription", metavar="FILE", help="the file of `attnrx prescribe`")
+    parser.add_argument("--diagnosis", metavar="FILE", help="the file of `attnrx diagnose`")
+    parser.add_argument("--training", metavar="FOLDER", help="the folder of `attnrx train`, for its curves")
     parser.add_argument(
         "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
     )
-    parser.add_argument("--comparison", metavar="FILE", help="what `attnrx compare` wrote, shown as curves over MACs")
+    parser.add_argument("--comparison", metavar="FILE", help="the file of `attnrx compare`, shown as curves over MACs")
     parser.add_argument("--title", help="the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
@@ -47,7 +47,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Collects what is there, and writes the page."""
+    """Collects the given parts and writes the page."""
     evidence, prescription = _evidence(arguments), _prescription(arguments)
     attention, tokens = _samples(arguments, prescription)
     content = rx.reports.ReportContent(
@@ -73,7 +73,7 @@ def _subject(arguments: Namespace) -> str:
 
 
 def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
-    """The file that was given, or the one in the candidate's folder."""
+    """Returns the given file, or the one in the candidate's folder; None if there is none."""
     if given is not None:
         return Path(given)
     path = Path(candidate or "") / name
@@ -97,10 +97,10 @@ def _prescription(arguments: Namespace) -> "rx.Prescription | None":
 
 
 def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks off the candidate itself where no prescription tells them; not where only tokens leave."""
+    """Reads the ranks from the candidate if there is no prescription, unless only its tokens are reduced."""
     if arguments.candidate is None or prescription is not None:
         return ()
-    candidate = load_model(arguments.candidate, "cpu", trust=arguments.trust)
+    candidate = model_argument(arguments.candidate, "cpu", trust=arguments.trust)
     found = rx.reports.model_ranks(candidate)
     full = all(pathway.kept == pathway.full for pathway in found)
     return () if full and rx.models.reduction_of(candidate) is not None else found
@@ -145,7 +145,7 @@ def _point(path: str) -> "rx.reports.TradeOffPoint":
 
 
 def _finding(evidence: "rx.Evidence", path: str, check: str, quantity: str) -> "rx.Finding":
-    """Finds a number of the candidate against the reference, which comes first in every check."""
+    """Returns the first finding of a quantity, which is the candidate against the reference in every check."""
     found = [finding for finding in evidence.of(check) if finding.details.get("quantity") == quantity]
     if not found:
         raise InvalidInput(f"--trade-off {path}: there is no {quantity} in it; verify with the check {check} too.")
@@ -160,24 +160,24 @@ Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples |
 
 
 def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Samples:
-    """Takes samples of attention where a reference is given, and of tokens where they leave the candidate."""
+    """Returns token samples for a candidate with token reduction, else attention samples, which need a reference."""
     if arguments.reference is None and arguments.weights is not None:
         raise InvalidInput("--weights are those of --reference; add it.")
     if arguments.candidate is None or arguments.data is None:
         if arguments.reference is not None:
             raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
         return None, None
-    candidate = load_model(arguments.candidate, arguments.device, trust=arguments.trust)
+    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
     reference = None
     if arguments.reference is not None:
-        reference = load_model(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+        reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
     images, labels = _shown(candidate, arguments)
     if rx.models.reduction_of(candidate) is not None:
         return None, rx.reports.sample_tokens(candidate, images, labels, reference)
     if reference is None:
         raise InvalidInput(
-            f"--data is for attention maps, which need --reference too, or for tokens, but none leaves "
-            f"{arguments.candidate}; add --reference, or leave --data out."
+            f"--data is for attention maps, which need --reference too, or for models with token reduction, and "
+            f"{arguments.candidate} has none; add --reference, or omit --data."
         )
     models = {"original": reference}
     if prescription is not None:
@@ -186,8 +186,8 @@ def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Sa
 
 
 def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tuple[str, ...]]":
-    """Returns the first test images on the scale of the model, and what they show."""
-    splits = splits_for(model, arguments)
+    """Returns the first test images, normalized for the model, and their class names."""
+    splits = splits_argument(model, arguments)
     shown = splits.test.take(min(arguments.samples, len(splits.test)))
     batch = next(iter(shown.batches(arguments.samples)))
     names = (splits.class_names[label] for label in batch.labels.tolist())

@@ -1,4 +1,4 @@
-"""attnrx train: a model and a dataset in, a folder with the trained model out."""
+"""attnrx train: trains a model on a dataset and saves it in a folder."""
 
 from argparse import BooleanOptionalAction, Namespace
 from dataclasses import replace
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import load_splits, splits_for
+from attnrx.cli.inputs import load_splits, splits_argument
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, SEED
-from attnrx.cli.outcome import Outcome, Table, percent
+from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
 from attnrx.progress import Log
@@ -17,27 +17,27 @@ from attnrx.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARY = "train a model, or go on with a run that was stopped"
+SUMMARY = "train a model, or resume an interrupted run"
 EXAMPLE = "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42"
 
-# Knobs of TrainingConfig that are one number: the option, its type, its help with the default.
+# The numeric fields of TrainingConfig: the option, its type, its help with the default.
 KNOBS = (
     ("epochs", COUNT, "passes over the training images (80)"),
-    ("batch_size", BATCH, "images of one step, over all processes (256, or less where there are fewer images)"),
-    ("accumulate", BATCH, "parts that every step runs in, one after another, for less memory (1)"),
-    ("learning_rate", NUMBER, "peak of the warm-up and cosine (0.001)"),
-    ("min_learning_rate", NUMBER, "where the cosine ends (0)"),
-    ("warmup_learning_rate", NUMBER, "where the warm-up begins (0)"),
+    ("batch_size", BATCH, "images per step, over all processes (256, or less for small datasets)"),
+    ("accumulate", BATCH, "gradient accumulation steps, for less memory (1)"),
+    ("learning_rate", NUMBER, "peak learning rate of warm-up and cosine decay (0.001)"),
+    ("min_learning_rate", NUMBER, "final learning rate of the cosine decay (0)"),
+    ("warmup_learning_rate", NUMBER, "initial learning rate of the warm-up (0)"),
     ("layer_decay", NUMBER, "factor on the learning rate for every block before the last (1.0)"),
-    ("joining", NUMBER, "share of the run over which blocks begin to train, the last first (0: all at once)"),
+    ("joining", NUMBER, "share of the run over which blocks are unfrozen, from last to first (0: all at once)"),
     ("weight_decay", NUMBER, "on matrices; never on biases, norms or strengths (0.05)"),
     ("warmup_epochs", NUMBER, "epochs of rising learning rate (5, at most a tenth of the run)"),
     ("gradient_clip", NUMBER, "largest norm of a gradient (1.0)"),
-    ("strength_init", NUMBER, "set every strength to this first; larger lets attention sharpen sooner (1.0)"),
+    ("strength_init", NUMBER, "initial value of every strength; larger values sharpen attention sooner (1.0)"),
     ("strength_decay", NUMBER, "weight decay of the strengths; pulls the weak ones to zero (0)"),
     ("strength_learning_rate", NUMBER, "factor on the strengths' learning rate; spreads them sooner (1.0)"),
-    ("predictor_learning_rate", NUMBER, "factor on the learning rate of the predictors of tokens that leave (10)"),
-    ("ema", NUMBER, "decay of a running mean of the weights, which is then saved (off)"),
+    ("predictor_learning_rate", NUMBER, "factor on the learning rate of token predictors (10)"),
+    ("ema", NUMBER, "decay of an exponential moving average of the weights, which is then saved (off)"),
     ("seed", SEED, "weights, order, augmentation and noise (42)"),
     ("checkpoint_every", COUNT, "steps between checkpoints (500)"),
 )
@@ -46,15 +46,15 @@ KNOBS = (
 def add(parser: Parser) -> None:
     """Declares the options."""
     add_model(parser)
-    add_data(parser, "what to train on")
+    add_data(parser, "the training data")
     add_out(parser, "the folder of the run: model, history, training.json, checkpoints", writes=FOLDER)
     parser.add_argument(
         "--tokens",
         metavar="POLICY",
-        help=f"let tokens leave the model, and train it so: {POLICY}; predictors begin fresh, from --seed",
+        help=f"train with token pruning or merging: {POLICY}; predictors are initialized from --seed",
     )
-    parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="go on with the run in --out")
-    parser.add_argument("--tensorboard", action="store_true", help="log to TensorBoard in --out too")
+    parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
+    parser.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard in --out")
     knobs = parser.add_argument_group("training")
     for name, kind, message in KNOBS:
         knobs.add_argument(
@@ -64,27 +64,27 @@ def add(parser: Parser) -> None:
     knobs.add_argument(
         "--parallel",
         choices=("ddp", "fsdp"),
-        help="with several processes (accelerate launch, torchrun): each has a copy of the model, or a part (ddp)",
+        help="for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)",
     )
     knobs.add_argument("--compile", action="store_true", help="train through torch.compile")
     knobs.add_argument(
         "--losses",
         nargs="+",
         metavar="LOSS",
-        help="terms beside the task, e.g. target_rank:16:0.1 perturbation_robustness; task:0 turns smoothing off",
+        help="terms added to the task loss, e.g. target_rank:16:0.1 perturbation_robustness; task:0 disables smoothing",
     )
-    knobs.add_argument("--no-task", action="store_true", help="without the task: labels are not read")
-    knobs.add_argument("--teacher", metavar="MODEL", help="a folder or timm:NAME that the losses learn from")
+    knobs.add_argument("--no-task", action="store_true", help="train without the task loss: labels are not read")
+    knobs.add_argument("--teacher", metavar="MODEL", help="the teacher of distillation losses: a folder or timm:NAME")
     knobs.add_argument("--teacher-weights", metavar="FILE", help="the weights of a teacher timm:NAME, in a local file")
-    knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="parameters that stay, e.g. 'source.patch_embed'")
+    knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="frozen parameters, e.g. 'source.patch_embed'")
     knobs.add_argument("--nonnegative-fusion", action="store_true", help="keep shared directions' strengths above zero")
-    knobs.add_argument("--mixup", type=NOT_NEGATIVE, metavar="A", help="blend images, shares from Beta(A, A) (off)")
-    knobs.add_argument("--cutmix", type=NOT_NEGATIVE, metavar="A", help="paste parts, shares from Beta(A, A) (off)")
+    knobs.add_argument("--mixup", type=NOT_NEGATIVE, metavar="A", help="mixup with lambda from Beta(A, A) (off)")
+    knobs.add_argument("--cutmix", type=NOT_NEGATIVE, metavar="A", help="CutMix with lambda from Beta(A, A) (off)")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Trains, or goes on."""
-    # The losses first: a typing error must not wait for a dataset.
+    """Trains the model, or resumes the run in --out."""
+    # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
     config = rx.TrainingConfig(**_chosen(arguments))
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, log)
@@ -101,9 +101,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     table = Table(
         ("", "accuracy"),
         (
-            ("test", percent(accuracy["test"])),
-            ("validation, last epoch", percent(accuracy["validation"])),
-            (f"validation, best epoch ({accuracy['best_epoch']})", percent(accuracy["best_validation"])),
+            ("test", as_percent(accuracy["test"])),
+            ("validation, last epoch", as_percent(accuracy["validation"])),
+            (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
         ),
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
@@ -111,12 +111,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _batch_size(images: int, accumulate: int) -> int:
-    """Returns a batch size with at least four steps an epoch where the images allow it."""
+    """Returns a batch size with at least four steps per epoch if there are enough images."""
     return max(1, images // 4 // accumulate) * accumulate
 
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
-    """The knobs that were given; what was not keeps the default of TrainingConfig."""
+    """Returns the given arguments of TrainingConfig; the others keep their defaults."""
     names = [*(name for name, _, _ in KNOBS), "precision", "parallel"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
@@ -133,11 +133,11 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
 def _reducing(
     model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
 ) -> "nn.Module":
-    """Puts the policy into the model, with fresh predictors of the run's seed."""
+    """Attaches the token policy to the model, with predictors initialized from the seed of the run."""
     if policy.reducer.learned and not any(isinstance(loss, rx.losses.KeepRatio) for loss in config.losses):
         log(
-            f"warning: {policy.reducer} is trained by what it draws, and without keep_ratio among the losses nothing "
-            "holds that to the policy's shares; add --losses keep_ratio."
+            f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
+            "may differ from the policy's; add --losses keep_ratio."
         )
     from attnrx.prescription import TokenPrescription
 
@@ -146,10 +146,10 @@ def _reducing(
 
 
 def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
-    """A trained model gets the data on its scale; a fresh one is built for the data: channels, classes and scale."""
+    """Returns model and data: data normalized for a trained model, or a new model with the data's shape and scale."""
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     if Path(arguments.model).exists() or arguments.model.partition(":")[0] in rx.models.LIBRARIES:
-        return model, splits_for(model, arguments)
+        return model, splits_argument(model, arguments)
     family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
     splits = load_splits(arguments, size)

@@ -1,4 +1,4 @@
-"""attnrx verify: a candidate, its reference and images in; evidence out. Exit code 1: a claim fails."""
+"""attnrx verify: compares a candidate with its reference on images and writes evidence. Exit code 1: a claim fails."""
 
 import json
 from argparse import Namespace
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.candidate import kind_of, made
 from attnrx.cli.findings import findings_table, robustness_tables
-from attnrx.cli.inputs import chosen_images, load_model, splits_for
+from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import DRAWS, POINTS
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
@@ -31,10 +31,10 @@ def add(parser: Parser) -> None:
     parser.add_argument("--reference", required=True, metavar="MODEL", help="the model it was made from")
     parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
     add_trust(parser)
-    add_data(parser, "what both models answer")
+    add_data(parser, "the images to compare both models on")
     parser.add_argument("--out", metavar="FILE", help="the evidence, one JSON file (printed only)")
     parser.kind = "attnrx evidence"
-    made_from = parser.add_argument_group("what the candidate was made from")
+    made_from = parser.add_argument_group("origin of the candidate")
     made_from.add_argument("--prescription", metavar="FILE", help="(the one in the candidate's folder)")
     made_from.add_argument("--diagnosis", metavar="FILE", help="needed for controls")
     made_from.add_argument("--masked", metavar="MODEL", help="the masked model (realized from the prescription)")
@@ -42,10 +42,10 @@ def add(parser: Parser) -> None:
     chosen.add_argument(
         "--checks",
         metavar="CHECKS",
-        help="with their knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or "
-        "transfer(per_class=50); promises, of a plan (all but controls, promises and transfer)",
+        help="names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or "
+        "transfer(per_class=50); promises for a plan (all but controls, promises and transfer)",
     )
-    chosen.add_argument("--controls", action="store_true", help="compare with controls matched in rank, too")
+    chosen.add_argument("--controls", action="store_true", help="also compare with rank-matched controls")
     chosen.add_argument("--draws", type=DRAWS, default=10, metavar="N", help="random controls (10)")
     chosen.add_argument("--most-drop", type=POINTS, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
     add_backend(parser)
@@ -54,8 +54,8 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Verifies and writes the evidence."""
-    _, processes = rx.processes.join()
+    """Verifies the candidate and writes the evidence."""
+    _, processes = rx.processes.join_process_group()
     requested = _requested(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
@@ -87,7 +87,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Everything that was loaded; `how` is what `attnrx realize` recorded of the candidate's making."""
+    """The loaded inputs; `how` are the settings of `attnrx realize` recorded for the candidate."""
 
     candidate: "nn.Module"
     reference: "nn.Module"
@@ -99,28 +99,28 @@ class _Case:
 
     @classmethod
     def of(cls, arguments: Namespace) -> "_Case":
-        """Loads it; the prescription in the candidate's folder and the mask that follows from it are found."""
+        """Loads the inputs; prescription and masked model default to those of the candidate's folder."""
         prescription, how = _prescription(arguments), _how(arguments)
         diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
-        candidate = load_model(arguments.candidate, arguments.device, trust=arguments.trust)
+        candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
         if arguments.backend is not None:
             rx.use_backend(candidate, arguments.backend)
-        reference = load_model(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+        reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
         if arguments.masked is not None:
-            masked = load_model(arguments.masked, arguments.device, trust=arguments.trust)
+            masked = model_argument(arguments.masked, arguments.device, trust=arguments.trust)
         elif how.get("by") == "mask":
             masked = candidate
         else:
             masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
-        return cls(candidate, reference, splits_for(reference, arguments), prescription, diagnosis, masked, how)
+        return cls(candidate, reference, splits_argument(reference, arguments), prescription, diagnosis, masked, how)
 
     @property
     def kind(self) -> str | None:
-        """The realization in one word, if it is known."""
+        """The kind of realization in one word; None if it is unknown."""
         return kind_of(self.how)
 
     def inputs(self, check: str, arguments: Namespace) -> dict[str, Any]:
-        """Returns what a check needs beside its knobs."""
+        """Returns the inputs of a check other than its knobs."""
         if check == "controls":
             return self._controls(arguments.draws, arguments.seed)
         if check == "transfer":
@@ -128,11 +128,11 @@ class _Case:
         return {}
 
     def _controls(self, draws: int, seed: int) -> dict[str, Any]:
-        """Returns controls that are prescribed at the same ranks and realized as the candidate was."""
+        """Returns controls with the candidate's ranks, realized with its settings."""
         if self.prescription is None or self.diagnosis is None or not self.how:
             raise InvalidInput(
-                "controls are prescribed from a diagnosis and realized as the candidate was: give --diagnosis FILE, "
-                "and a candidate made by `attnrx realize`, whose folder says how."
+                "controls are prescribed from a diagnosis and realized with the candidate's settings: give --diagnosis "
+                "FILE, and a candidate made by `attnrx realize`, whose folder records them."
             )
         train = self.splits.train
         calibration = train.take(min(self.how["calibration_images"], len(train)))
@@ -142,22 +142,22 @@ class _Case:
 
 
 def _prescription(arguments: Namespace) -> "rx.Prescription | None":
-    beside = _beside(arguments)
-    path = arguments.prescription or (beside if beside.exists() else None)
+    in_folder = _candidate_prescription(arguments)
+    path = arguments.prescription or (in_folder if in_folder.exists() else None)
     return None if path is None else rx.Prescription.load(path)
 
 
 def _how(arguments: Namespace) -> dict[str, Any]:
-    beside = _beside(arguments)
-    return dict(rx.Prescription.load(beside).about.get("realized", {})) if beside.exists() else {}
+    path = _candidate_prescription(arguments)
+    return dict(rx.Prescription.load(path).about.get("realized", {})) if path.exists() else {}
 
 
-def _beside(arguments: Namespace) -> Path:
+def _candidate_prescription(arguments: Namespace) -> Path:
     return Path(arguments.candidate) / "prescription.json"
 
 
 def _requested(arguments: Namespace) -> "list[rx.checks.RequestedCheck]":
-    """Reads what was requested for: without a word, every check that needs none."""
+    """Returns the requested checks, by default all that do not need to be requested."""
     known = rx.checks.all_checks()
     if arguments.checks is not None:
         requested = list(rx.checks.parse_checks(arguments.checks))

@@ -1,6 +1,6 @@
-"""Pictures for reports: plain values in, SVG or PNG out; no part knows what a diagnosis or a prescription is."""
+"""Pictures for reports: plain values to SVG or PNG, independent of diagnoses and prescriptions."""
 
-from attnrx.reports.figures.curves import Chart, Curve, Point, marker_picture
+from attnrx.reports.figures.curves import Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.figures.heatmap import LEVELS, HeatMap
 from attnrx.reports.figures.interval_row import IntervalRow, axis_picture
 from attnrx.reports.figures.patches import PatchPicture
@@ -13,10 +13,10 @@ __all__ = [
     "LEVELS",
     "Chart",
     "Curve",
+    "CurvePoint",
     "HeatMap",
     "IntervalRow",
     "PatchPicture",
-    "Point",
     "SpectrumBars",
     "as_uri",
     "axis_picture",

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.figures.scale import Scale, log_span, span
+from attnrx.reports.figures.scale import AxisScale, log_span, span
 from attnrx.reports.numbers import Number, number
 
-MOST_MARKERS = 12  # a long curve is marked only now and then
-DODGE = 5.0  # curves with intervals are shifted by this much, or their whiskers would hide each other
+MOST_MARKERS = 12  # the largest number of markers on a curve
+DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
 WIDTH, HEIGHT = 360.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 350.0, 26.0, 190.0
 
-# One marker per place in the legend, so that curves differ without colour; drawn around the origin.
+# Markers by position in the legend, so that curves differ without colour; drawn around the origin.
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "M-3.5 -3.5h7v7h-7z",
@@ -25,8 +25,8 @@ MARKERS = (
 
 
 @dataclass(frozen=True)
-class Point:
-    """One point of a curve, with its interval and words for a pointer that rests on it."""
+class CurvePoint:
+    """One point of a curve, with its interval and tooltip."""
 
     x: Number
     y: Number
@@ -37,10 +37,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in order of x; `style` is the class of its colour, `marker` a place in MARKERS or None for a bare line."""
+    """Points in order of x; `style` is the CSS class of the colour, `marker` an index into MARKERS or None."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     style: str
     marker: int | None = None
 
@@ -58,8 +58,8 @@ class Chart:
     band: bool = False
 
     def draw(self) -> str:
-        """Returns the picture."""
-        drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
+        """Returns the SVG picture."""
+        drawing = Drawing(WIDTH, HEIGHT, self.title, self._description())
         x, y = self._scales()
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
@@ -69,27 +69,27 @@ class Chart:
                 _draw_band(drawing, curve, x, y)
         for index, curve in enumerate(self.curves):
             shift = 0.0 if self.band or not self._has_intervals else DODGE * (index - (len(self.curves) - 1) / 2)
-            own = replace(x, start=x.start + shift, stop=x.stop + shift)
-            _draw_line(drawing, curve, own, y)
+            shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
+            _draw_line(drawing, curve, shifted, y)
             if not self.band:
-                _draw_intervals(drawing, curve, own, y)
-            _draw_markers(drawing, curve, own, y)
+                _draw_intervals(drawing, curve, shifted, y)
+            _draw_markers(drawing, curve, shifted, y)
         return drawing.svg()
 
-    def _scales(self) -> tuple[Scale, Scale]:
+    def _scales(self) -> tuple[AxisScale, AxisScale]:
         points = [point for curve in self.curves for point in curve.points]
         heights = list(_heights(points))
         extra = () if self.level is None else (self.level,)
         low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
         left, right = span((point.x for point in points), room=0.04)
         whole = all(point.x == int(point.x) for point in points)
-        return Scale(left, right, LEFT, RIGHT, whole=whole), Scale(low, high, BOTTOM, TOP, self.logarithmic)
+        return AxisScale(left, right, LEFT, RIGHT, whole=whole), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
 
     @property
     def _has_intervals(self) -> bool:
         return any(point.low is not None for curve in self.curves for point in curve.points)
 
-    def _in_words(self) -> str:
+    def _description(self) -> str:
         ends = (
             f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
             for curve in self.curves
@@ -99,7 +99,7 @@ class Chart:
 
 
 def marker_picture(curve: Curve) -> str:
-    """Returns the small picture of a curve's line and marker that stands in a legend."""
+    """Returns the small picture of a curve's line and marker for a legend."""
     drawing = Drawing(26, 12, curve.name)
     drawing.add("path", f"curve {curve.style}", d="M1 6H25")
     if curve.marker is not None:
@@ -109,12 +109,12 @@ def marker_picture(curve: Curve) -> str:
     return drawing.svg()
 
 
-def _heights(points: Sequence[Point]) -> Iterator[Number]:
+def _heights(points: Sequence[CurvePoint]) -> Iterator[Number]:
     for point in points:
         yield from (value for value in (point.y, point.low, point.high) if value is not None)
 
 
-def _draw_axes(drawing: Drawing, x: Scale, y: Scale, labels: tuple[str, str]) -> None:
+def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, str]) -> None:
     for tick, words in y.labels():
         drawing.add("line", "grid", x1=LEFT, x2=RIGHT, y1=y(tick), y2=y(tick))
         drawing.text(LEFT - 6, y(tick) + 4, words, "label", "end")
@@ -126,41 +126,42 @@ def _draw_axes(drawing: Drawing, x: Scale, y: Scale, labels: tuple[str, str]) ->
     drawing.text(4, 12, labels[1], "label")
 
 
-def _draw_band(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
     bounded = [
         (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
     ]
     if len(bounded) == 1:
         _draw_intervals(drawing, curve, x, y)
     if len(bounded) > 1:
-        upper = [(x(place), y(high)) for place, _, high in bounded]
-        lower = [(x(place), y(max(low, y.low))) for place, low, _ in reversed(bounded)]  # a logarithm may know no end
+        upper = [(x(point_x), y(high)) for point_x, _, high in bounded]
+        # On a logarithmic axis the lower end may be zero or negative.
+        lower = [(x(point_x), y(max(low, y.low))) for point_x, low, _ in reversed(bounded)]
         drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
 
 
-def _draw_line(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+def _draw_line(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
     if len(curve.points) > 1:
         drawing.add("path", f"curve {curve.style}", d=_polyline([(x(point.x), y(point.y)) for point in curve.points]))
 
 
-def _draw_intervals(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+def _draw_intervals(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
     for point in curve.points:
         if point.low is not None and point.high is not None:
-            place, low, high = x(point.x), y(point.low), y(point.high)
-            stroke = f"M{place - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
+            middle, low, high = x(point.x), y(point.low), y(point.high)
+            stroke = f"M{middle - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
             drawing.add("path", f"whisker {curve.style}", d=stroke)
 
 
-def _draw_markers(drawing: Drawing, curve: Curve, x: Scale, y: Scale) -> None:
+def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
     every = math.ceil(len(curve.points) / MOST_MARKERS)
-    for place, point in enumerate(curve.points):
-        where = f"translate({x(point.x):.2f} {y(point.y):.2f})"
-        if curve.marker is not None and (len(curve.points) - 1 - place) % every == 0:
+    for index, point in enumerate(curve.points):
+        position = f"translate({x(point.x):.2f} {y(point.y):.2f})"
+        if curve.marker is not None and (len(curve.points) - 1 - index) % every == 0:
             shape = MARKERS[curve.marker % len(MARKERS)]
-            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=where)
+            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=position)
         elif point.tip:
-            drawing.add("circle", "target", point.tip, r=5, transform=where)
+            drawing.add("circle", "target", point.tip, r=5, transform=position)
 
 
-def _polyline(places: list[tuple[Number, Number]]) -> str:
-    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
+def _polyline(points: list[tuple[Number, Number]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)

@@ -1,4 +1,4 @@
-"""SVG pictures, element by element: every word in them is escaped, and every picture says in words what it shows."""
+"""SVG pictures with escaped text and a description for screen readers."""
 
 from xml.etree import ElementTree
 
@@ -6,7 +6,7 @@ from attnrx.reports.numbers import Number
 
 
 class Drawing:
-    """A picture in the making, in its own units; colours come from the classes of the page's style sheet."""
+    """An SVG picture under construction; colours come from the classes of the page's style sheet."""
 
     def __init__(self, width: Number, height: Number, title: str, description: str = ""):
         box = f"0 0 {_coordinate(width)} {_coordinate(height)}"
@@ -16,16 +16,16 @@ class Drawing:
             ElementTree.SubElement(self._root, "desc").text = description
 
     def add(self, shape: str, style: str, tip: str = "", **attributes: Number | str) -> None:
-        """Adds one shape; `style` names its classes and `tip` is shown when a pointer rests on it."""
+        """Adds one shape; `style` are its CSS classes and `tip` is its tooltip."""
         written = {name.replace("_", "-"): _coordinate(value) for name, value in attributes.items()}
         element = ElementTree.SubElement(self._root, shape, {"class": style, **written})
         if tip:
             ElementTree.SubElement(element, "title").text = tip
 
     def text(self, x: Number, y: Number, words: str, style: str = "label", anchor: str = "start") -> None:
-        """Adds words whose baseline starts, ends or is centred at a point."""
-        place = {"x": _coordinate(x), "y": _coordinate(y), "text-anchor": anchor, "class": style}
-        ElementTree.SubElement(self._root, "text", place).text = words
+        """Adds text whose baseline starts, ends or is centred at a point."""
+        attributes = {"x": _coordinate(x), "y": _coordinate(y), "text-anchor": anchor, "class": style}
+        ElementTree.SubElement(self._root, "text", attributes).text = words
 
     def svg(self) -> str:
         """Returns the finished picture as markup for an HTML page."""
@@ -33,5 +33,5 @@ class Drawing:
 
 
 def _coordinate(value: Number | str) -> str:
-    # Two decimals are a hundredth of a pixel; more would only make the page larger.
+    # Two decimals are a hundredth of a pixel; more only increase the page size.
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,10 +1,10 @@
-"""A value with its interval on an axis that several rows share, and the draws it may be compared with."""
+"""A value with its interval and draws on an axis shared by several rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.figures.scale import Scale
+from attnrx.reports.figures.scale import AxisScale
 from attnrx.reports.numbers import Number, number
 
 WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 14.0
@@ -22,13 +22,13 @@ class IntervalRow:
     limit: Number | None = None
 
     def values(self) -> list[Number]:
-        """Everything that the common axis must reach."""
+        """Returns all values that the common axis must include."""
         return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
 
     def draw(self, axis: tuple[Number, Number]) -> str:
-        """Returns the picture on an axis with these ends."""
+        """Returns the SVG picture on an axis with these ends."""
         drawing = Drawing(WIDTH, HEIGHT, self.title)
-        x = Scale(*axis, MARGIN, WIDTH - MARGIN)
+        x = AxisScale(*axis, MARGIN, WIDTH - MARGIN)
         middle = HEIGHT / 2
         if axis[0] < 0 < axis[1]:
             drawing.add("line", "zero", x1=x(0), x2=x(0), y1=0, y2=HEIGHT)
@@ -46,9 +46,9 @@ class IntervalRow:
 
 
 def axis_picture(axis: tuple[Number, Number], title: str) -> str:
-    """Returns the axis that stands under the rows."""
+    """Returns the picture of the axis below the rows."""
     drawing = Drawing(WIDTH, 24, title)
-    x = Scale(*axis, MARGIN, WIDTH - MARGIN)
+    x = AxisScale(*axis, MARGIN, WIDTH - MARGIN)
     drawing.add("line", "axis", x1=MARGIN, x2=WIDTH - MARGIN, y1=1, y2=1)
     for tick, words in x.labels():
         drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)

@@ -1,4 +1,4 @@
-"""An image whose patches leave: the picture is stored once, and every stage covers what has left."""
+"""An image with pruned patches: the picture is stored once, and every stage covers the pruned patches."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ SIDE = 224.0  # the longer side, in the picture's own units
 
 @dataclass(frozen=True)
 class PatchPicture:
-    """The image with the name `shown`, its patches row by row in a grid; `left` says which are still there.
+    """The image with the id `shown`, its patches row by row in a grid; `left` marks the kept patches.
 
-    The first picture of an image holds it as `address`; the others show the same by its name, so a page holds it once.
+    The first picture of an image contains it as the data URI `address`; the others refer to its id.
     """
 
     title: str
@@ -21,7 +21,7 @@ class PatchPicture:
     address: str | None = None
 
     def draw(self) -> str:
-        """Returns the picture."""
+        """Returns the SVG picture."""
         rows, columns = self.left.shape
         step = SIDE / max(rows, columns)
         width, height = columns * step, rows * step
@@ -31,35 +31,33 @@ class PatchPicture:
         else:
             box = {"width": width, "height": height, "preserveAspectRatio": "none"}
             drawing.add("image", "shown", id=self.shown, href=self.address, **box)
-        there = self.left.tolist()
+        is_kept = self.left.tolist()
         if not self.left.all():
-            gone = [_square(row, column, step) for row, column in _places(there, False)]
-            drawing.add("path", "veil", d="".join(gone))
-            drawing.add("path", "outline", d=_outline(there, step))
+            pruned = [_square(row, column, step) for row, column in _cells(is_kept, False)]
+            drawing.add("path", "veil", d="".join(pruned))
+            drawing.add("path", "outline", d=_outline(is_kept, step))
         return drawing.svg()
 
 
-def _places(there: list[list[bool]], wanted: bool) -> list[tuple[int, int]]:
-    return [
-        (row, column) for row, line in enumerate(there) for column, is_there in enumerate(line) if is_there == wanted
-    ]
+def _cells(mask: list[list[bool]], value: bool) -> list[tuple[int, int]]:
+    return [(row, column) for row, line in enumerate(mask) for column, cell in enumerate(line) if cell == value]
 
 
 def _square(row: int, column: int, step: float) -> str:
     return f"M{column * step:.2f} {row * step:.2f}h{step:.2f}v{step:.2f}h{-step:.2f}z"
 
 
-def _outline(there: list[list[bool]], step: float) -> str:
-    """Returns the edges between patches that are there and those that have left."""
+def _outline(is_kept: list[list[bool]], step: float) -> str:
+    """Returns the edges between kept and pruned patches."""
     edges = []
-    for row, column in _places(there, True):
+    for row, column in _cells(is_kept, True):
         x, y = column * step, row * step
-        if row and not there[row - 1][column]:
+        if row and not is_kept[row - 1][column]:
             edges.append(f"M{x:.2f} {y:.2f}h{step:.2f}")
-        if row + 1 < len(there) and not there[row + 1][column]:
+        if row + 1 < len(is_kept) and not is_kept[row + 1][column]:
             edges.append(f"M{x:.2f} {y + step:.2f}h{step:.2f}")
-        if column and not there[row][column - 1]:
+        if column and not is_kept[row][column - 1]:
             edges.append(f"M{x:.2f} {y:.2f}v{step:.2f}")
-        if column + 1 < len(there[row]) and not there[row][column + 1]:
+        if column + 1 < len(is_kept[row]) and not is_kept[row][column + 1]:
             edges.append(f"M{x + step:.2f} {y:.2f}v{step:.2f}")
     return "".join(edges)

@@ -1,4 +1,4 @@
-"""Images and attention maps as PNG pictures inside the page."""
+"""Images and attention maps as PNG data URIs."""
 
 import base64
 import io
@@ -9,7 +9,7 @@ from attnrx.shapes import Float, Tensor, UInt8
 
 GAP_WIDTH = 1  # pixels between the maps of a mosaic
 
-# Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: even in lightness, and the same to colour-blind eyes.
+# Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
 _CIVIDIS = (
     (0, 34, 78),
     (26, 56, 111),
@@ -24,17 +24,17 @@ _CIVIDIS = (
 
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
-    """Colours values from `low` (dark blue) to `high` (yellow); not-a-number becomes the grey of the gaps."""
+    """Maps values from `low` (dark blue) to `high` (yellow) to colours; NaN becomes the grey of the gaps."""
     ramp = torch.tensor(_CIVIDIS, dtype=torch.float64) / 255
-    place = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
-    below = place.floor().long().clamp(max=len(ramp) - 2)
-    mixed = torch.lerp(ramp[below], ramp[below + 1], (place - below)[..., None])
+    position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
+    below = position.floor().long().clamp(max=len(ramp) - 2)
+    mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
     mixed[values.isnan()] = 0.5
     return mixed.movedim(-1, 0).to(values.dtype)
 
 
 def mosaic(maps: Float[Tensor, "layers heads height width"]) -> Float[Tensor, "rows columns"]:
-    """Lays the maps out as layers by heads, with gaps of not-a-number between them."""
+    """Arranges the maps as layers by heads, with NaN gaps between them."""
     layers, heads, height, width = maps.shape
     sheet = maps.new_full((layers, heads, height + GAP_WIDTH, width + GAP_WIDTH), torch.nan)
     sheet[..., :height, :width] = maps
@@ -45,7 +45,7 @@ def mosaic(maps: Float[Tensor, "layers heads height width"]) -> Float[Tensor, "r
 def overlay(
     image: Float[Tensor, "channels height width"], map: Float[Tensor, "rows columns"], low: float, high: float
 ) -> Float[Tensor, "3 height width"]:
-    """Lays a map, stretched smoothly to the image, over the image in grey."""
+    """Blends a map, upsampled bilinearly, with the grey image."""
     stretched = torch.nn.functional.interpolate(
         map[None, None], size=image.shape[-2:], mode="bilinear", align_corners=False
     )
@@ -54,7 +54,7 @@ def overlay(
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image in the unit range, grey, colour or colour with opacity, as a PNG inside a data URI."""
+    """Returns an image in the unit range (grey, RGB or RGBA) as a PNG data URI."""
     from PIL import Image
 
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
@@ -65,5 +65,5 @@ def as_uri(image: Float[Tensor, "channels height width"]) -> str:
 
 
 def colour_ramp() -> str:
-    """Returns the colour scale itself, from low to high, as a picture one pixel high."""
+    """Returns the colour scale from low to high as a picture one pixel high."""
     return as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))

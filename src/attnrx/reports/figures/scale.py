@@ -1,4 +1,4 @@
-"""From values to places on an axis, and the round numbers at which an axis is labelled."""
+"""Axis scales: from values to coordinates, and round tick values."""
 
 import math
 from collections.abc import Iterable
@@ -8,23 +8,23 @@ from attnrx.reports.numbers import NOTHING, Number, fixed, short
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Maps `low`..`high` to `start`..`stop`, linearly or by logarithm; `high` must exceed `low`."""
+class AxisScale:
+    """Maps `low`..`high` to `start`..`stop`, linearly or logarithmically; `high` must exceed `low`."""
 
     low: Number
     high: Number
     start: Number
     stop: Number
     logarithmic: bool = False
-    whole: bool = False  # only whole numbers are labelled, e.g. epochs
+    whole: bool = False  # integer ticks only, e.g. epochs
 
     def __call__(self, value: Number) -> Number:
-        """Returns the place of a value."""
-        low, high, own = (self._transform(number) for number in (self.low, self.high, value))
-        return self.start + (self.stop - self.start) * (own - low) / (high - low)
+        """Returns the coordinate of a value."""
+        low, high, transformed = (self._transform(number) for number in (self.low, self.high, value))
+        return self.start + (self.stop - self.start) * (transformed - low) / (high - low)
 
     def ticks(self, count: int = 4) -> list[Number]:
-        """Returns about `count` round values inside the range."""
+        """Returns about `count` round values within the range."""
         if not self.logarithmic:
             return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
@@ -35,12 +35,12 @@ class Scale:
         return inside if len(inside) > 1 else [self.low, self.high]
 
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Returns the ticks with their words: on a linear axis all with the same decimals."""
+        """Returns the ticks with their labels; on a linear axis all have the same decimals."""
         ticks = self.ticks(count)
         if self.logarithmic or len(ticks) < 2:
             return [(tick, short(tick)) for tick in ticks]
         step = ticks[1] - ticks[0]
-        decimals = next((places for places in range(6) if abs(round(step, places) - step) < step * 1e-6), 6)
+        decimals = next((digits for digits in range(6) if abs(round(step, digits) - step) < step * 1e-6), 6)
         return [(tick, fixed(tick, decimals)) for tick in ticks]
 
     def _transform(self, value: Number) -> Number:
@@ -48,10 +48,10 @@ class Scale:
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Returns a range that holds all values with a little room; equal values get a range around them."""
+    """Returns a range that contains all values with a margin of `room`; equal values get a range around them."""
     everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(everything), max(everything)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # they differ by rounding
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # equal up to rounding
         margin = abs(low) * 0.1 if abs(low) > NOTHING else 1.0
         return low - margin, high + margin
     margin = (high - low) * room
@@ -67,7 +67,7 @@ def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
 def _round_values(low: Number, high: Number, count: int, least: Number) -> list[Number]:
     rough = max((high - low) / max(count, 1), least)
     power = 10.0 ** math.floor(math.log10(rough))
-    factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)  # a step of 2.5 is no whole number
+    factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)  # a step of 2.5 is not an integer
     step = next(factor * power for factor in factors if factor * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""The spectrum of one head: its directions by falling energy, what stays and what goes, and the energy that stays."""
+"""The spectrum of one head: its directions by decreasing energy, kept or pruned, and the cumulative kept energy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ WIDTH, HEIGHT = 200.0, 84.0
 
 @dataclass(frozen=True)
 class SpectrumBars:
-    """Energies (shares of the head) and whether each direction stays, in the same order; any order will do."""
+    """Energies (shares of the head) and the keep mask of the directions, in the same arbitrary order."""
 
     title: str
     energies: Sequence[Number]
     keep: Sequence[bool]
 
     def draw(self) -> str:
-        """Returns the picture; it holds no words, so it may be stretched to any width."""
+        """Returns the SVG picture; it contains no text, so it can be stretched to any width."""
         ranked = sorted(zip(self.energies, self.keep, strict=True), key=lambda pair: -pair[0])
-        drawing = Drawing(WIDTH, HEIGHT, self.title, self._in_words())
+        drawing = Drawing(WIDTH, HEIGHT, self.title, self._description())
         top = max((energy for energy, _ in ranked), default=0.0) or 1.0
         step = WIDTH / max(len(ranked), 1)
-        for style, stays in (("kept", True), ("gone", False)):
+        for style, is_kept in (("kept", True), ("gone", False)):
             bars = [
-                _bar(place * step, step, HEIGHT * energy / top)
-                for place, (energy, keep) in enumerate(ranked)
-                if keep == stays and energy > 0
+                _bar(index * step, step, HEIGHT * energy / top)
+                for index, (energy, keep) in enumerate(ranked)
+                if keep == is_kept and energy > 0
             ]
             if bars:
                 drawing.add("path", style, d="".join(bars))
@@ -37,23 +37,23 @@ class SpectrumBars:
 
     @property
     def kept_energy(self) -> Number:
-        """The share of the head's energy that stays."""
+        """The kept share of the head's energy."""
         return sum(energy for energy, keep in zip(self.energies, self.keep, strict=True) if keep)
 
     def _mark_cut(self, drawing: Drawing, keep: list[bool], step: Number) -> None:
         rank = sum(keep)
-        if 0 < rank < len(keep) and all(keep[:rank]):  # only a rule that keeps the strongest has a single cut
+        if 0 < rank < len(keep) and all(keep[:rank]):  # there is a single cut only if the strongest directions are kept
             drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=HEIGHT)
 
     def _draw_sum(self, drawing: Drawing, ranked: list[tuple[Number, bool]], step: Number) -> None:
         total, points = 0.0, [f"M0 {HEIGHT:.2f}"]
-        for place, (energy, keep) in enumerate(ranked):
+        for index, (energy, keep) in enumerate(ranked):
             total += energy if keep else 0.0
-            points.append(f"L{(place + 1) * step:.2f} {HEIGHT * (1 - total):.2f}")
+            points.append(f"L{(index + 1) * step:.2f} {HEIGHT * (1 - total):.2f}")
         drawing.add("path", "sum", d="".join(points))
 
-    def _in_words(self) -> str:
-        return f"{sum(self.keep)} of {len(self.keep)} directions stay, with {percent(self.kept_energy)} of the energy."
+    def _description(self) -> str:
+        return f"{sum(self.keep)} of {len(self.keep)} directions kept, with {percent(self.kept_energy)} of the energy."
 
 
 def _bar(x: Number, step: Number, height: Number) -> str:

@@ -1,4 +1,4 @@
-"""The sections of a report: report content in, what a template needs out; None where the data is not there."""
+"""The sections of a report: each function maps the report content to a section, or None without data."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from attnrx.reports.sections.controls import controls
 from attnrx.reports.sections.costs import costs
 from attnrx.reports.sections.findings import findings
 from attnrx.reports.sections.maps import maps
-from attnrx.reports.sections.provenance import provenance
+from attnrx.reports.sections.provenance import provenance_section
 from attnrx.reports.sections.ranks import ranks
 from attnrx.reports.sections.robustness import robustness
 from attnrx.reports.sections.section import Section
@@ -20,7 +20,7 @@ from attnrx.reports.sections.training import training
 from attnrx.reports.sections.treatment import treatment
 from attnrx.reports.sections.verdict import verdict
 
-# In the order of the page; the verdict comes before all of them.
+# In the order of the page, after the verdict.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     comparison,
     treatment,
@@ -35,7 +35,7 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     tokens,
     attention,
     training,
-    provenance,
+    provenance_section,
 )
 
 __all__ = ["SECTIONS", "Section", "verdict"]

@@ -1,4 +1,4 @@
-"""Attention maps: where the attention of the original, the masked and the compressed model falls on sample images."""
+"""Attention maps: the attention received by the patches of sample images in original, masked and compressed model."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ LEAST_REACH, MOST_REACH = (
     0.05,
     3.0,
 )  # in powers of two: the colour scale ends between 1.04 and 8 times uniform attention
-OVERLAY_SIDE = 224  # small images are enlarged to this before a map is laid over them, so that it looks smooth
+OVERLAY_SIDE = 224  # small images are enlarged to this size, so that the overlaid map is smooth
 
 
 def attention(content: ReportContent) -> Section | None:
-    """Gives, per image and model, the last layer's attention over the image and a sheet of all layers and heads."""
+    """Returns, per image and model, the last layer's attention over the image and a sheet of all layers and heads."""
     samples = content.attention
     if samples is None:
         return None
-    # In units of uniform attention, by logarithm: twice as much and half as much lie equally far from the middle.
+    # log2 of the attention relative to uniform attention: factors of 2 and 1/2 are symmetric around 0.
     relative = {name: (maps.double() * samples.tokens).clamp(min=1e-6).log2() for name, maps in samples.maps.items()}
     low, high = _limits(torch.stack(list(relative.values())))
     images = [_image(samples, relative, index, (low, high)) for index in range(samples.images.shape[0])]
@@ -38,10 +38,10 @@ def attention(content: ReportContent) -> Section | None:
 
 
 def _limits(maps: Float[Tensor, "models images layers heads tokens"]) -> tuple[float, float]:
-    """Returns a range around uniform attention that holds all but the most extreme hundredth of the values."""
+    """Returns a range around uniform attention that contains 99 % of the values."""
     finite = maps[~maps.isnan()].abs()
     reach = float(torch.quantile(finite[:: max(1, finite.numel() // 1_000_000)], 0.99)) if finite.numel() else 0.0
-    # Uniform heads must not show amplified rounding, nor one extreme head make all others look uniform.
+    # The lower limit avoids amplified rounding of uniform heads, the upper limit a scale set by one extreme head.
     reach = min(max(reach, LEAST_REACH), MOST_REACH)
     return -reach, reach
 
@@ -65,7 +65,7 @@ def _image(
 
 
 def _sheet(samples: AttentionSamples, maps: Float[Tensor, "layers heads tokens"]) -> Float[Tensor, "rows columns"]:
-    """Lays all layers and heads out, each pixel large enough that a gap is thin beside it."""
+    """Arranges all layers and heads in one sheet, with pixels much larger than the gaps."""
     factor = max(1, 24 * GAP_WIDTH // samples.side)
     grids = maps.cpu().unflatten(-1, (samples.side, samples.side))
     return mosaic(grids.repeat_interleave(factor, -1).repeat_interleave(factor, -2))
@@ -77,11 +77,11 @@ def _last_layer(samples: AttentionSamples, maps: Float[Tensor, "layers heads tok
 
 
 def _change(samples: AttentionSamples, first: str, name: str, index: int) -> str:
-    """Says how much attention moved: half the sum of the changes is the share that changed its place."""
+    """Describes the share of attention that moved between patches: half the 1-norm of the change."""
     moved = (samples.maps[name][index] - samples.maps[first][index]).double().abs().sum(-1) / 2
     moved = moved[~moved.isnan()]
     if not moved.numel():
-        return "no head left to compare"
+        return "no common head to compare"
     mean, most = (number(100 * float(value), 2) for value in (moved.mean(), moved.max()))
     return f"{mean} % of a head's attention moved on average, {most} % at most"
 

@@ -1,23 +1,23 @@
-"""The comparison: what every method loses over what it costs, as curves with bands, and all numbers as a table."""
+"""The comparison: the accuracy loss of every method over its costs, as curves with bands, and a table."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from attnrx.reports.comparison import ComparedPair, ComparedTrial, ComparisonRecord, Measured
 from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import Chart, Curve, Point, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.numbers import MISSING, interval, known, percent, plain, quantity, short, with_unit
 from attnrx.reports.sections.section import Figure, Section
 
 STYLES = 6
-# What is drawn: field, heading, words at the axis, unit, whether a logarithmic scale suits it.
+# The charts: field, heading, axis label, unit, whether the scale may be logarithmic.
 MEASURES = (
     ("change", "Change of top-1 accuracy", "points", "points", False),
     ("agreement", "Agreement with the original", "% of the images", "%", False),
     ("divergence", "Divergence from the original", "KL in nats", "nats", True),
 )
-LEAST_SPREAD = 5.0  # values that differ by less than this factor are read better on a linear scale
-NOUGHT = 1e-6  # nats: what is left of no divergence at all after rounding
+LEAST_SPREAD = 5.0  # values that differ by less than this factor have a linear scale
+NOUGHT = 1e-6  # nats: smaller divergences are rounding errors of zero
 
 
 def comparison(content: ReportContent) -> Section | None:
@@ -33,13 +33,13 @@ def comparison(content: ReportContent) -> Section | None:
         "rows": [_row(trial) for trial in found.trials],
         "differences": [_difference(pair) for pair in found.differences],
         "notes": any(not trial.reached or trial.note for trial in found.trials),
-        "measured": measured(found),
+        "measured": comparison_settings(found),
     }
     return Section("comparison", "Comparison", data)
 
 
-def measured(found: ComparisonRecord) -> list[tuple[str, str]]:
-    """Says how the trials were made and measured, as far as the file tells."""
+def comparison_settings(found: ComparisonRecord) -> list[tuple[str, str]]:
+    """Returns the settings of the trials that the file records."""
     about, accuracy = found.about, found.accuracy
     diagnosed = about.get("diagnosis")
     images = diagnosed.get("data") if isinstance(diagnosed, Mapping) else None
@@ -71,7 +71,7 @@ def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: st
             if point is not None
         ]
         if drawn:
-            # After six methods the colours come round again, with other markers.
+            # After six methods the colours repeat, with other markers.
             marker = (index + index // STYLES) % STYLES
             drawn.sort(key=lambda point: point.x)
             curves.append(Curve(name, tuple(drawn), f"style-{index % STYLES}", marker))
@@ -81,13 +81,13 @@ def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: st
     return Chart(title, "% of the original's MACs", label, tuple(curves), suits, level, band=True)
 
 
-def _point(trial: ComparedTrial, value: Measured, unit: str) -> Point | None:
-    height, place = known(value.value), known(trial.macs_share)
-    if height is None or place is None:
+def _point(trial: ComparedTrial, value: Measured, unit: str) -> CurvePoint | None:
+    height, share = known(value.value), known(trial.macs_share)
+    if height is None or share is None:
         return None
     low, high = known(value.low), known(value.high)
     words = f"{quantity(height, unit, low, high)} {interval(low, high)}".strip()
-    return Point(100 * place, height, low, high, f"{_name(trial)}: {percent(place)} of the MACs, {words}")
+    return CurvePoint(100 * share, height, low, high, f"{_name(trial)}: {percent(share)} of the MACs, {words}")
 
 
 def _name(trial: ComparedTrial) -> str:

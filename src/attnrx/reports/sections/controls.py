@@ -1,4 +1,4 @@
-"""Controls: the candidate beside other choices of as many directions, which any real choice has to beat."""
+"""Controls: the candidate against matched controls with the same number of directions."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ CHECK = "controls"
 
 
 def controls(content: ReportContent) -> Section | None:
-    """Returns a plot of dots and intervals, on one axis per unit."""
+    """Returns plots of values with intervals, one axis per unit."""
     findings = content.evidence.of(CHECK) if content.evidence is not None else ()
     found = [finding for finding in findings if known(finding.value) is not None]
     if not found:
@@ -47,11 +47,11 @@ def _row(finding: Finding) -> IntervalRow:
 
 
 def _advantages(finding: Finding) -> list[float]:
-    """Returns the candidate's advantage over every single draw of the control, so that their mean is the value."""
+    """Returns the candidate's advantage over every draw of the control; their mean is the value of the finding."""
     draws, candidate = finding.details.get("draws"), finding.details.get("candidate")
     if not isinstance(draws, list | tuple) or not draws or candidate is None:
         return []
     over = [draw - candidate for draw in draws]
-    # Of a discrepancy less is better, of an accuracy more: the value itself says which way round it was taken.
-    forwards = abs(fmean(over) - finding.value) <= abs(fmean(over) + finding.value)
-    return over if forwards else [-advantage for advantage in over]
+    # Lower discrepancy and higher accuracy are better: the sign follows from the value of the finding.
+    same_sign = abs(fmean(over) - finding.value) <= abs(fmean(over) + finding.value)
+    return over if same_sign else [-advantage for advantage in over]

@@ -1,6 +1,6 @@
-"""Costs: parameters and MACs part by part, before and after, and what that is in time.
+"""Costs: parameters and MACs by part before and after, and latency.
 
-What the content does not hold is taken from the evidence, whose findings record the same facts.
+Missing parts of the content are taken from the findings of the evidence.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def costs(content: ReportContent) -> Section | None:
-    """Returns the two tables, each where it is known."""
+    """Returns the tables of costs and latency, if available."""
     records, times = cost_records(content), latency_records(content)
     if records is None and not times:
         return None
@@ -33,56 +33,56 @@ def costs(content: ReportContent) -> Section | None:
 
 
 def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
-    """Returns the costs of the original and of the candidate, part by part."""
+    """Returns the costs of the original and of the candidate by part, or None."""
     if content.costs is not None:
         before, after = (own.to_record()["parts"] for own in content.costs)
         return before, after
-    found = {finding.details.get("model"): finding for finding in _told(content, "costs", "counted costs")}
+    found = {finding.details.get("model"): finding for finding in _findings(content, "costs", "counted costs")}
     if not all(isinstance(found[role].details.get("parts"), Mapping) if role in found else False for role in ROLES):
         return None
     return found["reference"].details["parts"], found["candidate"].details["parts"]
 
 
 def latency_records(content: ReportContent) -> list[Record]:
-    """Returns every comparison of latency."""
+    """Returns the records of all latency comparisons."""
     if content.latency:
         return [asdict(entry) for entry in content.latency]
-    return [finding.details for finding in _told(content, "latency", "latency") if "ratio" in finding.details]
+    return [finding.details for finding in _findings(content, "latency", "latency") if "ratio" in finding.details]
 
 
 def total(record: Record, unit: str) -> int:
-    """Adds up "params" or "macs" over all parts."""
+    """Returns the sum of "params" or "macs" over all parts."""
     return sum(part[unit] for part in record.values())
 
 
 def change(old: int, new: int) -> str:
-    """Writes by how much a cost changed, in percent of the old one."""
+    """Formats the change of a cost in percent of the old one."""
     if not old or old == new:
         return MISSING
     return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")
 
 
-def _told(content: ReportContent, check: str, quantity: str) -> Iterator[Finding]:
+def _findings(content: ReportContent, check: str, quantity: str) -> Iterator[Finding]:
     findings = content.evidence.of(check) if content.evidence is not None else ()
     return (finding for finding in findings if finding.details.get("quantity") == quantity)
 
 
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
-    none = {"params": 0, "macs": 0}
-    pairs = {name: (before.get(name, none), after.get(name, none)) for name in (*before, *after)}
-    whole = total(before, "macs")
+    zero = {"params": 0, "macs": 0}
+    pairs = {name: (before.get(name, zero), after.get(name, zero)) for name in (*before, *after)}
+    all_macs = total(before, "macs")
     rows = [
-        _row(NAMES.get(name, name.replace("_", " ")), *pair, whole)
+        _row(NAMES.get(name, name.replace("_", " ")), *pair, all_macs)
         for name, pair in pairs.items()
-        if any(part[unit] for part in pair for unit in none)
+        if any(part[unit] for part in pair for unit in zero)
     ]
-    sums = [{unit: total(record, unit) for unit in none} for record in (before, after)]
-    return [*rows, {**_row("whole model", sums[0], sums[1], whole), "total": True}]
+    sums = [{unit: total(record, unit) for unit in zero} for record in (before, after)]
+    return [*rows, {**_row("whole model", sums[0], sums[1], all_macs), "total": True}]
 
 
-def _row(name: str, old: Record, new: Record, whole: int) -> dict[str, Any]:
+def _row(name: str, old: Record, new: Record, all_macs: int) -> dict[str, Any]:
     cells = {unit: (number(old[unit]), number(new[unit]), change(old[unit], new[unit])) for unit in ("params", "macs")}
-    return {"name": name, **cells, "share": round(old["macs"] / max(whole, 1), 4), "total": False}
+    return {"name": name, **cells, "share": round(old["macs"] / max(all_macs, 1), 4), "total": False}
 
 
 def _latency(record: Record) -> dict[str, str]:

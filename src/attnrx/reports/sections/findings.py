@@ -1,4 +1,4 @@
-"""The evidence: every claim with its value, its limit and its outcome, grouped by the check that made it."""
+"""The evidence: every finding with its value, limit and outcome, grouped by check."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from attnrx.reports.sections.section import Section
 
 
 def findings(content: ReportContent) -> Section | None:
-    """Returns the evidence table; within a check the order of the findings is kept."""
+    """Returns the evidence table; the order of the findings within a check is preserved."""
     if content.evidence is None:
         return None
     shown = [finding for finding in content.evidence.findings if not has_severity(finding)]
@@ -24,13 +24,13 @@ def has_severity(finding: Finding) -> bool:
 
 
 def grouped(shown: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns the rows of a table, check by check."""
+    """Returns the rows of the table grouped by check."""
     checks = dict.fromkeys(finding.check for finding in shown)
     return [(check.replace("_", " "), [row(own) for own in shown if own.check == check]) for check in checks]
 
 
 def row(finding: Finding) -> dict[str, Any]:
-    """Sets one finding as the cells of a table."""
+    """Returns one finding as the cells of a table."""
     return {
         "result": finding.outcome,
         "deciding": finding.deciding_n,
@@ -45,21 +45,21 @@ def row(finding: Finding) -> dict[str, Any]:
 
 
 def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:
-    """Sets a free record as pairs of words; what lies inside another record is named by its path."""
+    """Flattens a free record to pairs of texts; nested fields are named by their path."""
     pairs: list[tuple[str, str]] = []
     for key, value in record.items():
         name = inside + str(key).replace("_", " ")
         if isinstance(value, Mapping):
             pairs += described(value, f"{name} · ")
         elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            pairs += [_entry(name, place, item) for place, item in enumerate(value)]
+            pairs += [_entry(name, index, item) for index, item in enumerate(value)]
         elif value is not None:
             pairs.append((name, plain(value)))
     return pairs
 
 
-def _entry(name: str, place: int, record: Mapping[str, Any]) -> tuple[str, str]:
-    """Sets one record of a list on a line, called by its type where it has one."""
+def _entry(name: str, index: int, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns one record of a list as a pair of texts, named by its type or else its index."""
     kind = next((key for key in ("check", "type") if key in record), None)
     rest = {key.replace("_", " "): value for key, value in record.items() if key != kind and value is not None}
-    return f"{name} · {record[kind] if kind else place}", plain(rest) if rest else "no knobs"
+    return f"{name} · {record[kind] if kind else index}", plain(rest) if rest else "no knobs"

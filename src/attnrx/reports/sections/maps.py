@@ -1,4 +1,4 @@
-"""Maps of layers and heads: what was measured in each head."""
+"""Maps of layers and heads: the readings of each head."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +9,24 @@ from attnrx.reports.figures import LEVELS, HeatMap
 from attnrx.reports.numbers import MISSING, fixed, number, short
 from attnrx.reports.sections.section import Figure, Section
 
-# What the readings mean to a reader, in the order in which they are shown; those not listed here come after these.
+# Captions of the readings, in the order of the page; other readings follow.
 MEANING = {
-    "effective_rank": "How many directions the energy is spread over (Eq. 24).",
+    "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
     "entropy": "Spectral entropy in nats (Eq. 23).",
     "sparsity": "Share of directions below a tenth of the head's largest strength (Eq. 29: an absolute threshold).",
     "alignment": "Mean cosine between queries and keys, before the strengths.",
-    "sensitivity": "Largest strength times the scale: how far a score can move (Proposition 4).",
+    "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
 MAIN = ("effective_rank", "selectivity")
-DENSE = 9  # from this many heads on the cells are small and hold fewer digits
+DENSE = 9  # from this many heads on the cells are small and show fewer digits
 
 Rows = Sequence[Sequence[float | None]]
 
 
 def maps(content: ReportContent) -> Section | None:
-    """Returns effective rank and selectivity at once, and the other readings on request."""
+    """Returns effective rank and selectivity as open figures, and the other readings as folded ones."""
     if content.diagnosis is None:
         return None
     names = [layer.spectrum.heads for layer in content.diagnosis.layers]
@@ -42,7 +42,7 @@ def maps(content: ReportContent) -> Section | None:
 
 
 def _readings(diagnosis: Diagnosis) -> dict[str, Rows]:
-    """Returns the readings with one number per head that every layer has, known ones first."""
+    """Returns the readings with one number per head that all layers have, those of MEANING first."""
     shared = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in diagnosis.layers
@@ -58,7 +58,7 @@ def _reading(name: str, grid: Rows, most: int) -> Figure:
     limits = {"effective_rank": (0.0, float(most)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
     low, high = limits.get(name, (min(values), max(values)))
     largest = max(abs(low), abs(high))
-    # Cells have room for three digits: what is very small or very large is written in units of a power of ten.
+    # Cells have space for three digits: very small or large values are shown in units of a power of ten.
     power = 0 if largest == 0 or 0.01 <= largest < 1000 else math.floor(math.log10(largest))
     decimals = max(0, (2 if dense else 3) - (1 if largest / 10**power < 2 else 2))
     decimals = 1 if name == "effective_rank" else max(decimals, 2 if largest <= 1 else 0)
@@ -66,7 +66,7 @@ def _reading(name: str, grid: Rows, most: int) -> Figure:
 
 
 def _figure(title: str, grid: Rows, limits: tuple[float, float], digits: tuple[int, int], caption: str) -> Figure:
-    """Draws a map; `digits` are the decimals in the cells and the power of ten that they count in."""
+    """Draws a map; `digits` are the decimals in the cells and the power of ten of their unit."""
     decimals, power = digits
     heat_map = HeatMap(
         f"{title} of every head",
@@ -80,7 +80,7 @@ def _figure(title: str, grid: Rows, limits: tuple[float, float], digits: tuple[i
 
 
 def _placed(rows: Rows, names: list[tuple[int, ...]]) -> Rows:
-    """Puts every value into the column of its original head; columns without a head stay empty."""
+    """Arranges the values by the original index of their head; columns without a head are empty."""
     columns = 1 + max((head for heads in names for head in heads), default=0)
     grid: list[list[float | None]] = [[None] * columns for _ in rows]
     for line, row, heads in zip(grid, rows, names, strict=True):

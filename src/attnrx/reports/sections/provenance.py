@@ -1,4 +1,4 @@
-"""Provenance: what every part of the report was made from, as it was recorded."""
+"""Provenance: the recorded origin of every part of the report."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from attnrx.reports.sections.findings import described
 from attnrx.reports.sections.section import Section
 
 
-def provenance(content: ReportContent) -> Section | None:
-    """Returns the records that came with the parts, one table each."""
+def provenance_section(content: ReportContent) -> Section | None:
+    """Returns the records of the parts, one table each."""
     parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
     if content.diagnosis is not None:
         parts["the diagnosis"] = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
@@ -26,6 +26,6 @@ def provenance(content: ReportContent) -> Section | None:
 
 
 def _new(record: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Removes what the diagnosis already lists and the prescription repeats."""
+    """Removes the fields that the prescription shares with the diagnosis."""
     known = parts.get("the diagnosis", {})
     return {name: value for name, value in record.items() if name not in known or known[name] != value}

@@ -1,4 +1,4 @@
-"""Ranks: what every head and every map of the MLP keeps of its directions, one map per pathway, and as a table."""
+"""Ranks: the kept directions of every head and every MLP map, one heat map per pathway, and tables."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ DENSE = 9  # from this many columns on the cells are small
 
 CAPTIONS = {
     "Query and key": "Directions in which a head scores pairs of tokens.",
-    "Value and output": "Features that a head reads out.",
-    "MLP": "Ranks of the two maps; a map that stays one matrix is marked “all”.",
+    "Value and output": "Value dimensions of a head.",
+    "MLP": "Ranks of the two maps; a map that is not factorized is marked “all”.",
 }
-SHARED = "A cell across a layer is the number of directions that all its heads share."
+SHARED = "A cell across a layer is the number of directions shared by all its heads."
 
 
 def ranks(content: ReportContent) -> Section | None:
-    """Returns one picture per pathway, coloured from rank zero to full rank, and the same numbers as tables."""
+    """Returns one heat map per pathway, coloured from rank zero to full rank, and the numbers as tables."""
     found = content.ranks
     if not found and content.prescription is not None:
         found = prescribed_ranks(content.prescription, content.diagnosis)
@@ -50,7 +50,7 @@ def _figure(pathway: PathwayRanks) -> Figure:
         if _is_dense(pathway)
         else pathway.columns,
         texts=[[_short(part) for part in layer] for layer in pathway.layers],
-        tips=[[f"{name}: {words}" for name, words in _told(pathway, layer)] for layer in pathway.layers],
+        tips=[[f"{name}: {words}" for name, words in _descriptions(pathway, layer)] for layer in pathway.layers],
     )
     share = percent(pathway.kept / max(pathway.full, 1))
     note = f"{number(pathway.kept)} of {number(pathway.full)} kept, {share}"
@@ -62,7 +62,7 @@ def _short_names(pathway: PathwayRanks) -> tuple[str, ...]:
     return tuple(name.removeprefix("head ") for name in pathway.columns)
 
 
-def _told(pathway: PathwayRanks, layer: tuple[Kept, ...]) -> list[tuple[str, str]]:
+def _descriptions(pathway: PathwayRanks, layer: tuple[Kept, ...]) -> list[tuple[str, str]]:
     names = pathway.columns if len(layer) == len(pathway.columns) else ("all heads together",)
     return [(name, _words(part)) for name, part in zip(names, layer, strict=True)]
 
@@ -81,7 +81,7 @@ def _words(part: Kept) -> str:
 
 def _table(pathway: PathwayRanks) -> dict[str, Any]:
     rows = [
-        {"layer": index, "cells": [words for _, words in _told(pathway, layer)], "span": _span(pathway, layer)}
+        {"layer": index, "cells": [words for _, words in _descriptions(pathway, layer)], "span": _span(pathway, layer)}
         for index, layer in enumerate(pathway.layers)
     ]
     return {"name": pathway.name, "columns": pathway.columns, "rows": rows}

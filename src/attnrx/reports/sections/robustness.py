@@ -1,8 +1,8 @@
-"""Robustness: what the candidate loses or gains beside its reference when the images are corrupted, by severity."""
+"""Robustness: the change of accuracy of the candidate on corrupted images, by corruption and severity."""
 
 from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import Chart, Curve, Point, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.numbers import interval, known, number
 from attnrx.reports.sections.findings import grouped, has_severity
 from attnrx.reports.sections.section import Figure, Section
@@ -23,11 +23,11 @@ def robustness(content: ReportContent) -> Section | None:
 
 
 def _curve(name: str, index: int, found: list[Finding]) -> Curve:
-    own = [finding for finding in found if finding.details["corruption"] == name and known(finding.value) is not None]
-    points = sorted((_point(finding) for finding in own), key=lambda point: point.x)
+    drawn = [finding for finding in found if finding.details["corruption"] == name and known(finding.value) is not None]
+    points = sorted((_point(finding) for finding in drawn), key=lambda point: point.x)
     return Curve(name, tuple(points), f"style-{index % 6}", index)
 
 
-def _point(finding: Finding) -> Point:
+def _point(finding: Finding) -> CurvePoint:
     tip = f"{finding.claim}: {number(finding.value)} {interval(finding.low, finding.high)}".rstrip()
-    return Point(float(finding.details["severity"]), finding.value, known(finding.low), known(finding.high), tip)
+    return CurvePoint(float(finding.details["severity"]), finding.value, known(finding.low), known(finding.high), tip)

@@ -1,4 +1,4 @@
-"""What a section is: a name, a heading, and the data that the template of that name sets."""
+"""Sections: a name, a heading, and the data for the template of that name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with heading and caption; `note` stands beside the heading, `legend` pairs pictures with names."""
+    """A picture with heading and caption; `note` follows the heading, `legend` pairs pictures with names."""
 
     picture: str
     title: str

@@ -1,4 +1,4 @@
-"""Spectra: every head's directions by falling energy, with the cut between what stays and what goes."""
+"""Spectra: the directions of every head by decreasing energy, with the cut between kept and pruned ones."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from attnrx.reports.figures import SpectrumBars
 from attnrx.reports.numbers import percent
 from attnrx.reports.sections.section import Figure, Section
 
-OPEN_PANELS = 32  # deeper models start with only their first layer unfolded
+OPEN_PANELS = 32  # with more panels only the first layer is unfolded initially
 
 
 def spectra(content: ReportContent) -> Section | None:

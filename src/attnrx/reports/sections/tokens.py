@@ -1,11 +1,11 @@
-"""Tokens: which patches of sample images are left after each stage, and by what relevance."""
+"""Tokens: the patches of sample images kept after each stage, and their relevance."""
 
 from typing import Any
 
 import torch
 
 from attnrx.reports.content import ReportContent, TokenSamples
-from attnrx.reports.figures import Chart, Curve, PatchPicture, Point, as_uri, colour, colour_ramp, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, PatchPicture, as_uri, colour, colour_ramp, marker_picture
 from attnrx.reports.numbers import TIMES, number, percent, short
 from attnrx.reports.sections.section import Figure, Section
 from attnrx.shapes import Float, Tensor
@@ -14,7 +14,7 @@ MOST_REACH = 3.0  # in powers of two: relevance from an eighth to eight times th
 
 
 def tokens(content: ReportContent) -> Section | None:
-    """Returns the policy as a table and a chart, and for every image a picture per stage and maps of relevance."""
+    """Returns the policy as a table and a chart, and per image a picture per stage and relevance maps."""
     samples = content.tokens
     if samples is None:
         return None
@@ -34,14 +34,14 @@ def tokens(content: ReportContent) -> Section | None:
 def _stages(samples: TokenSamples) -> list[dict[str, str]]:
     patches = samples.left.shape[2]
     rows = []
-    for place, layer in enumerate(samples.policy.layers):
-        counts = sorted(set(samples.left[:, place].sum(-1).tolist()))
+    for stage, layer in enumerate(samples.policy.layers):
+        counts = sorted(set(samples.left[:, stage].sum(-1).tolist()))
         spread = number(counts[0]) if len(counts) == 1 else f"{number(counts[0])} to {number(counts[-1])}"
-        share = float(samples.left[:, place].double().mean())
+        share = float(samples.left[:, stage].double().mean())
         rows.append(
             {
                 "layer": str(layer),
-                "requested": percent(samples.policy.keep[place]),
+                "requested": percent(samples.policy.keep[stage]),
                 "left": f"{spread} of {number(patches)} ({percent(share)})",
                 "tokens": number(samples.tokens[layer - 1]),
             }
@@ -50,9 +50,9 @@ def _stages(samples: TokenSamples) -> list[dict[str, str]]:
 
 
 def _chart(samples: TokenSamples) -> Figure:
-    depth, all_of_them = len(samples.tokens), samples.tokens[0]
+    depth, all_tokens = len(samples.tokens), samples.tokens[0]
     curves = (
-        Curve("no token leaves", _points((all_of_them,) * depth), "style-5"),
+        Curve("no token reduction", _points((all_tokens,) * depth), "style-5"),
         Curve("this model", _points(samples.tokens), "style-0", 0),
     )
     chart = Chart("Tokens in every layer", "layer", "tokens", curves, level=0)
@@ -60,25 +60,27 @@ def _chart(samples: TokenSamples) -> Figure:
     return Figure(chart.draw(), "Tokens in every layer", legend=legend)
 
 
-def _points(counts: tuple[int, ...]) -> tuple[Point, ...]:
-    return tuple(Point(layer, count, tip=f"layer {layer}: {count} tokens") for layer, count in enumerate(counts, 1))
+def _points(counts: tuple[int, ...]) -> tuple[CurvePoint, ...]:
+    return tuple(
+        CurvePoint(layer, count, tip=f"layer {layer}: {count} tokens") for layer, count in enumerate(counts, 1)
+    )
 
 
 def _image(samples: TokenSamples, index: int) -> dict[str, Any]:
     label = samples.labels[index] if samples.labels else f"image {index}"
     shown, grid = f"tokens-{index}", samples.grid
-    whole = torch.ones(grid, dtype=torch.bool)
+    all_patches = torch.ones(grid, dtype=torch.bool)
     address = as_uri(samples.images[index].double().cpu())
     stages = [
         {
             "title": "image",
-            "picture": PatchPicture(label, shown, whole, address).draw(),
-            "note": f"{number(whole.numel())} patches",
+            "picture": PatchPicture(label, shown, all_patches, address).draw(),
+            "note": f"{number(all_patches.numel())} patches",
             "given": "",
         }
     ]
-    for place, layer in enumerate(samples.policy.layers):
-        left = samples.left[index, place]
+    for stage, layer in enumerate(samples.policy.layers):
+        left = samples.left[index, stage]
         count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
         words = f"{label} before layer {layer}: {count}, {_where(left.view(grid))}"
         stages.append(
@@ -86,18 +88,18 @@ def _image(samples: TokenSamples, index: int) -> dict[str, Any]:
                 "title": f"before layer {layer}",
                 "picture": PatchPicture(words, shown, left.view(grid)).draw(),
                 "note": count,
-                "given": _given(samples, index, place),
+                "given": _given(samples, index, stage),
             }
         )
     return {"label": label, "stages": stages, "sources": _sources(samples, index)}
 
 
 def _where(left: Tensor) -> str:
-    """Says in words where on the image the patches are that are left."""
+    """Describes the position of the kept patches by their share in each half of the image."""
     share = left.double()
     rows, columns = share.shape
     if not float(share.sum()):
-        return "none of them at its own place"
+        return "no patch at its original position"
     parts = {
         "upper half": share[: -(-rows // 2)].mean(),
         "lower half": share[rows // 2 :].mean(),
@@ -107,11 +109,11 @@ def _where(left: Tensor) -> str:
     return "; ".join(f"{name} {percent(float(part), 2)}" for name, part in parts.items())
 
 
-def _given(samples: TokenSamples, index: int, place: int) -> str:
-    """Draws the order in which the reducer preferred the patches that were there; nothing where it gave none."""
+def _given(samples: TokenSamples, index: int, stage: int) -> str:
+    """Draws the remaining patches coloured by the rank of their relevance; empty without relevance."""
     if samples.given is None:
         return ""
-    given = samples.given[index, place]
+    given = samples.given[index, stage]
     known = ~given.isnan()
     if not bool(known.any()):
         return ""
@@ -134,6 +136,6 @@ def _sources(samples: TokenSamples, index: int) -> list[dict[str, Any]]:
 
 
 def _relative(samples: TokenSamples, maps: Float[Tensor, "layers patches"]) -> Float[Tensor, "layers rows columns"]:
-    """Returns relevance in powers of two of that of the mean patch of the layer."""
+    """Returns log2 of the relevance relative to the mean patch of the layer."""
     relative = (maps / maps.mean(-1, keepdim=True)).clamp_min(1e-6).log2()
     return relative.unflatten(-1, samples.grid)

@@ -1,10 +1,10 @@
-"""The trade-off: what each retention ratio rho removes and what that costs, for every way of realizing it."""
+"""The trade-off: removed directions against accuracy and discrepancy over rho, for every kind of realization."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnrx.reports.content import ReportContent, TradeOffPoint
-from attnrx.reports.figures import Chart, Curve, Point, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.numbers import interval, number, percent, quantity, short
 from attnrx.reports.sections.section import Figure, Section
 
@@ -41,15 +41,15 @@ def _curves(
 ) -> tuple[Curve, ...]:
     curves = []
     for index, kind in enumerate(kinds):
-        own = sorted((point for point in points if point.kind == kind), key=lambda point: point.removed_share)
-        curves.append(Curve(kind, tuple(_point(point, *read(point)) for point in own), f"style-{index % 6}", index))
+        ordered = sorted((point for point in points if point.kind == kind), key=lambda point: point.removed_share)
+        curves.append(Curve(kind, tuple(_point(point, *read(point)) for point in ordered), f"style-{index % 6}", index))
     return tuple(curves)
 
 
-def _point(point: TradeOffPoint, value: float, within: tuple[float, float] | None) -> Point:
+def _point(point: TradeOffPoint, value: float, within: tuple[float, float] | None) -> CurvePoint:
     low, high = within or (None, None)
     tip = f"{point.kind}, rho {short(point.rho)}: {percent(point.removed_share)} removed, {number(value)}"
-    return Point(100 * point.removed_share, value, low, high, f"{tip} {interval(low, high)}".rstrip())
+    return CurvePoint(100 * point.removed_share, value, low, high, f"{tip} {interval(low, high)}".rstrip())
 
 
 def _row(point: TradeOffPoint) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Training: losses and accuracies over the epochs, and how the indicators of every layer moved with them."""
+"""Training: losses, accuracies and the indicators of every layer over the epochs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import LEVELS, Chart, Curve, Point, marker_picture
+from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.numbers import number
 from attnrx.reports.sections.section import Figure, Section
 
@@ -31,7 +31,7 @@ def training(content: ReportContent) -> Section | None:
 
 
 def _scalar(history: Sequence[Record], word: str, title: str) -> Figure | None:
-    """Draws every number of the records whose name holds the word."""
+    """Draws all numbers of the records whose name contains the word."""
     names = dict.fromkeys(
         name for record in history for name, value in record.items() if word in name and isinstance(value, int | float)
     )
@@ -46,21 +46,23 @@ def _scalar(history: Sequence[Record], word: str, title: str) -> Figure | None:
 
 
 def _spelled(name: str) -> str:
-    """Names a curve; a record calls what was seen in training by its bare name."""
+    """Returns the name of a curve; records use bare names for training values."""
     return name.replace("_", " ") if "_" in name else f"training {name}"
 
 
-def _points(history: Sequence[Record], name: str) -> tuple[Point, ...]:
-    found = [(_epoch(record, place), record.get(name)) for place, record in enumerate(history)]
+def _points(history: Sequence[Record], name: str) -> tuple[CurvePoint, ...]:
+    found = [(_epoch(record, index), record.get(name)) for index, record in enumerate(history)]
     return tuple(
-        Point(epoch, value, tip=f"epoch {epoch:g}: {number(value, 4)}") for epoch, value in found if value is not None
+        CurvePoint(epoch, value, tip=f"epoch {epoch:g}: {number(value, 4)}")
+        for epoch, value in found
+        if value is not None
     )
 
 
 def _indicator(history: Sequence[Record], name: str) -> Chart:
-    """Draws the mean over the heads of each layer, with a band from the lowest head to the highest."""
+    """Draws the mean over the heads of each layer, with a band from the minimum to the maximum."""
     depth = max(len(_layers(record)) for record in history)
-    marker = None if len(history) > FEW else 0  # a line through one epoch could not be seen
+    marker = None if len(history) > FEW else 0  # a line through one point is invisible
     curves = tuple(
         Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}", marker)
         for layer in range(depth)
@@ -70,27 +72,27 @@ def _indicator(history: Sequence[Record], name: str) -> Chart:
 
 
 def _layers(record: Record) -> Sequence[Mapping[str, Sequence[float | None]]]:
-    """Returns the indicators of an epoch: per layer, by name, one number per head."""
+    """Returns the indicators of an epoch: for each layer a mapping from name to one number per head."""
     return record.get("layers", ())
 
 
-def _layer_points(history: Sequence[Record], name: str, layer: int) -> tuple[Point, ...]:
+def _layer_points(history: Sequence[Record], name: str, layer: int) -> tuple[CurvePoint, ...]:
     points = []
-    for place, record in enumerate(history):
+    for index, record in enumerate(history):
         readings = _layers(record)[layer].get(name, ()) if layer < len(_layers(record)) else ()
         heads = [value for value in readings if value is not None]
         if heads:
-            epoch, mean = _epoch(record, place), fmean(heads)
-            among = f"{number(min(heads))} to {number(max(heads))} among the heads"
-            tip = f"epoch {epoch:g}, layer {layer}: {number(mean)} ({among})"
-            points.append(Point(epoch, mean, min(heads), max(heads), tip))
+            epoch, mean = _epoch(record, index), fmean(heads)
+            head_range = f"{number(min(heads))} to {number(max(heads))} over the heads"
+            tip = f"epoch {epoch:g}, layer {layer}: {number(mean)} ({head_range})"
+            points.append(CurvePoint(epoch, mean, min(heads), max(heads), tip))
     return tuple(points)
 
 
-def _epoch(record: Record, place: int) -> float:
-    return float(record.get("epoch", place))
+def _epoch(record: Record, index: int) -> float:
+    return float(record.get("epoch", index))
 
 
 def _step(layer: int, depth: int) -> int:
-    # The palest steps would vanish on the page.
+    # The palest steps are not visible on the page.
     return LEVELS - 1 if depth < 2 else 3 + round(layer * (LEVELS - 4) / (depth - 1))

@@ -1,4 +1,4 @@
-"""What was prescribed, and why: the rule, the data it decided on, and one reason per head."""
+"""The prescription: the rules, and one reason per head."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def treatment(content: ReportContent) -> Section | None:
 
 
 def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
-    """Gives, for every layer, which head of the original model each row is, which only the diagnosis knows for sure."""
+    """Returns the original head indices of every layer, from the diagnosis; without one, consecutive indices."""
     if content.diagnosis is not None:
         return [layer.spectrum.heads for layer in content.diagnosis.layers]
     layers = content.prescription.layers if content.prescription is not None else ()
@@ -34,8 +34,8 @@ def original_heads(content: ReportContent) -> list[tuple[int, ...]]:
 def _layer(index: int, layer: LayerPrescription, names: tuple[int, ...]) -> dict[str, Any]:
     scores = layer.qk
     rows = [
-        {"head": head, "keeps": number(rank), "stays": bool(stays), "why": why}
-        for head, rank, stays, why in zip(names, scores.ranks, scores.heads, scores.reasons, strict=True)
+        {"head": head, "keeps": number(rank), "stays": bool(is_kept), "why": why}
+        for head, rank, is_kept, why in zip(names, scores.ranks, scores.heads, scores.reasons, strict=True)
     ]
     removed = percent(1 - scores.kept / scores.directions if scores.directions else None)
     keeps = f"heads keep {plain(list(scores.ranks), 16)} of {scores.keep.shape[1]}"

@@ -1,4 +1,4 @@
-"""The verdict: what was compressed, by how much, what it cost, and the outcome of every claim."""
+"""The verdict: headline numbers and the outcomes of all claims."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from attnrx.reports.sections.section import Section
 
 @dataclass(frozen=True)
 class Tile:
-    """One number that a reader came for."""
+    """One headline number."""
 
     value: str
     label: str
@@ -21,7 +21,7 @@ class Tile:
 
 
 def verdict(content: ReportContent) -> Section:
-    """Returns the top of the page; without evidence it says that nothing was verified."""
+    """Returns the top section of the page."""
     evidence = content.evidence
     data = {
         "state": _state(evidence),
@@ -61,7 +61,7 @@ def _sentence(content: ReportContent) -> str:
 
 
 def tiles(content: ReportContent) -> list[Tile]:
-    """Returns the headline numbers that the content knows."""
+    """Returns the available headline numbers."""
     found = [
         *_original(content.comparison),
         _removed(content),
@@ -73,7 +73,7 @@ def tiles(content: ReportContent) -> list[Tile]:
 
 
 def _notes(content: ReportContent) -> list[str]:
-    """Returns what was noted on the images that decisions were made on, by whichever part recorded it."""
+    """Returns the notes on the images recorded by the parts of the content, without duplicates."""
     comparison = {} if content.comparison is None else content.comparison.about
     parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
     parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
@@ -85,23 +85,24 @@ def _compared(found: ComparisonRecord) -> str:
     methods = "method was" if names == 1 else "methods were"
     where = f" on {number(images)} images" if isinstance(images, int) else ""
     tried = "one trial" if len(found.trials) == 1 else f"{len(found.trials)} trials"
-    return f"{names} {methods} measured beside the original in {tried}{where}; no claim was made that could fail."
+    return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
 
 
 def _original(found: ComparisonRecord | None) -> list[Tile]:
     if found is None:
         return []
-    own = found.accuracy
-    within = interval(own.low, own.high)
-    return [Tile(quantity(own.value, "%", own.low, own.high), "top-1 of the original", f"95{GAP}% interval {within}")]
+    accuracy = found.accuracy
+    value = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
+    within = interval(accuracy.low, accuracy.high)
+    return [Tile(value, "top-1 of the original", f"95{GAP}% interval {within}")]
 
 
 def _removed(content: ReportContent) -> Tile | None:
     if content.prescription is None:
         return None
     total = sum(layer.qk.directions for layer in content.prescription.layers)
-    stays = sum(layer.qk.kept for layer in content.prescription.layers)
-    note = f"{number(stays)} of {number(total)} stay"
+    num_kept = sum(layer.qk.kept for layer in content.prescription.layers)
+    note = f"{number(num_kept)} of {number(total)} kept"
     return Tile(percent(content.prescription.removed_share), "of the score directions removed", note)
 
 
@@ -115,7 +116,7 @@ def _savings(content: ReportContent) -> list[Tile]:
 
 
 def _accuracy(evidence: Evidence | None) -> Tile | None:
-    """Takes the accuracy check's finding about a change, which is in points."""
+    """Returns the change of accuracy in points from the accuracy check."""
     changes = [finding for finding in (evidence.of("accuracy") if evidence else ()) if finding.unit == "points"]
     if not changes:
         return None

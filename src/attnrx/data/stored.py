@@ -1,4 +1,4 @@
-"""What every reader of a storage format gives: encoded images and labels by split, before any decision about sizes."""
+"""Encoded images of one split, and an opened dataset: what every storage format is read into."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,43 +19,46 @@ SPLITS = {
     "testing": "test",
 }
 
-
 MOST_CLASSES = 100_000  # ImageNet-21k has 21,841
 
 
-def numbered_classes(highest: int, place: str) -> tuple[str, ...]:
-    """Names the classes 0 to `highest` by their numbers, where the data gives them no names.
+def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
+    """Returns the numbers 0 to `highest` as class names, for data without names.
 
     Raises:
         DataError: The highest label is no class number.
     """
     if highest >= MOST_CLASSES:
         raise DataError(
-            f"{place} has the label {highest} and no class names, so labels count classes from 0; at most "
+            f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
             f"{MOST_CLASSES:,} classes are supported. Number the classes anew, or give them names."
         )
     return tuple(str(label) for label in range(highest + 1))
 
 
-class Records(ABC):
-    """The images of one split as they are stored, in storage order."""
+class StoredImages(ABC):
+    """The images of one split in storage order; `sources` are their rows in the source."""
 
     labels: Int[Tensor, "stored"]
-    sources: Int[Tensor, "stored"]  # the row of each image in its file, for messages and paired comparisons
+    sources: Int[Tensor, "stored"]
 
     @abstractmethod
     def content(self, position: int) -> bytes:
-        """Returns the stored bytes of one image."""
+        """Returns the encoded bytes of one image."""
 
     @abstractmethod
     def where(self, position: int) -> str:
-        """Names the place of one image, so that a person can find it."""
+        """Returns the file and row of one image, for messages."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def picture(self, position: int, channels: int | None) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image, or raises a DataError that names it."""
+        """Decodes one image.
+
+        Raises:
+            DataError: The image cannot be decoded; the message contains `where(position)`.
+        """
         try:
             return decode(self.content(position), channels)
         except (ValueError, OSError) as error:
@@ -64,20 +67,24 @@ class Records(ABC):
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened dataset: records by split name, the classes their labels count, and what the reader had to decide."""
+    """An opened dataset: stored images by split, class names, and notes about decisions made on opening."""
 
-    splits: Mapping[str, Records]
+    splits: Mapping[str, StoredImages]
     class_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
-class Reader(ABC):
-    """One storage format, pointed at one place."""
+class DatasetReader(ABC):
+    """Opens the dataset of one storage format at one path."""
 
     @abstractmethod
     def identity(self) -> str:
-        """Names the content without opening it: it changes when a file does, so that decoded copies can be reused."""
+        """Returns a key of the content that is cheap to compute and changes when a file changes."""
 
     @abstractmethod
     def open(self) -> Opened:
-        """Reads labels and finds the images, or raises a DataError that says what is wrong."""
+        """Reads the labels and finds the images.
+
+        Raises:
+            DataError: The files are damaged, or their labels do not agree.
+        """

@@ -1,0 +1,340 @@
+"""Parquet files and hub datasets, read with the `datasets` library."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnrx.data.files import group_by_split, stamp
+from attnrx.data.stored import DatasetReader, Opened, StoredImages, numbered_classes
+from attnrx.errors import DataError, nearest
+from attnrx.hardware import cache_folder
+from attnrx.hub import local_copies_if_unreachable
+from attnrx.optional import required_module
+from attnrx.shapes import Int, Tensor
+from attnrx.validation import require_regular
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the columns that hold the image, its label and, in a file of several splits, the split.
+
+    `test_column` may name a boolean column: of the test images only the rows with true are used.
+    """
+
+    image_column: str = "image"
+    label_column: str = "label"
+    split_column: str = "split"
+    test_column: str | None = None
+
+
+class TableImages(StoredImages):
+    """Some rows of a dataset whose image column holds encoded bytes and, or, a path."""
+
+    def __init__(self, images: "datasets.Dataset", labels: Tensor, rows: Tensor, name_row: Callable[[int], str]):
+        self.labels = labels
+        self.sources = rows
+        self._images = images
+        self._name_row = name_row
+
+    def content(self, position: int) -> bytes:
+        """Returns the stored bytes of one image, or those of its file where only the path is stored."""
+        image = self._image(position)
+        if image["bytes"] is None and image["path"]:
+            return require_regular(image["path"], DataError).read_bytes()
+        return image["bytes"] or b""
+
+    def where(self, position: int) -> str:
+        path = self._image(position)["path"]
+        return self._name_row(int(self.sources[position])) + (f" ({path})" if path else "")
+
+    def _image(self, position: int) -> dict:
+        return next(iter(self._images[int(self.sources[position])].values())) or {"bytes": None, "path": None}
+
+
+@dataclass(frozen=True)
+class HubReader(DatasetReader):
+    """A hub dataset. `ignored` names splits without use, such as a test split with hidden labels."""
+
+    hub_id: str
+    columns: Columns
+    folder: str | None = None
+    revision: str | None = None
+    ignored: tuple[str, ...] = ()
+
+    def identity(self) -> str:
+        """Names the dataset: once decoded, the local copy is used, also without a network."""
+        return f"hub:{self.hub_id}:{self.folder}:{self.revision}:{self.columns}"
+
+    def open(self) -> Opened:
+        """Downloads the dataset, or finds it in the hub's own cache, and reads the labels."""
+        source = f"the hub dataset {self.hub_id}"
+        found = {name: table for name, table in self._load().items() if name not in self.ignored}
+        if not found:
+            raise DataError(f"{source} has no split to use; check the name.")
+        return _opened(found, self.columns, source, lambda name, row: f"row {row} of split {name} of {source}")
+
+    def _load(self) -> "dict[str, datasets.Dataset]":
+        datasets = required_module("datasets", "data", "hub datasets")
+        with local_copies_if_unreachable() as unreachable:
+            try:
+                found = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
+                return {str(name): split for name, split in found.items()}
+            except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
+                reason = unreachable or _first_line(error)
+                raise DataError(
+                    f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for a "
+                    "dataset behind a licence, that you accepted it and are logged in; or give the path of a local "
+                    "copy (parquet, a folder of images, tar shards), or put <name>.parquet into the folder in "
+                    "ATTNRX_DATA."
+                ) from error
+
+
+@dataclass(frozen=True)
+class ParquetReader(DatasetReader):
+    """Parquet files, grouped into splits by their names, or by a column where the names contain no split."""
+
+    root: Path
+    files: tuple[Path, ...]
+    candidates: tuple[Columns, ...]  # the first whose image and label are there is used
+
+    def identity(self) -> str:
+        return f"parquet:{self.candidates}:{stamp(self.files)}"
+
+    def open(self) -> Opened:
+        """Maps the files into memory and reads the labels."""
+        groups = group_by_split(self.files, self.root)
+        columns = self._columns()
+        for name, files in groups.items():
+            if not sum(_row_counts(files)):
+                raise DataError(f"the {name or 'train'} split of {self.root} is empty; give it images or remove it.")
+        tables = {name: _load_parquet(files) for name, files in groups.items()}
+        return _opened(tables, columns, str(self.root), lambda name, row: _name_row(groups[name], row))
+
+    def _columns(self) -> Columns:
+        """Returns the first candidate that fits; checks that every file has its columns and numbers the same classes.
+
+        `datasets` takes the class names of all files from the first one, so another order would mislabel images.
+        """
+        features = {file: _features(file) for file in self.files}
+        first = features[self.files[0]]
+        fitting = (each for each in self.candidates if {each.image_column, each.label_column} <= first.keys())
+        columns = next(fitting, self.candidates[0])
+        for file, own in features.items():
+            _check_columns(list(own), columns, str(file))
+            if _class_names(own[columns.label_column]) != _class_names(first[columns.label_column]):
+                raise DataError(
+                    f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
+                    f"{columns.label_column!r}; write both with the same list of classes."
+                )
+        return columns
+
+
+def _features(file: Path) -> "datasets.Features":
+    datasets = required_module("datasets", "data", "parquet files")
+    parquet = required_module("pyarrow.parquet", "data", "parquet files")
+    require_regular(file, DataError)
+    try:
+        return datasets.Features.from_arrow_schema(parquet.read_schema(file))
+    except Exception as error:  # pyarrow's, or of the metadata that datasets parses
+        raise DataError(f"{file} is not a whole parquet file ({_first_line(error)}); make or copy it again.") from error
+
+
+def _load_parquet(files: tuple[Path, ...]) -> "datasets.Dataset":
+    """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
+    datasets = required_module("datasets", "data", "parquet files")
+    paths, cache = [str(file) for file in files], str(cache_folder() / "arrow")
+    try:
+        try:
+            return datasets.Dataset.from_parquet(paths, cache_dir=cache)
+        except OSError:  # the cache folder cannot be written: a full disk, a file of that name
+            return datasets.concatenate_datasets([_in_memory(path) for path in paths])
+    except Exception as error:  # of pyarrow, fsspec and datasets: damaged pages, unlike columns
+        cause = error.__cause__ or error
+        raise DataError(
+            f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
+            f"{_first_line(cause)}. The files of a split must be whole and have the same columns."
+        ) from error
+
+
+def _in_memory(path: str) -> "datasets.Dataset":
+    import datasets
+    import pyarrow.parquet as parquet
+
+    return datasets.Dataset(parquet.ParquetFile(path).read())
+
+
+def _row_counts(files: tuple[Path, ...]) -> list[int]:
+    import pyarrow.parquet as parquet
+
+    return [parquet.read_metadata(file).num_rows for file in files]
+
+
+def _name_row(files: tuple[Path, ...], row: int) -> str:
+    """Returns `file, row n`, counting from 0 inside the file."""
+    counts = _row_counts(files)
+    ends = accumulate(counts)
+    return next(f"{file}, row {row - end + n}" for file, n, end in zip(files, counts, ends, strict=True) if row < end)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _opened(
+    tables: "Mapping[str, datasets.Dataset]", columns: Columns, source: str, name_row: Callable[[str, int], str]
+) -> Opened:
+    for table in tables.values():
+        _check_columns(table.column_names, columns, source)
+    labels, class_names = _unify_labels(
+        {name: _labels(table, columns, source) for name, table in tables.items()}, source
+    )
+    splits = {}
+    for name, table in tables.items():
+        images = _encoded_images(table, columns, source)
+        for split, rows in _rows_by_split(table, name, columns, source).items():
+            splits[split] = TableImages(images, labels[name][rows], rows, partial(name_row, name))
+    return Opened(splits, class_names)
+
+
+def _check_columns(found: list[str], columns: Columns, source: str) -> None:
+    for kind, wanted in (("image", columns.image_column), ("label", columns.label_column)):
+        if wanted not in found:
+            raise DataError(
+                f"{source} has no {kind} column {wanted!r} (it has {', '.join(found)}): {nearest(wanted, found)} "
+                f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
+            )
+
+
+def _rows_by_split(
+    table: "datasets.Dataset", name: str, columns: Columns, source: str
+) -> dict[str, Int[Tensor, "rows"]]:
+    """Returns the rows of every split of a table: the table's own split, or those of its split column."""
+    belongs = np.full(len(table), name or "train", dtype=object)
+    if not name and columns.split_column in table.column_names:
+        belongs = np.asarray(table[columns.split_column][:], dtype=object)
+    masks = {str(split): belongs == split for split in dict.fromkeys(belongs.tolist())} or {name or "train": belongs}
+    if columns.test_column is not None and "test" in masks:
+        if getattr(table.features.get(columns.test_column), "dtype", None) != "bool":
+            raise DataError(
+                f"{source} has no column {columns.test_column!r} of true and false (it has "
+                f"{', '.join(table.column_names)}) to choose the test images."
+            )
+        masks["test"] = masks["test"] & np.asarray(table[columns.test_column][:], dtype=bool)
+    return {split: torch.from_numpy(np.flatnonzero(mask)) for split, mask in masks.items()}
+
+
+def _encoded_images(table: "datasets.Dataset", columns: Columns, source: str) -> "datasets.Dataset":
+    """Returns the column of encoded images alone, undecoded."""
+    import datasets
+
+    found = table.features[columns.image_column]
+    encoded = isinstance(found, datasets.Image) or getattr(found, "dtype", None) in ("binary", "large_binary")
+    if not encoded and not (isinstance(found, dict) and "bytes" in found):
+        kind = table.data.schema.field(columns.image_column).type
+        raise DataError(
+            f"column {columns.image_column!r} of {source} holds {kind}, not encoded images; "
+            "it must hold bytes, or a struct {bytes, path}. Give --image-column NAME, in Python "
+            'columns=Columns(image_column="NAME").'
+        )
+    images = table.select_columns([columns.image_column]).with_format(None)
+    return images.cast_column(columns.image_column, datasets.Image(decode=False))
+
+
+@dataclass(frozen=True)
+class _LabelColumn:
+    """One label column: numbers or words, and the class names that the schema or another column gives to numbers."""
+
+    values: np.ndarray
+    names: tuple[str, ...] | None
+
+    @property
+    def words(self) -> bool:
+        return self.values.dtype.kind not in "iu"
+
+
+def _class_names(feature: object) -> tuple[str, ...] | None:
+    names = getattr(feature, "names", None)
+    return None if names is None else tuple(names)
+
+
+def _labels(table: "datasets.Dataset", columns: Columns, source: str) -> _LabelColumn:
+    """Reads the labels, with their names from the schema or from a column `<label>_name`."""
+    import pyarrow.types as kinds
+
+    column = _arrow_column(table, columns.label_column)
+    if column.null_count:
+        row = column.is_null().index(True).as_py()
+        raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
+    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+        return _LabelColumn(np.asarray(column.to_pylist()), None)
+    if not kinds.is_integer(column.type):
+        raise DataError(
+            f"column {columns.label_column!r} of {source} holds {column.type}, not class numbers or names. "
+            'Give --label-column NAME, in Python columns=Columns(label_column="NAME").'
+        )
+    values = column.to_numpy().astype(np.int64)
+    names = _class_names(table.features[columns.label_column])
+    named = f"{columns.label_column}_name"
+    if named in table.column_names:
+        names = _names_by_number(values, _arrow_column(table, named).to_pylist(), names, source)
+    return _LabelColumn(values, names)
+
+
+def _arrow_column(table: "datasets.Dataset", name: str) -> "pa.ChunkedArray":
+    arrow: Any = table.select_columns([name]).with_format("arrow")
+    return arrow[:].column(0)
+
+
+def _names_by_number(
+    values: np.ndarray, words: list[str], names: tuple[str, ...] | None, source: str
+) -> tuple[str, ...] | None:
+    """Returns the class names of a column of names; a number with two names means that labels are mixed up."""
+    found: dict[int, str] = dict(enumerate(names or ()))
+    for label, word in dict.fromkeys(zip(values.tolist(), words, strict=True)):
+        if found.setdefault(label, word) != word:
+            raise DataError(
+                f"label mismatch in {source}: label {label} is {found[label]!r} in one row and {word!r} in another; "
+                "make the labels and their names agree."
+            )
+    if names or not found or min(found) < 0:
+        return names
+    return tuple(found.get(label, name) for label, name in enumerate(numbered_classes(max(found), source)))
+
+
+def _unify_labels(
+    columns: Mapping[str, _LabelColumn], source: str
+) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
+    """Returns every split's labels as numbers of one list of classes."""
+    first_name, first = next(iter(columns.items()))
+    for name, column in columns.items():
+        if column.words != first.words or (column.names and first.names and column.names != first.names):
+            raise DataError(
+                f"label mismatch between the splits of {source}: {first_name} has {_summary(first)}, {name} has "
+                f"{_summary(column)}; give all splits the same classes in the same order."
+            )
+    if first.words:
+        names = tuple(np.unique(np.concatenate([column.values for column in columns.values()])).tolist())
+        numbered = {name: np.searchsorted(names, column.values) for name, column in columns.items()}
+    else:
+        numbered = {name: column.values for name, column in columns.items()}
+        highest = max(int(values.max(initial=-1)) for values in numbered.values())
+        names = first.names or numbered_classes(highest, source)
+    return {name: torch.as_tensor(values, dtype=torch.int64) for name, values in numbered.items()}, names
+
+
+def _summary(column: _LabelColumn) -> str:
+    if column.words:
+        return "words"
+    if column.names is None:
+        return "numbers"
+    return f"{len(column.names)} classes ({', '.join(column.names[:3])}, ...)"
