@@ -1,10 +1,10 @@
-"""Compare methods at equal MACs and on the clock, from Python and from the command line."""
+"""Compare methods at equal MACs and by measured latency, from Python and from the command line."""
 
 # %% [markdown]
 # # Compare methods
 #
-# Which way of making a model smaller loses the least at the same cost? A *method* is one way, as text; all
-# methods are made from the same diagnosis and measured on the same images.
+# Which method loses the least at the same cost? A *method* is one way of compressing, as text; all
+# methods use the same diagnosis and are measured on the same images.
 
 # %%
 import os
@@ -28,9 +28,9 @@ else:
 # ## Methods
 #
 # `NAME=RULES [refine=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
-# alone is about qk), where `{share}` stands for what is kept.
-# `baseline:NAME` is a published method, applied as its paper does. Take a control among them: what does not beat it has
-# shown nothing.
+# alone is about qk), where `{share}` is replaced by the kept share.
+# `baseline:NAME` is a published method, implemented as in its paper. Include a control: a method must
+# beat it.
 
 # %%
 methods = [
@@ -57,15 +57,15 @@ trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 
 # %% [markdown]
-# A method that cannot cost so little is listed as such, with the least it can cost. `shares=[0.5]` compares at equal
+# A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal
 # shares instead. The file becomes curves over MACs with `attnrx report --comparison comparison.json --out
 # comparison.html`.
 #
-# ## On the clock
+# ## Measured latency
 #
-# MACs promise; the clock decides. `compare_speeds` times all methods in turns, round by round, beside the model as
-# its own library ships it, so that what slows the machine slows all of them. "ideal" is what the share of the MACs
-# promises. What is timed needs no images, so the bench may hold noise.
+# `compare_speeds` times all methods in turns, round by round, with the reference implementation of the model's
+# library, so that other load on the machine slows all of them. "ideal" is the speed-up that the share of the MACs
+# predicts. Timing needs no real images, so the bench may hold noise.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine
@@ -74,11 +74,11 @@ speeds = compare_speeds(noise_bench(model), methods, rates, out="speeds.json")
 print(speeds.to_markdown())
 
 # %% [markdown]
-# This model is so small that most of its time is spent calling functions, and nothing that is left out makes it faster.
-# That is the point of the last column: look at it on your model, your hardware and your batch size before you choose.
+# This model is so small that most of its time is function-call overhead, so no method makes it faster.
+# Check the last column on your model, your hardware and your batch size before you choose.
 #
-# Equal latency rather than equal MACs? Time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`, and compare those
-# methods whose intervals meet.
+# Equal latency rather than equal MACs? Time several shares, `Rates(..., shares=(0.9, 0.7, 0.5))`, and compare
+# methods whose intervals overlap.
 #
 # ## The same on the command line
 #

@@ -1,10 +1,10 @@
-"""Deploy: a folder anyone can load, a file that runs without attnrx, and eight bits on top."""
+"""Deploy: a folder that loads anywhere, a file that runs without attnrx, and int8."""
 
 # %% [markdown]
 # # Deploy
 #
-# A smaller model is worth something where it runs. It is saved as a folder that loads anywhere, or exported as a file
-# for ONNX Runtime, OpenVINO or torch itself, which needs neither attnrx nor the original.
+# A smaller model is saved as a folder that loads anywhere, or exported as a file for ONNX Runtime, OpenVINO or torch
+# itself, which needs neither attnrx nor the original.
 
 # %%
 import os
@@ -37,7 +37,7 @@ evidence = rx.verify(slim, model, splits.test, [rx.checks.Accuracy(), rx.checks.
 #
 # `save` writes weights (safetensors), `config.json`, the prescription, the evidence and a model card that a hub can
 # read. `load` builds the model from the folder alone. `rx.push_to_hub(folder, "you/name")` publishes it, and
-# `rx.load("hub:you/name")` gives it back.
+# `rx.load("hub:you/name")` loads it.
 
 # %%
 folder = rx.save(slim, OUT / "slim", prescription=prescription, evidence=evidence)
@@ -48,8 +48,8 @@ print((folder / "README.md").read_text().splitlines()[0:6])
 # %% [markdown]
 # ## A file for ONNX Runtime
 #
-# What was exported is run beside the model before it is left on disk; a file that answers otherwise is refused. Beside
-# it lies what a deployer must know: the shape and the scale of the images, class names, versions, and the parity.
+# The exported file is run and compared with the model before it is saved; a file with other outputs is refused. A JSON
+# file next to it has the shape and the scale of the images, class names, versions, and the parity.
 
 # %%
 exported = rx.export(slim, OUT / "slim.onnx")
@@ -57,7 +57,7 @@ for finding in exported.facts["parity"]:
     print(f"{finding['claim']}: within {finding['limit']:g}" if finding["limit"] is not None else finding["claim"])
 
 # %% [markdown]
-# The file is a model to every verb, so that the evidence is about what is really deployed:
+# Every verb accepts the file as a model, so that the evidence is about the deployed file:
 
 # %%
 fidelity = rx.verify(rx.load(OUT / "slim.onnx"), slim, splits.test, [rx.checks.Fidelity()])
@@ -65,9 +65,9 @@ agreement = fidelity.of("fidelity")[1]
 print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 
 # %% [markdown]
-# `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` are written in
-# the same way. Eight bits are ONNX Runtime's static quantization, calibrated on your images; what it costs is measured
-# like anything else:
+# `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` are exported in
+# the same way. `int8` is ONNX Runtime's static quantization, calibrated on your images; its cost is measured in the
+# same way:
 
 # %%
 int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8(images=64)", calibration=splits.train)
@@ -77,4 +77,5 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
 # `attnrx verify slim.onnx --reference slim --data DATA`, and
-# `attnrx bench MODEL --runtime onnx --methods ...` times all methods there, beside the original exported alike.
+# `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, with the original exported in the
+# same way.

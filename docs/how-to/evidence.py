@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Read the evidence
 #
-# A smaller model comes with claims: it is as accurate, it answers alike, it is faster. Evidence is what was measured
-# for each, so that a reader can judge.
+# A smaller model comes with claims: equal accuracy, equal predictions, lower latency. Evidence is the measurement for
+# each claim.
 
 # %%
 import os
@@ -31,8 +31,8 @@ slim = rx.realize(model, prescription)
 # %% [markdown]
 # ## Checks
 #
-# A check is a measurement with knobs. A knob that is a limit makes its finding a *claim*, which holds, fails, or
-# is undecided on so few images; without a limit a quantity is only reported. Set the limits before you measure.
+# A check is a measurement with options. A limit makes its finding a *claim*, which holds, fails, or is undecided with
+# too few images; without a limit a quantity is only reported. Set the limits before you measure.
 
 # %%
 checks = [
@@ -50,9 +50,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Intervals are paired
 #
-# Both models answer the same images, so what matters are the images where only one of them is right. The interval of
-# the *change* is therefore far narrower than those of the two accuracies suggest. Read it so: if it contains zero,
-# nothing was shown to be lost, and nothing to be gained; its lower end is what may have been lost.
+# Both models classify the same images, so only images where exactly one of them is right change the difference. The
+# interval of the *change* is therefore far narrower than those of the two accuracies. If it contains zero, neither a
+# loss nor a gain was shown; its lower end bounds the loss.
 
 # %%
 before, after, change = evidence.of("accuracy")
@@ -62,9 +62,9 @@ for finding in (before, after, change):
 # %% [markdown]
 # ## Accuracy is not enough
 #
-# A model can keep its accuracy and answer other images right. Discrepancy, agreement and divergence compare the answers
-# themselves, between all pairs of reference, mask and candidate: reference against mask is what the *choice* costs,
-# mask against candidate what the *realization* adds.
+# A model can keep its accuracy and classify other images correctly. Discrepancy, agreement and divergence compare the
+# outputs between all pairs of reference, mask and candidate: reference against mask is the cost of the *selection*,
+# mask against candidate that of the *realization*.
 
 # %%
 for finding in evidence.of("fidelity"):
@@ -73,9 +73,9 @@ for finding in evidence.of("fidelity"):
 # %% [markdown]
 # ## Controls
 #
-# Would any other choice of the same size have done as well? Controls keep as many directions in every head, but choose
-# them at random, by the largest strengths, or evenly. What is reported is how much *farther* each control is from the
-# original than the rule's choice, with a paired interval: above zero, the rule's choice carries something.
+# Would any other selection of the same size be as good? Controls keep as many directions in every head, but select
+# them at random, by the largest strengths, or evenly. The finding is how much *farther* each control is from the
+# original than the rule's selection, with a paired interval: above zero, the rule is better than the control.
 
 # %%
 prescriptions = rx.control_prescriptions(diagnosis, prescription, kinds=("random", "largest"), draws=3)
@@ -84,19 +84,19 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
     print(f"{finding.claim}: {finding.value:.4g} {finding.unit} [{finding.low:.3g}, {finding.high:.3g}]")
 
 # %% [markdown]
-# ## What to distrust
+# ## What can go wrong
 #
-# - A change without an interval, or on images that were used to decide. Diagnose and calibrate on training images,
-# verify on test images.
-# - One seed. Findings carry theirs; `rx.checks.aggregate` puts the evidence of several seeds together, with intervals
+# - A change without an interval, or on images that were used for the selection. Diagnose and calibrate on training
+# images, verify on test images.
+# - One seed. Findings contain theirs; `rx.checks.aggregate` combines the evidence of several seeds, with intervals
 # over the seeds.
-# - Latency without conditions. The check times both models in turns, so a busy machine slows both, and says on what
-# hardware, at what batch, on how many threads.
+# - Latency without conditions. The check times both models in turns, so other load slows both, and records the
+# hardware, the batch size and the threads.
 #
 # ## The report
 #
-# One HTML file with everything, which needs no network. The JSON beside it holds every finding with value, limit,
-# interval, n and seed, for a review or another program.
+# One HTML file with everything, which needs no network. The JSON file holds every finding with value, limit,
+# interval, n and seed.
 
 # %%
 evidence.save("evidence.json")
@@ -109,7 +109,7 @@ print(f"{page}: {evidence.summary}")
 # %% [markdown]
 # ## The same on the command line
 #
-# The exit code of `attnrx verify` is 1 where a claim fails, so a script or CI can ask.
+# The exit code of `attnrx verify` is 1 if a claim fails, for scripts and CI.
 #
 # ```bash
 # attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --most-drop 1 --out evidence.json

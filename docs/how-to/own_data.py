@@ -23,7 +23,7 @@ loader = DataLoader(TensorDataset(images, labels), batch_size=32)
 # ## Images and labels
 #
 # A batch is a pair `(images, labels)`, or a mapping with a key such as `pixel_values` and one such as `labels`. Images
-# are float tensors on the scale that the model was trained with; a `ScaleWarning` says so where they seem not to be.
+# are float tensors on the scale that the model was trained with; otherwise there is a `ScaleWarning`.
 
 # %%
 diagnosis = rx.diagnose(model, loader)
@@ -35,7 +35,7 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Images alone
 #
-# Without labels, the standard checks that need them are left out, and the evidence names them.
+# Without labels, the standard checks that need them are skipped, and the evidence lists them.
 
 # %%
 evidence = rx.verify(slim, model, images)
@@ -45,8 +45,8 @@ print(evidence.about["notes"][0])
 # ## Pictures
 #
 # Items may be PIL pictures, as those of `torchvision.datasets.ImageFolder("photos")` or of
-# `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. They are resized, cropped and normalized as timm
-# does it for a model of timm, and as `rx.load_data` does it for every other model.
+# `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. They are resized, cropped and normalized by timm
+# for a model of timm, by the image processor for a model of transformers, and as in `rx.load_data` for other models.
 #
 # ## Training
 #
@@ -66,5 +66,5 @@ print(f"{len(run.history)} epoch")
 # - A generator is refused, because it can be read only once: give a list or a `DataLoader`.
 # - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
 #   `rx.train` takes it.
-# - `images=N` and `take(N)` choose images of all classes where the dataset lists its labels (`targets`), and evenly
-#   spread rows elsewhere: datasets are often sorted by class.
+# - `images=N` and `take(N)` select images of all classes if the dataset lists its labels (`targets`), otherwise evenly
+#   spaced rows: datasets are often sorted by class.

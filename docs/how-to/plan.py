@@ -1,10 +1,10 @@
-"""Plan for a target: one budget over ranks and tokens, with promises that are held to account."""
+"""Plan for a target: one budget over ranks and tokens, with predictions that are verified."""
 
 # %% [markdown]
 # # Plan for a target
 #
-# A rank or a keep ratio is not what one wants; a time, a number of MACs or an accuracy is. `plan` shares one budget out
-# over the ranks of scores, values and MLP, and over the tokens, layer by layer.
+# The target is a latency, a number of MACs or an accuracy, not a rank or a keep ratio. `plan` divides one budget over
+# the ranks of scores, values and MLP, and over the tokens, layer by layer.
 
 # %%
 import os
@@ -24,12 +24,12 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# What each choice costs comes from tables: closed form for MACs and parameters, and for latency the clock of this
-# machine. What each does to the answers is measured, one layer at a time, on images without labels. The closed form
-# is then the best of all plans, if damages add up (dynamic programming over the layers); because they do not quite, a
-# search (Optuna) weighs the kinds of damage against each other by whole plans, and then varies the best plan a few
-# layers at a time. It goes by the answers softened, which few images tell well; the best few plans are compared on all
-# images. The more trials, the better the plan.
+# The cost of each choice comes from tables: closed form for MACs and parameters, measurements on this machine for
+# latency. Its sensitivity, the effect on the outputs, is measured one layer at a time, on images without labels.
+# Dynamic programming over the layers gives the best plan if sensitivities add up; because they do not exactly, a
+# search (Optuna) reweights the kinds of sensitivity by whole plans, and then varies the best plan a few layers at a
+# time. It uses softened outputs, which need few images; the best few plans are compared on all images. More trials
+# give better plans.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
@@ -42,19 +42,19 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
     print(f"layer {number}: {own.tokens} tokens, {100 * own.total.macs / before.total.macs:.0f} % of its MACs")
 
 # %% [markdown]
-# `plan.explained` has one line for every choice: what it saves, and what it alone does to the answers.
+# `plan.explained` has one line for every choice: its saving and its own effect on the outputs.
 #
-# Beside the plan there is its front, from the original towards the target: share of the cost, and divergence of the
-# answers in nats, predicted by adding up and measured.
+# The plan also has its front, from the original to the target: share of the cost, and divergence of the outputs in
+# nats, predicted by addition and measured.
 
 # %%
 point = plan.front[-1]
 print(f"{point.price:.3f} of the {plan.spend}: {point.damage:.2g} nats predicted, {point.divergence:.2g} measured")
 
 # %% [markdown]
-# A plan promises what it found on images that nothing was chosen by. The check `promises` holds it to account: on
-# other images the means must be no worse than the interval that the plan gives for so many, and for a target of
-# latency the clock must say what it said.
+# A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
+# them: on other images the means must be within the interval that the plan predicts for their number, and for a target
+# of latency the measured latency must agree.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]
@@ -66,5 +66,5 @@ for finding in evidence.of("promises"):
 # %% [markdown]
 # On the command line, with files: `attnrx plan MODEL --target latency=0.6x --data DATA --out plan`, then
 # `attnrx realize MODEL --prescription plan/prescription.json --out slim` and
-# `attnrx verify slim --reference MODEL --data DATA --checks promises`. With `--storage trials.db` a search that was
-# stopped goes on, and several machines search together.
+# `attnrx verify slim --reference MODEL --data DATA --checks promises`. With `--storage trials.db` a stopped search
+# continues, and several machines search together.

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Make a ViT smaller
 #
-# You have a trained model and images of its kind, and want a smaller model and a file that says what it lost. No labels
-# are needed until the last step, and nothing is trained.
+# You have a trained model and images of its kind, and want a smaller model with evidence of its cost. Labels are needed
+# for the last step only, and nothing is trained.
 
 # %%
 import os
@@ -19,9 +19,9 @@ DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebData
 # %% [markdown]
 # ## A model and images
 #
-# `rx.load` adopts a model of timm or Hugging Face: a copy with the same logits, whose attention can be read and
-# rewritten. An instance of yours may stand in the place of the name. `rx.matching` puts the images on the scale that
-# the model was trained with, and refuses what does not fit.
+# `rx.load` adopts a model of timm or Hugging Face: a copy with the same logits, whose attention can be decomposed and
+# compressed. An instance can replace the name. `rx.adapt_preprocessing` puts the images on the scale that
+# the model was trained with, and raises DataError for images that do not fit.
 
 # %%
 if MODEL:
@@ -35,7 +35,7 @@ else:
 # ## Diagnose
 #
 # One pass over some images, without labels. Per layer, the diagnosis holds the tables of the scores (its *spectrum*),
-# named readings for every head and direction, and what the values and the MLP are fed.
+# named readings for every head and direction, and the moments of the inputs of values and MLP.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(96))
@@ -46,7 +46,7 @@ print(f"{len(diagnosis.layers)} layers; directions of the first: {first.spectrum
 # ## Prescribe
 #
 # One rule for every map: `qk` are the scores, `vo` value and output, `fc1` and `fc2` the MLP. `total_rank:0.5` keeps
-# half of the directions of every layer, and more of them for heads that need more. Each head has its reason.
+# half of the directions of every layer, allocated to the heads by their spectra. Each head has its reason.
 
 # %%
 prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.75 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5")
@@ -55,8 +55,8 @@ for layer, ranks in enumerate(prescription.ranks, start=1):
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
-# Rather a target in multiply-accumulates? `prescribe_within` takes the largest share that costs no more, priced before
-# anything is built.
+# For a target in MACs, `prescribe_within` finds the largest share within it, in closed form, before anything is
+# built.
 
 # %%
 template = "qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}"
@@ -67,7 +67,7 @@ print(f"share kept: {found['shares'][0]:.3f}, share of the MACs: {found['spent']
 # %% [markdown]
 # ## Realize
 #
-# As a mask (same shapes, zeros), or smaller. Both are copies, and answer alike; the model stays as it is.
+# As a mask (same shapes, zeros), or smaller. Both are copies with equal logits; the model is unchanged.
 
 # %%
 masked = rx.realize(model, prescription, by="mask")
@@ -79,12 +79,12 @@ print(f"MACs of an image: {before.macs:,} -> {after.macs:,}")
 
 batch = next(iter(splits.test.take(32).batches(32)))
 with torch.inference_mode():
-    apart = (masked.eval()(batch.images) - slim.eval()(batch.images)).abs().max()
-print(f"mask and smaller model differ in their logits by at most {apart:.1e}")
+    difference = (masked.eval()(batch.images) - slim.eval()(batch.images)).abs().max()
+print(f"mask and smaller model differ in their logits by at most {difference:.1e}")
 
 # %% [markdown]
-# Some of what was lost comes back without labels: `refine` moves the queries and keys that are left towards the
-# original's attention.
+# `refine` recovers part of the loss without labels: it optimizes the kept queries and keys towards the original's
+# attention.
 
 # %%
 refined = rx.refine(slim, model, splits.train.take(64))
@@ -95,8 +95,8 @@ print("after: ", [f"{value:.1e}" for value in refined.after])
 # %% [markdown]
 # ## Verify
 #
-# Paired on the same images: accuracy before and after, how far the logits moved, and what was saved, each with its
-# interval. Without `checks=` all are run: latency, calibration, corruptions and the bounds of the theory, too ([how to
+# Paired on the same images: accuracy before and after, distance of the logits, and savings, each with its
+# interval. Without `checks=` the standard checks run: latency, calibration and the bounds of the theory, too ([how to
 # read them](evidence.md)).
 
 # %%
@@ -109,9 +109,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Save
 #
-# The folder holds the weights, what was prescribed and why, the evidence, and a model card with the same facts; the
-# tensors of the prescription are in a file whose name carries their hash. `rx.load` reads the folder back. Saving into
-# it again replaces all of this at once and keeps every file that attnrx did not write.
+# The folder holds the weights, the prescription with its reasons, the evidence, and a model card; the tensors of the
+# prescription are in a file whose name contains their hash. `rx.load` loads the folder. Saving into it again replaces
+# all of this at once and keeps every file that attnrx did not write.
 
 # %%
 folder = rx.save(refined.model, "slim", prescription=prescription, evidence=evidence)

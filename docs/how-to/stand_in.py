@@ -1,4 +1,4 @@
-"""A model and images for who has none at hand: a small ViT, trained on handwritten digits in seconds.
+"""A model and images for trying the pages: a small ViT, trained on handwritten digits in seconds.
 
 `from stand_in import model, splits`. It is a model of timm where timm is installed, and ours where it is not. The
 training is resumable: in a folder where it was done it is read, not done again.

@@ -4,8 +4,8 @@
 # # Train an SVDA ViT
 #
 # In SVDA attention every direction of every head has a learned strength, and the rows of query and key have norm one,
-# so a strength says how much a direction counts. A model that is trained so can be read as it is: energy retention
-# keeps the strongest directions of each head, until they hold a given share of its energy.
+# so a strength measures the importance of a direction. Energy retention keeps the strongest directions of each head
+# until they hold a given share of its energy.
 
 # %%
 import os
@@ -23,8 +23,8 @@ EPOCHS = int(os.environ.get("EPOCHS", "6"))  # the paper trains 80
 # ## Train
 #
 # Strengths that begin at one, as they do here by default, spread slowly. In a short training they spread
-# when they begin higher and learn faster than the other weights; over 80 epochs leave both out. The paper does not
-# state where its strengths begin.
+# when they begin higher and learn faster than the other weights; over 80 epochs neither is needed. The paper does not
+# state the initial strengths.
 
 # %%
 splits = rx.load_data(DATA)
@@ -49,11 +49,11 @@ run = rx.train(model, splits, config, "runs/svda", reporter=rx.training.Silent()
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# The run can be stopped at any step: the same call goes on where it was, on a CPU bit for bit.
+# The run can be stopped at any step: the same call continues it, bit for bit on a CPU.
 #
 # ## Diagnose
 #
-# How far the strengths have spread is the effective rank of every head (Eq. 24): equal strengths give the number of
+# The effective rank of every head (Eq. 24) measures the spread of its strengths: equal strengths give the number of
 # directions, one strong direction gives one.
 
 # %%
@@ -65,8 +65,8 @@ for number, layer in enumerate(diagnosis.layers, start=1):
 # %% [markdown]
 # ## Prescribe
 #
-# `rho` is the share of the energy that stays. What is removed holds at most 1 - rho of it, and no masked score can move
-# by more than the bound that the reason names.
+# `rho` is the kept share of the energy. The removed directions hold at most 1 - rho of it, and no masked score changes
+# by more than the bound in the reason.
 
 # %%
 for rho in (0.95, 0.90, 0.80):
@@ -82,9 +82,8 @@ print(prescription.layers[0].qk.reasons[0])
 # ## Realize in three ways
 #
 # Deleting directions changes the norms that the rows are divided by, so there are [three compressions](../exact.md).
-# `exact` equals the mask to rounding and saves the least; `renormalized` is the paper's; `refit` is as small, and
-# solves for the kept strengths on some images. Where strengths have spread, as here, `exact` is the nearest to the
-# original.
+# `exact` equals the mask to rounding and saves the least; `renormalized` is the paper's; `refit` is equally small, and
+# fits the kept strengths on some images. For spread strengths, as here, `exact` is the nearest to the original.
 
 # %%
 masked = rx.realize(run.model, prescription, by="mask")

@@ -1,10 +1,10 @@
-"""Drop tokens: without training (ToMe, EViT), and with a learned reducer and a short fine-tuning (SPOT)."""
+"""Prune tokens: without training (ToMe, EViT), and with a learned reducer and a short fine-tuning (SPOT)."""
 
 # %% [markdown]
-# # Drop tokens
+# # Prune tokens
 #
-# Most of what a ViT computes, it computes once for every patch. A *policy* says which reducer lets patches leave,
-# before which layers, and how many are left. It needs no diagnosis.
+# Most of a ViT's arithmetic is proportional to the number of patches. A *policy* names a token reducer, the layers
+# before which it runs, and the kept share. It needs no diagnosis.
 
 # %%
 import os
@@ -27,9 +27,9 @@ else:
 # %% [markdown]
 # ## Without training
 #
-# ToMe merges the patches whose keys are most alike; EViT keeps what the class token attends to and makes one token of
-# the rest; `random` is the control that both must beat. A keep ratio of 0.7 is of what is left at every stage.
-# `realize` does it in one call, and the costs are known before: every layer is priced at its own number of tokens.
+# ToMe merges the patches with the most similar keys; EViT keeps the patches with the highest class attention and fuses
+# the rest into one token; `random` is the control that both must beat. A keep ratio of 0.7 is the share of the
+# remaining patches at every stage. The costs are known before `realize`: every layer has its own number of tokens.
 
 # %%
 before = rx.models.family_of(model).costs(model)
@@ -42,7 +42,7 @@ for name in ("random", "tome", "evit"):
 print("; ".join(prescription.tokens.reasons))
 
 # %% [markdown]
-# What they cost, paired on the same images, with 95 % intervals:
+# The change of accuracy, paired on the same images, with 95 % intervals:
 
 # %%
 checks = [rx.checks.Accuracy(), rx.checks.Fidelity()]
@@ -60,9 +60,9 @@ for name, slim in slims.items():
 #
 # ## With a learned reducer
 #
-# SPOT predicts from a token and from the attention of the layers before whether it is needed. Its predictors begin
-# fresh, so they must be trained: for some epochs, with the task and with `keep_ratio`, which holds what they draw to
-# the policy's shares. All of the model learns, the predictors ten times faster than the rest.
+# SPOT predicts from a token and from the attention of the previous layers whether to keep it. Its predictors are
+# initialized at random, so they must be trained: for some epochs, with the task and with `keep_ratio`, which pulls
+# their sampled masks to the policy's shares. The whole model is trained, the predictors at ten times the rate.
 
 # %%
 prescription = rx.prescribe(model, f"tokens=spot:0.7@{LAYERS}")
@@ -82,7 +82,7 @@ for epoch in run.history:
     print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}")
 
 # %% [markdown]
-# The control is the same training with random tokens. If SPOT does not beat it, what was gained is the fine-tuning's.
+# The control is the same training with random tokens. If SPOT does not beat it, the gain is due to the fine-tuning.
 
 # %%
 random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
@@ -104,5 +104,5 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # attnrx costs timm:vit_tiny_patch16_224 --tokens spot:0.7@4,7,10
 # ```
 #
-# All reducers are in the [reference](../api/tokens.md), and what was measured on a real ViT-Tiny in the
+# All reducers are in the [reference](../api/tokens.md), and measurements on a real ViT-Tiny in the
 # [results](../results/spot.md).
