@@ -24,7 +24,7 @@ from attnrx.costs import (
     compare_memory,
 )
 from attnrx.models import VisionTransformer, ViTConfig, config_costs, initialize_, named_config
-from attnrx.storage import write_json
+from attnrx.serialization.storage import write_json
 
 HEADER = (
     f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"

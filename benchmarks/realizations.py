@@ -26,7 +26,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NoOpPrescription
 from attnrx.models import build_model, evaluating
 from attnrx.rules import EnergyRetention
-from attnrx.storage import read_json, write_json
+from attnrx.serialization.storage import read_json, write_json
 from attnrx.training import Silent
 
 KINDS = ("mask", "exact", "renormalized", "refit")

@@ -22,8 +22,8 @@ from torch import nn
 from attnrx.attention import Attention, backend_of
 from attnrx.costs import Conditions, device_name, interleave
 from attnrx.models import LowRankLinear, build_model, family_of
+from attnrx.serialization.storage import write_json
 from attnrx.spec import AttentionSpec
-from attnrx.storage import write_json
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import attnrx as rx
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.models import build_model
-from attnrx.storage import read_json, write_text
+from attnrx.serialization.storage import read_json, write_text
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 STAGES = "4,7,10"

@@ -36,7 +36,7 @@ from attnrx.diagnostics.token_relevance import (
 from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of
-from attnrx.storage import write_json
+from attnrx.serialization.storage import write_json
 from attnrx.tokens import REDUCERS, TokenPolicy, parse_policy
 
 Row = dict[str, object]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from attnrx.costs import Ratio, Timing, device_name, interleave
 from attnrx.models import VisionTransformer, initialize_, named_config
-from attnrx.storage import write_json
+from attnrx.serialization.storage import write_json
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import attnrx as rx
 import cases
 import pretrained
-from attnrx.budget import prescribed_costs
 from attnrx.data import Columns
 from attnrx.models import family_of
+from attnrx.planning.budget import prescribed_costs
 from attnrx.prescription import LINEAR_MAPS, LayerPrescription
 from attnrx.rules import Template
 

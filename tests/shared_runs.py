@@ -70,17 +70,17 @@ def verified(folder: Path, **context: Any) -> rx.Evidence:
     masked = realize(strong(), prescription(), by="mask")
     context |= {"masked": masked, "prescription": prescription(), "batch_size": 4}
     evidence = rx.verify(compressed(), strong(), splits().train, checks, **context)
-    evidence.save(folder / f"evidence-{rx.processes.place()[0]}.json")
+    evidence.save(folder / f"evidence-{rx.runtime.processes.place()[0]}.json")
     return evidence
 
 
 def verified_together(folder: Path) -> None:
     """One process times the models while the other waits; both give all findings."""
-    assert rx.processes.join_process_group() == (int(os.environ["RANK"]), 2)
+    assert rx.runtime.processes.join_process_group() == (int(os.environ["RANK"]), 2)
     evidence = verified(folder, together=True)
     latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
     timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
-    both = rx.processes.all_gathered((evidence.findings, timed.findings))
+    both = rx.runtime.processes.all_gathered((evidence.findings, timed.findings))
     assert both[0] == both[1]
 
 

@@ -23,12 +23,12 @@ import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
-from attnrx.config import to_dict
 from attnrx.errors import AttnrxError
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
-from attnrx.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.sweeps import Sweep
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.models import attach_tokens_, build_model, family_of, save_model
-from attnrx.storage import read_json, write_json
+from attnrx.serialization.storage import read_json, write_json
 from attnrx.tokens import DynamicViT, TokenPolicy
 from pictures import write_folder
 

@@ -18,7 +18,7 @@ from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.losses import parse_losses
 from attnrx.cli.outcome import Table, plain_text
 from attnrx.losses import Distillation, TargetRank, Task
-from attnrx.refinement import Refinement, refine
+from attnrx.realization.refinement import Refinement, refine
 from pictures import write_folder
 
 # Directions removed in % and, exactly and as printed, parameters, their saving in %, MACs and theirs (Tables 1 and 2).

@@ -340,7 +340,7 @@ def slow(self, path):
         temporary.write_text("half")
         print("writing", file=sys.stderr, flush=True)
         time.sleep(60)
-    return rx.storage.write_atomically(path, write)
+    return rx.serialization.write_atomically(path, write)
 
 rx.Prescription.save = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import config_costs, named_config
+from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import Request, SpotExperiment, SvdaExperiment, load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.recipe import HEADER, RECIPES, read_header

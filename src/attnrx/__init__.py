@@ -51,7 +51,6 @@ _HOMES = {
 
 # Subpackages and modules available as attributes, e.g. `attnrx.models.family_of`.
 _PACKAGES = (
-    "budget",
     "planning",
     "checks",
     "costs",
@@ -60,11 +59,11 @@ _PACKAGES = (
     "exporting",
     "losses",
     "models",
-    "processes",
+    "runtime",
     "realization",
     "reports",
     "rules",
-    "storage",
+    "serialization",
     "tokens",
     "training",
 )
@@ -104,7 +103,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from attnrx import (  # noqa: F401, for type checkers; imported by `__getattr__` at run time
-        budget,
         checks,
         costs,
         data,
@@ -113,11 +111,11 @@ if TYPE_CHECKING:
         losses,
         models,
         planning,
-        processes,
         realization,
         reports,
         rules,
-        storage,
+        runtime,
+        serialization,
         tokens,
         training,
     )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.budget import Budget, prescribe_within
 from attnrx.checks import Check, Comparison, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
@@ -19,7 +18,6 @@ from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import export, is_exported, load_exported
-from attnrx.hub import upload
 from attnrx.model_data import adapt_preprocessing, images_for
 from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra
 from attnrx.models import (
@@ -33,13 +31,15 @@ from attnrx.models import (
 )
 from attnrx.models.checkpoint import load_weights
 from attnrx.planning import plan
+from attnrx.planning.budget import Budget, prescribe_within
 from attnrx.prescription import Prescription
 from attnrx.realization import prescribed_tokens, realize
-from attnrx.refinement import refine
+from attnrx.realization.refinement import refine
 from attnrx.reports import completed_card, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
 from attnrx.rules import prescribe_maps as prescribe_with
-from attnrx.storage import write_text
+from attnrx.serialization.hub import upload
+from attnrx.serialization.storage import write_text
 
 __all__ = [
     "Budget",

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.shapes import Float, Tensor
-from attnrx.spec import NORMS
-from attnrx.spectrum import Spectrum
-from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite_tensors, write_with_tensors
-from attnrx.validation import (
+from attnrx.serialization.storage import (
+    check_schema,
+    read_json,
+    read_tensors_of,
+    require_finite_tensors,
+    write_with_tensors,
+)
+from attnrx.serialization.validation import (
     JSON_OBJECT,
     MOST_HEADS,
     MOST_LAYERS,
@@ -26,6 +29,9 @@ from attnrx.validation import (
     Text,
     validated,
 )
+from attnrx.shapes import Float, Tensor
+from attnrx.spec import NORMS
+from attnrx.spectrum import Spectrum
 
 KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.storage import check_schema, read_json, write_json
-from attnrx.validation import (
+from attnrx.serialization.storage import check_schema, read_json, write_json
+from attnrx.serialization.validation import (
     JSON_OBJECT,
     Choice,
     Integer,

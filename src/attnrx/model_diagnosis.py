@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.config import to_dict
 from attnrx.data import Batch, ImageData, ImageSet
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
@@ -38,8 +37,9 @@ from attnrx.models import (
     require_ordinary_weights,
 )
 from attnrx.rules.metrics import directions_in
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx.storage import require_finite_tensors
 
 SHOWN_METRICS = ("weights", "mix")
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.shapes import Bool, Float, Tensor
-from attnrx.storage import check_schema, read_json, read_tensors_of, require_finite_tensors, write_with_tensors
-from attnrx.tokens import TokenPolicy, parse_policy
-from attnrx.validation import (
+from attnrx.serialization.storage import (
+    check_schema,
+    read_json,
+    read_tensors_of,
+    require_finite_tensors,
+    write_with_tensors,
+)
+from attnrx.serialization.validation import (
     MOST_DIRECTIONS,
     MOST_HEADS,
     MOST_LAYERS,
@@ -30,6 +34,8 @@ from attnrx.validation import (
     shown,
     validated,
 )
+from attnrx.shapes import Bool, Float, Tensor
+from attnrx.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 4
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.config import from_dict, to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.losses import LOSSES as KINDS
 from attnrx.losses import (
@@ -22,6 +21,7 @@ from attnrx.losses import (
     TokenSimilarity,
 )
 from attnrx.models import family_of, recording_blocks, save_model
+from attnrx.serialization.config import from_dict, to_dict
 from cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]

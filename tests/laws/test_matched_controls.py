@@ -9,10 +9,10 @@ from torch import nn
 
 import attnrx as rx
 import cases
-from attnrx.budget import prescribed_costs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.models import family_of
+from attnrx.planning.budget import prescribed_costs
 from attnrx.prescription import Prescription
 from attnrx.rules import CONTROLS, control_prescriptions
 from comparisons import pixels

@@ -16,7 +16,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.models import VisionTransformer, ViTConfig, family_of
 from attnrx.prescription import Basis, Prescription
-from attnrx.storage import read_json, write_json
+from attnrx.serialization.storage import read_json, write_json
 from comparisons import pixels
 
 CONFIGS = {

@@ -49,17 +49,17 @@ def test_it_loads_where_the_original_was_never_seen(name: str, tmp_path: Path) -
     small = compressed(name)
     images = noise(small)
     rx.save(small, tmp_path / "small")
-    rx.storage.write_tensors(tmp_path / "images.safetensors", {"images": images})
+    rx.serialization.write_tensors(tmp_path / "images.safetensors", {"images": images})
     script = (
-        "import sys, attnrx as rx; folder = rx.storage.Path(sys.argv[1]);"
-        "images = rx.storage.read_tensors(folder / 'images.safetensors')['images'];"
+        "import pathlib, sys, attnrx as rx; folder = pathlib.Path(sys.argv[1]);"
+        "images = rx.serialization.read_tensors(folder / 'images.safetensors')['images'];"
         "logits = rx.load(folder / 'small')(images);"
-        "rx.storage.write_tensors(folder / 'logits.safetensors', {'logits': logits})"
+        "rx.serialization.write_tensors(folder / 'logits.safetensors', {'logits': logits})"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300, env=environment)
     with torch.no_grad():
-        found = rx.storage.read_tensors(tmp_path / "logits.safetensors")["logits"]
+        found = rx.serialization.read_tensors(tmp_path / "logits.safetensors")["logits"]
         torch.testing.assert_close(found, small(images), rtol=1e-5, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import attnrx as rx
 from attnrx.models import family_of, load_model, reduction_of
-from attnrx.storage import read_json
+from attnrx.serialization.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints
 from attnrx.training.history import History

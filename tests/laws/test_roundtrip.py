@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.config import from_dict, to_dict
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import Evidence, Finding
 from attnrx.models import LVViTConfig, ViTConfig, family_of, load_model, model_fingerprint, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.storage import sealed
 from attnrx.spec import AttentionSpec
-from attnrx.storage import sealed
 from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import cases
 from attnrx.api import control_prescriptions, prescribe
-from attnrx.budget import prescribed_costs
 from attnrx.checks import Bounds, Comparison
 from attnrx.costs import count_params, count_product_macs
 from attnrx.diagnosis import Diagnosis
@@ -26,6 +25,7 @@ from attnrx.models import (
     model_fingerprint,
     save_model,
 )
+from attnrx.planning.budget import prescribed_costs
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.tokens import TokenPolicy, parse_policy

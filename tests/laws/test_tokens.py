@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import cases
-from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import attach_tokens_, family_of, load_model, observing, reduction_of, save_model
+from attnrx.serialization.config import to_dict
 from attnrx.tokens import (
     DTPS,
     REDUCERS,

@@ -6,7 +6,7 @@ import pytest
 
 from attnrx.errors import NotSupported
 from attnrx.planning import Target
-from attnrx.subprocess_runner import run_in_subprocess
+from attnrx.runtime.subprocess_runner import run_in_subprocess
 
 pytestmark = pytest.mark.slow
 

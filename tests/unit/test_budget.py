@@ -5,11 +5,11 @@ import torch
 
 import cases
 from attnrx.api import prescribe
-from attnrx.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of
+from attnrx.planning.budget import GRID, SCOPES, Budget, costs_at, largest_share, prescribe_within, prescribed_costs
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.rules import ByLayer, Template, TopRank, parse_rule

@@ -23,9 +23,9 @@ from attnrx.attention import (
 from attnrx.attention.factors import ScoreFactors
 from attnrx.costs import measured_steps
 from attnrx.errors import CacheWarning, CheckpointError
-from attnrx.hardware import Measurements, cache_folder
+from attnrx.runtime.hardware import Measurements, cache_folder
+from attnrx.serialization.storage import read_json
 from attnrx.spec import AttentionSpec
-from attnrx.storage import read_json
 
 SPEC = AttentionSpec("dense", 12, 4, (2, 3, 1), (0, 1, 2), 0.5, 4)
 WIDE = replace(SPEC, ranks=(4, 4, 4))

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.config import from_dict, to_dict
 from attnrx.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, standard_diagnostics
 from attnrx.diagnostics.geometry import alignment, selectivity
 from attnrx.diagnostics.perturbation import noise_like
@@ -14,6 +13,7 @@ from attnrx.diagnostics.redundancy import CentredMoment, output_similarity, spec
 from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
 from attnrx.errors import InvalidInput
 from attnrx.observation import Observation
+from attnrx.serialization.config import from_dict, to_dict
 from attnrx.spectrum import Spectrum
 
 HEADS, DIRECTIONS, TOKENS, HEAD_DIM, WIDTH = 3, 4, 5, 2, 6

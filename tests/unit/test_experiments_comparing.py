@@ -13,7 +13,7 @@ from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.prescription import LAYER_MAPS, Prescription
 from attnrx.realization import realize
-from attnrx.storage import read_json
+from attnrx.serialization.storage import read_json
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.comparison.differences import ImageResults, paired_differences
 from comparisons import pixels

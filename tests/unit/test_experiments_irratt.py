@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnrx.api import diagnose, realize, save
-from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import build_model, family_of
+from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import FusionExperiment, IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.fusion import blocks

@@ -9,7 +9,7 @@ import cases
 from attnrx.costs import Conditions, LatencyProtocol
 from attnrx.errors import InvalidInput
 from attnrx.models import build_model, family_of
-from attnrx.storage import read_json
+from attnrx.serialization.storage import read_json
 from attnrx_lab.comparison import Method, Rates, compare_speeds, noise_bench
 
 PROTOCOL = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnrx.api import load
-from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import reduction_of
+from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers.spot import alone
 from attnrx_lab.papers.spot_experiment import FineTuning, SpotExperiment

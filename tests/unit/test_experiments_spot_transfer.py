@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.serialization.config import to_dict
 from attnrx_lab.papers.spot_transfer import SpotTransferExperiment, candidate_parts
 
 TWO = ("spot=spot(variance=false):0.7@4,7,10", "random=random:0.5/0.3@4,7")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.config import to_dict
 from attnrx.errors import CheckpointError, UnknownName
+from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
 

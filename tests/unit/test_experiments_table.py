@@ -9,8 +9,8 @@ from scipy import stats
 
 import attnrx_lab.papers
 from attnrx.cli.main import main
-from attnrx.config import to_dict
 from attnrx.errors import InvalidInput
+from attnrx.serialization.config import to_dict
 from attnrx_lab.papers import SvdaExperiment, SvdaRun, load_recipe, make_table
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, RecipeFile, Row
 from attnrx_lab.papers.table import ReproducedTable

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.config import to_dict
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.exporting import FORMATS, load_exported
-from attnrx.storage import file_sha256, write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import file_sha256, write_json
 from test_cli import call
 
 

@@ -12,7 +12,7 @@ from attnrx.errors import CheckpointError
 from attnrx.evidence import Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.rules import parse_rule, prescribe_maps
-from attnrx.storage import read_json, read_tensors, write_json
+from attnrx.serialization.storage import read_json, read_tensors, write_json
 from diagnoses import diagnosis
 from edits import ABSENT, write_edited
 

@@ -13,9 +13,9 @@ import attnrx as rx
 import cases
 from attnrx.errors import CheckpointError, DataError, InvalidInput
 from attnrx.evidence import Evidence, Finding
-from attnrx.hub import local_copies_if_unreachable
 from attnrx.models import load_model
 from attnrx.reports import completed_card, model_card
+from attnrx.serialization.hub import local_copies_if_unreachable
 from test_cli import call, record
 
 hub = pytest.importorskip("huggingface_hub")
@@ -44,7 +44,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
-    monkeypatch.setattr("attnrx.hub._connection_problem", str)
+    monkeypatch.setattr("attnrx.serialization.hub._connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root

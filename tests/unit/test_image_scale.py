@@ -16,7 +16,7 @@ from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, ScaleWarning
 from attnrx.model_diagnosis import diagnose
 from attnrx.realization import realize
-from attnrx.refinement import Refinement, refine
+from attnrx.realization.refinement import Refinement, refine
 from attnrx.reports import ReportContent
 from attnrx.reports.page import render
 from attnrx.rules import ContributionEnergy, prescribe_maps

@@ -12,7 +12,7 @@ from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
 from attnrx.models.lvvit_family import SIZES, LVViTFamily
 from attnrx.models.lvvit_weights import published_names
-from attnrx.storage import write_tensors
+from attnrx.serialization.storage import write_tensors
 from attnrx.tokens import Random, TokenPolicy
 from attnrx.training import train
 from cases import LVVITS, images, own

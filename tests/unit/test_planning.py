@@ -34,7 +34,7 @@ from attnrx.planning.sensitivity import PROBED, Sensitivities, measure_sensitivi
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
-from attnrx.storage import read_json
+from attnrx.serialization.storage import read_json
 from attnrx.tokens import AttentionReceived, DynamicViT, Random, Reducer, ToMe, Ward
 from comparisons import pixels
 from planned import CLOCK, CONFIG, made

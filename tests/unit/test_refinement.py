@@ -10,7 +10,7 @@ from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
 from attnrx.realization import realize
-from attnrx.refinement import Refinement, refine
+from attnrx.realization.refinement import Refinement, refine
 from attnrx.rules import SharedRank, TotalRank, UniformRank, prescribe_maps
 from comparisons import pixels
 

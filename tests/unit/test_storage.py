@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.errors import CheckpointError, InvalidInput
-from attnrx.storage import (
+from attnrx.serialization.storage import (
     fingerprint,
     read_json,
     read_tensors,

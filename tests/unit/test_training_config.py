@@ -2,10 +2,10 @@
 
 import pytest
 
-from attnrx.config import to_dict
 from attnrx.data import Augmentation
 from attnrx.errors import InvalidInput
 from attnrx.losses import Distillation, TargetRank, Task
+from attnrx.serialization.config import to_dict
 from attnrx.training import Mixing, TrainingConfig
 
 CONFIGS = (

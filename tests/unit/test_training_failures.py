@@ -9,7 +9,7 @@ import torch
 
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
 from attnrx.models import VisionTransformer, load_model
-from attnrx.storage import read_json, write_json
+from attnrx.serialization.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from cases import CONFIGS
 from pictures import write_folder

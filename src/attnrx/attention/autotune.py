@@ -12,7 +12,7 @@ from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fuse
 from attnrx.attention.context import AttentionContext
 from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import UnknownName
-from attnrx.hardware import Measurements, may_measure
+from attnrx.runtime.hardware import Measurements, may_measure
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 

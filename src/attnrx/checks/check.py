@@ -5,9 +5,9 @@ from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
 from attnrx.checks.comparison import Comparison
-from attnrx.config import to_dict
 from attnrx.data import ImageSet
 from attnrx.evidence import Finding
+from attnrx.serialization.config import to_dict
 
 
 class Check(ABC):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from attnrx import processes
 from attnrx.checks.statistics import Estimate
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import evaluating
 from attnrx.prescription import Prescription
+from attnrx.runtime import processes
 from attnrx.shapes import Bool, Float, Int, Tensor
 
 

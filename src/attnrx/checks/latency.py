@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx import processes
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
+from attnrx.runtime import processes
 from attnrx.shapes import Float, Tensor
 
 

@@ -14,8 +14,8 @@ from attnrx.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
 from attnrx.models import family_of
+from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.shapes import Float, Tensor
-from attnrx.subprocess_runner import call_in_subprocess_if
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnrx.checks.check import Check
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.text_parsing import KnobReader, Language, knobs_of
+from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
 EXAMPLES = "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)"
 LANGUAGE = Language("list of checks", "Checks", EXAMPLES, "(),=/", InvalidInput)

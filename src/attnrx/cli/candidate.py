@@ -28,7 +28,7 @@ def made(
         raise InvalidInput(
             "--refine fits the query and key rows of compressed layers on images: give --by compress and --data NAME."
         )
-    from attnrx.refinement import Refinement
+    from attnrx.realization.refinement import Refinement
 
     images = calibration.take(min(REFINED_ON, len(calibration)))
     return rx.refine(found, model, images, Refinement(steps)).model

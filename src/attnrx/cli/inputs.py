@@ -29,7 +29,7 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
 def _label_map(path: str | None) -> dict[str, int] | None:
     if path is None:
         return None
-    read = rx.storage.read_json(path)
+    read = rx.serialization.read_json(path)
     if not isinstance(read, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
     return read

@@ -10,7 +10,7 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.text_parsing import share
+from attnrx.serialization.text_parsing import share
 
 
 def parse_losses(

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _guarded(words)
         sys.stdout.flush()
         if "torch" in sys.modules:
-            rx.processes.leave()
+            rx.runtime.processes.leave()
         return code
     except BrokenPipeError:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
@@ -155,7 +155,7 @@ def _warn(message: Warning | str, category: type[Warning], filename: str, lineno
 
 def _present(outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        print(rx.storage.json_text(outcome.record), end="")
+        print(rx.serialization.json_text(outcome.record), end="")
         return
     for part in outcome.shown:
         show(part)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from attnrx.errors import InvalidInput
-from attnrx.text_parsing import share
+from attnrx.serialization.text_parsing import share
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 

@@ -72,7 +72,7 @@ def _belongs(out: Path, given: Path) -> bool:
 
 def _is(out: Path, kind: str | None) -> bool:
     """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
-    from attnrx.storage import file_kind
+    from attnrx.serialization.storage import file_kind
 
     return kind is not None and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))
 

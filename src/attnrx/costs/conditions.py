@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput
-from attnrx.hardware import device_name
+from attnrx.runtime.hardware import device_name
 from attnrx.shapes import Float, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from attnrx.costs.timing import interleave
 from attnrx.errors import InvalidInput
-from attnrx.hardware import Measurements, may_measure
+from attnrx.runtime.hardware import Measurements, may_measure
 
 ROUNDS, WARMUP = 15, 3
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from attnrx.data.geometry import ImageGeometry
 from attnrx.errors import CheckpointError
-from attnrx.hardware import cache_folder
+from attnrx.runtime.hardware import cache_folder
+from attnrx.serialization.storage import read_json, read_tensors, write_json, write_tensors
 from attnrx.shapes import Int, Tensor, UInt8
-from attnrx.storage import read_json, read_tensors, write_json, write_tensors
 
 SCHEMA = 1  # raise it when decoding or resizing changes, so that old copies are not used
 

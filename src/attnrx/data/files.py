@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnrx.data.stored import SPLITS
 from attnrx.errors import DataError
-from attnrx.validation import require_regular
+from attnrx.serialization.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 

@@ -11,7 +11,7 @@ from attnrx.data.holdout import held_out
 from attnrx.data.stored import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.errors import DataError
 from attnrx.optional import required_module
-from attnrx.validation import require_regular
+from attnrx.serialization.validation import require_regular
 
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
 

@@ -27,11 +27,11 @@ from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.data.stored import MOST_CLASSES, numbered_classes
 from attnrx.data.streaming import Stream, Work
 from attnrx.errors import CheckpointError, DataError
-from attnrx.hardware import cache_folder
 from attnrx.optional import required_module
+from attnrx.runtime.hardware import cache_folder
+from attnrx.serialization.storage import read_json, write_json
+from attnrx.serialization.validation import Integer, Items, Record, Text, require_regular, validated
 from attnrx.shapes import Tensor, UInt8
-from attnrx.storage import read_json, write_json
-from attnrx.validation import Integer, Items, Record, Text, require_regular, validated
 
 INDEX = Record(
     {"shardlist": Items(Record({"url": Text(), "nsamples": Integer(1, 2**40)}, {"split": Text()}, open=True), 1)},

@@ -13,11 +13,11 @@ import torch
 from attnrx.data.files import group_by_split, stamp
 from attnrx.data.stored import DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.errors import DataError, nearest
-from attnrx.hardware import cache_folder
-from attnrx.hub import local_copies_if_unreachable
 from attnrx.optional import required_module
+from attnrx.runtime.hardware import cache_folder
+from attnrx.serialization.hub import local_copies_if_unreachable
+from attnrx.serialization.validation import require_regular
 from attnrx.shapes import Int, Tensor
-from attnrx.validation import require_regular
 
 if TYPE_CHECKING:
     import datasets

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.config import from_dict
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.exporting.format import PRECISIONS, Format, Run
-from attnrx.shapes import Float, Tensor
-from attnrx.storage import check_schema, file_sha256, read_json
-from attnrx.validation import (
+from attnrx.serialization.config import from_dict
+from attnrx.serialization.storage import check_schema, file_sha256, read_json
+from attnrx.serialization.validation import (
     JSON_OBJECT,
     Choice,
     Integer,
@@ -29,6 +28,7 @@ from attnrx.validation import (
     below,
     validated,
 )
+from attnrx.shapes import Float, Tensor
 
 KIND, SCHEMA = "attnrx exported model", 1
 

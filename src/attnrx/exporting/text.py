@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.exporting.format import Format
-from attnrx.text_parsing import KnobReader, Language, knobs_of
+from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
 LANGUAGE = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=", InvalidInput)
 

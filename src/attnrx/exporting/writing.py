@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.attention import Attention, Eager, Fused, using
-from attnrx.config import to_dict
 from attnrx.data import ImageSet
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import Evidence
@@ -22,8 +20,10 @@ from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
 from attnrx.exporting.format import PRECISIONS, Format, require_suffix
 from attnrx.exporting.parity import compare_outputs
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
+from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import file_kind, file_sha256, write_json
 from attnrx.shapes import Tensor
-from attnrx.storage import file_kind, file_sha256, write_json
 
 DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic.

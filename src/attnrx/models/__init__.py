@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.hub import download
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.backend_selection import use_backend
 from attnrx.models.blocks import block_names, parameter_blocks, recording_blocks
@@ -34,6 +33,7 @@ from attnrx.models.token_reduction import (
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
+from attnrx.serialization.hub import download
 
 # The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFamily()}

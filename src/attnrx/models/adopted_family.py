@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.config import from_dict, to_dict
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.adopted import Adapter, Adopted, Origin, require_equal_logits
@@ -20,8 +19,9 @@ from attnrx.models.last_layer import LastLayer
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_costs import priced_tokens
 from attnrx.models.unsupported_features import Refusal, model_name
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.storage import require_finite_tensors
 from attnrx.spec import AttentionSpec
-from attnrx.storage import require_finite_tensors
 from attnrx.tokens import TokenLayout, TokenPolicy
 
 MLP_MAPS = ("fc1", "fc2")

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.atomic_writes import replacing_folder, require_absent
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
 from attnrx.models.family import Family, require_ordinary_weights
 from attnrx.models.token_reduction import BY, attach_described_, described_tokens
 from attnrx.prescription import KIND as PRESCRIPTION
-from attnrx.shapes import Tensor
-from attnrx.storage import (
+from attnrx.serialization.atomic_writes import replacing_folder, require_absent
+from attnrx.serialization.storage import (
     SEAL,
     check_schema,
     check_seal,
@@ -32,7 +31,7 @@ from attnrx.storage import (
     write_json,
     write_tensors,
 )
-from attnrx.validation import (
+from attnrx.serialization.validation import (
     JSON_OBJECT,
     MOST_HEADS,
     Bounded,
@@ -44,6 +43,7 @@ from attnrx.validation import (
     shown,
     validated,
 )
+from attnrx.shapes import Tensor
 
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB

@@ -10,9 +10,9 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.serialization.storage import fingerprint
 from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
-from attnrx.storage import fingerprint
 from attnrx.tokens import TokenLayout, TokenPolicy
 
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
+from attnrx.serialization.hub import local_copies_if_unreachable
+from attnrx.serialization.storage import read_json
 from attnrx.shapes import Float, Tensor
-from attnrx.storage import read_json
 
 PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from attnrx.errors import CheckpointError
 from attnrx.models.lvvit import LVViT
 from attnrx.models.timm_family import read_checkpoint
+from attnrx.serialization.storage import read_tensors, require_finite_tensors
 from attnrx.shapes import Tensor
-from attnrx.storage import read_tensors, require_finite_tensors
 
 # Published name -> attnrx name; {} is a layer index. A published tensor with several attnrx names is split by rows.
 WHOLE = {"cls_token": "class_token", "pos_embed": "positions"}

@@ -8,13 +8,13 @@ from typing import Any, Generic
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.config import from_dict, to_dict
 from attnrx.costs import ModelCosts, TokenCosts
 from attnrx.errors import InvalidInput
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
 from attnrx.models.token_costs import priced_tokens
 from attnrx.models.transformer import Config, Transformer
+from attnrx.serialization.config import from_dict, to_dict
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 

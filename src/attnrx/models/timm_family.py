@@ -14,10 +14,10 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.hub import local_copies_if_unreachable
 from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
+from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Float, Tensor
 
 # Reasons why timm's other blocks are unsupported; a block that is not listed is refused with its class name.

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionCapture, CapturedAttention
-from attnrx.config import to_dict
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
 from attnrx.models.token_run import TokenRun
+from attnrx.serialization.config import to_dict
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import (
     LAST_LAYER,

@@ -1,5 +1,6 @@
 """Planning: allocates one budget to ranks and tokens."""
 
+from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.measured_costs import TimingSettings
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
 from attnrx.planning.plan_search import Search
@@ -7,4 +8,15 @@ from attnrx.planning.planner import PlanSettings, plan
 from attnrx.planning.space import AXES
 from attnrx.planning.target import Target
 
-__all__ = ["AXES", "Plan", "PlanSettings", "Point", "PredictedQuantity", "Search", "Target", "TimingSettings", "plan"]
+__all__ = [
+    "AXES",
+    "Plan",
+    "PlanSettings",
+    "Point",
+    "PredictedQuantity",
+    "Search",
+    "Target",
+    "TimingSettings",
+    "plan",
+    "prescribed_costs",
+]

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from attnrx.budget import prescribed_costs
 from attnrx.costs import LayerCosts, ModelCosts
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of
+from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.tokens import Shape
 

@@ -37,8 +37,8 @@ REFERENCE, ALL = "original", "all"
 class TimingSettings:
     """The batch size, the conditions and a clock of `costs.CLOCKS` for latency measurements.
 
-    `in_subprocess` measures in a new process that keeps freed memory (`attnrx.subprocess_runner`), because the speed of
-    memory allocation depends on the history of the process.
+    `in_subprocess` measures in a new process that keeps freed memory (`attnrx.runtime.subprocess_runner`), because the
+    speed of memory allocation depends on the history of the process.
     """
 
     batch: int = 32

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnrx.atomic_writes import replacing_folder
 from attnrx.checks.promises import PredictedQuantity
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.prescription import Prescription
-from attnrx.storage import file_kind, write_json
+from attnrx.serialization.atomic_writes import replacing_folder
+from attnrx.serialization.storage import file_kind, write_json
 
 KIND, SCHEMA = "attnrx plan", 1
 

@@ -26,7 +26,7 @@ from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.planning.target import DROP, Target
 from attnrx.progress import Log, no_log
 from attnrx.realization import realize
-from attnrx.subprocess_runner import call_in_subprocess_if
+from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, parse_reducer
 
 # A plan for latency is repeated up to ATTEMPTS times until the measured latency is between NEAR and 1 times the target;

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from attnrx.errors import InvalidInput
-from attnrx.text_parsing import share
+from attnrx.serialization.text_parsing import share
 
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError
-from attnrx.storage import check_schema, read_json
+from attnrx.serialization.storage import check_schema, read_json
 
 KIND, SCHEMA = "attnrx comparison", 2
 

@@ -8,7 +8,7 @@ from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.sections import SECTIONS, verdict
-from attnrx.storage import write_text
+from attnrx.serialization.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -16,7 +16,7 @@ from typing import Any
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.prescription import MAPS
 from attnrx.rules.rule import And, Or, Rule, option_fields
-from attnrx.text_parsing import Language, Reader, Token, share
+from attnrx.serialization.text_parsing import Language, Reader, Token, share
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")

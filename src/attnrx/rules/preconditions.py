@@ -4,9 +4,9 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.rule import Rule
+from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
-from attnrx.storage import require_finite_tensors
 
 
 def read_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:

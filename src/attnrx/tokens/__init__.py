@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.config import from_dict
+from attnrx.serialization.config import from_dict
 from attnrx.tokens.ats import ATS
 from attnrx.tokens.attention_average import AttentionAverage, AttentionReceived
 from attnrx.tokens.class_attention import ClassAttention

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.text_parsing import WORDS, KnobReader, Language, Token, share
+from attnrx.serialization.text_parsing import WORDS, KnobReader, Language, Token, share
 from attnrx.tokens.policy import TokenPolicy
 from attnrx.tokens.reducer import Reducer
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError
-from attnrx.shapes import Tensor
-from attnrx.storage import (
+from attnrx.serialization.storage import (
     check_schema,
     file_sha256,
     read_json,
@@ -16,6 +15,7 @@ from attnrx.storage import (
     write_json,
     write_tensors,
 )
+from attnrx.shapes import Tensor
 
 KIND, SCHEMA = "attnrx training state", 1
 KEPT = 2

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attnrx.config import from_dict
 from attnrx.data import Augmentation
 from attnrx.errors import InvalidInput
 from attnrx.losses import LOSSES, Loss, Task
+from attnrx.serialization.config import from_dict
 from attnrx.training.mixing import Mixing
 
 PRECISIONS = ("bf16", "fp32")

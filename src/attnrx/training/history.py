@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError
-from attnrx.storage import write_text
+from attnrx.serialization.storage import write_text
 
 
 class History:

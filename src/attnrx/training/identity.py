@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.errors import CheckpointError
 from attnrx.models import described_tokens, family_of
+from attnrx.serialization.config import to_dict
 from attnrx.training.config import TrainingConfig
 
 HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed

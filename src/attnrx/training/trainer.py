@@ -15,8 +15,8 @@ from attnrx.data import Batch, Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
+from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.shapes import Tensor
-from attnrx.storage import check_schema, read_json, write_json
 from attnrx.training.checkpoints import Checkpoints
 from attnrx.training.config import TrainingConfig
 from attnrx.training.evaluation import evaluate

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 
 from torch import nn
 
-from attnrx.budget import GRID
 from attnrx.costs import ModelCosts
+from attnrx.planning.budget import GRID
 
 
 class ModelCompressor(ABC):

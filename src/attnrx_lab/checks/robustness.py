@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx import processes
 from attnrx.checks.accuracy import change_of_accuracy
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, answer
@@ -16,6 +15,7 @@ from attnrx.data import Batch, Normalization
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
+from attnrx.runtime import processes
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 

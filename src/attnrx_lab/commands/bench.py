@@ -71,4 +71,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     path = arguments.out
     rows = tuple(each.cells for each in speeds.speeds)
-    return Outcome(rx.storage.read_json(path), (Table(comparison.SPEED_COLUMNS, rows), summary, f"speeds: {path}"))
+    return Outcome(
+        rx.serialization.read_json(path), (Table(comparison.SPEED_COLUMNS, rows), summary, f"speeds: {path}")
+    )

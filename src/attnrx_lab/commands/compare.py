@@ -56,4 +56,4 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         title = "differences between methods, paired over the images; p-values are corrected for their number"
         tables.append(Table(comparison.DIFFERENCE_COLUMNS, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
-    return Outcome(rx.storage.read_json(path), (*tables, original, f"comparison: {path}"))
+    return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))

@@ -64,7 +64,7 @@ def show_results(study: "SweepStudy", arguments: Namespace) -> Outcome:
         "means": [{**vars(mean), "labels": dict(mean.labels)} for mean in summary.means],
     }
     if arguments.out is not None:
-        path = rx.storage.write_text(arguments.out, (text or summary.to_markdown)())
+        path = rx.serialization.write_text(arguments.out, (text or summary.to_markdown)())
         return Outcome({**record, "out": str(path)}, (f"results: {path}",))
     return Outcome(record, (text().rstrip("\n") if text else Table(columns, tuple(rows)),))
 

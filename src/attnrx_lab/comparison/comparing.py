@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.budget import largest_share
 from attnrx.checks.comparison import answer, chance_notes
 from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
 from attnrx.costs import ModelCosts
 from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
 from attnrx.models import evaluating, family_of
+from attnrx.planning.budget import largest_share
 from attnrx.progress import Log, no_log
+from attnrx.serialization.storage import write_json
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.storage import write_json
 from attnrx_lab.baselines import ModelCompressor
 from attnrx_lab.comparison.differences import Difference, ImageResults, paired_differences
 from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
@@ -139,10 +139,10 @@ def compare_methods(
     """Makes and measures every method at every share, without fine-tuning.
 
     With `macs`, shares of the model's MACs, every method is also measured at the largest share {share} that costs no
-    more (see `attnrx.budget`); one that cannot cost so little is listed under `unreached`. All are measured on the same
-    images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A method
-    that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are compared
-    image by image (`Difference`). The results so far are saved to `out` after every trial.
+    more (see `attnrx.planning.budget`); one that cannot cost so little is listed under `unreached`. All are measured on
+    the same images as the original, and changes are paired; intervals are 95 % bootstrap intervals over the images. A
+    method that keeps everything at its share is measured as the unchanged model. Every two methods at one budget are
+    compared image by image (`Difference`). The results so far are saved to `out` after every trial.
     """
     shares, targets = tuple(shares), tuple(macs)
     if not methods or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from attnrx.api import prescribe, realize
-from attnrx.budget import costs_at, least_share
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription
 from attnrx.models import family_of, shape_of
+from attnrx.planning.budget import costs_at, least_share
 from attnrx.realization import realize_tokens_
-from attnrx.refinement import Refinement, refine
+from attnrx.realization.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import MapStatistics, ModelCompressor, make_baseline, places, require_baseline
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from attnrx.api import diagnose
-from attnrx.config import to_dict
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.exporting import Format
 from attnrx.models import family_of, use_backend
 from attnrx.progress import Log, no_log
-from attnrx.storage import write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import write_json
 from attnrx_lab.comparison.comparing import Unreached, points
 from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
 from attnrx_lab.comparison.runtimes import running_in

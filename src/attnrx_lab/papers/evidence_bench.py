@@ -12,11 +12,11 @@ from torch import nn
 
 from attnrx.api import control_prescriptions, realize
 from attnrx.checks import Accuracy, Bounds, Check, Comparison, Controls, Costs, Fidelity
-from attnrx.config import to_dict
 from attnrx.data import ImageSet, Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
+from attnrx.serialization.config import to_dict
 from attnrx_lab.papers.experiment import first_images
 from attnrx_lab.papers.svda_experiment import SvdaExperiment
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from attnrx.config import to_dict
 from attnrx.data import ImageSet
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.progress import Log, no_log
-from attnrx.storage import check_schema, read_json, write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.training import Reporter
 
 AnyRun = TypeVar("AnyRun", bound="Run")

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from attnrx.attention import Attention
-from attnrx.config import to_dict
 from attnrx.decompositions import CorrectionSchedule, cpd_epc, water_filled_blocks
 from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of, model_fingerprint
 from attnrx.progress import Log, no_log
 from attnrx.rules.joint import JointForm
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import file_sha256, write_json, write_tensors
 from attnrx.shapes import Tensor
-from attnrx.storage import file_sha256, write_json, write_tensors
 from attnrx_lab.papers.fusion_experiment import FusionExperiment, FusionRun, Mix, fusion_of, rule_of
 from attnrx_lab.papers.measures import Measure, plain_measure
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.config import from_dict
 from attnrx.decompositions import Canonical, Fusion, fusion_ranks
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of
 from attnrx.progress import Log, no_log
+from attnrx.serialization.config import from_dict
+from attnrx.serialization.storage import read_tensors
 from attnrx.shapes import Float, Tensor
-from attnrx.storage import read_tensors
 from attnrx.training import Reporter
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of, tiny_twin

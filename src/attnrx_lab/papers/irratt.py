@@ -11,12 +11,12 @@ from torch import nn
 
 from attnrx.api import diagnose, load
 from attnrx.checks import Accuracy, Comparison, Fidelity
-from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.evidence import Evidence
 from attnrx.progress import Log, no_log
-from attnrx.storage import write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import write_json
 from attnrx.training import Reporter, train
 from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.experiment import first_images

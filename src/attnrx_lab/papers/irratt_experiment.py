@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from attnrx.api import adapt_preprocessing
-from attnrx.config import from_dict
 from attnrx.data import Columns, Splits, load_data
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of
 from attnrx.progress import Log, no_log
+from attnrx.serialization.config import from_dict
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.irratt_methods import IrrattMethod

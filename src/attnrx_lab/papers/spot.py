@@ -11,13 +11,13 @@ from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Accuracy, Comparison, Fidelity
-from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.errors import CheckpointError
 from attnrx.evidence import Evidence
 from attnrx.models import model_fingerprint, reduction_of
 from attnrx.progress import Log, no_log
-from attnrx.storage import write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import write_json
 from attnrx.training import Reporter, train
 from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.measures import Measure, measures, plain_measure

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing
-from attnrx.config import from_dict
 from attnrx.data import Columns, Normalization, Splits, load_data
 from attnrx.errors import InvalidInput
 from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
 from attnrx.models import build_model, family_of
 from attnrx.progress import Log, no_log
+from attnrx.serialization.config import from_dict
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run, first_images
 from attnrx_lab.papers.generated_data import generated_splits

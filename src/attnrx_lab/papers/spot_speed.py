@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.config import from_dict, to_dict
 from attnrx.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latencies
 from attnrx.errors import InvalidInput
 from attnrx.models import build_model, family_of
 from attnrx.progress import Log, no_log
-from attnrx.storage import write_json
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.storage import write_json
 from attnrx.training import Reporter
 from attnrx_lab.papers.evidence_bench import answering_device
 from attnrx_lab.papers.experiment import Experiment, Run

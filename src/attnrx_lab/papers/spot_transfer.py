@@ -10,13 +10,13 @@ from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Comparison, parse_checks
-from attnrx.config import from_dict, to_dict
 from attnrx.data import Columns, Splits, load_data, own_classes
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.models import attach_tokens_, build_model, family_of
 from attnrx.progress import Log, no_log
-from attnrx.storage import write_json
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.storage import write_json
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer

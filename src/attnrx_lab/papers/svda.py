@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from attnrx.api import diagnose, load, prescribe
-from attnrx.config import to_dict
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import NoOpPrescription
@@ -17,7 +16,8 @@ from attnrx.models import family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.progress import Log, no_log
 from attnrx.rules import Rule
-from attnrx.storage import write_json
+from attnrx.serialization.config import to_dict
+from attnrx.serialization.storage import write_json
 from attnrx.training import Reporter, TrainingRun, train
 from attnrx_lab.papers.evidence_bench import EvidenceBench, evidence_at
 from attnrx_lab.papers.measures import measures, plain_measure

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.config import from_dict
 from attnrx.data import Splits, load_data
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import SCENARIOS, build_model
 from attnrx.progress import Log, no_log
 from attnrx.rules import EnergyRetention, Rule, TopRank
+from attnrx.serialization.config import from_dict
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.generated_data import generated_splits

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnrx.checks.statistics import t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
-from attnrx.storage import write_json, write_text
+from attnrx.serialization.storage import write_json, write_text
 from attnrx_lab.papers.experiment import Run
 from attnrx_lab.papers.recipe import Column, Expected, RecipeFile, Row
 

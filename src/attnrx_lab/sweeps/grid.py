@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.storage import read_json
-from attnrx.validation import JSON_OBJECT, Anything, Items, Record, Text, below, require_regular, validated
+from attnrx.serialization.storage import read_json
+from attnrx.serialization.validation import (
+    JSON_OBJECT,
+    Anything,
+    Items,
+    Record,
+    Text,
+    below,
+    require_regular,
+    validated,
+)
 from attnrx_lab.sweeps.jobs import Job, Label, require_job_labels
 
 OUT = "out"  # {out} is the folder of the job, which is known when it runs

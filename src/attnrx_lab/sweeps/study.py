@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrx.atomic_writes import process_runs
 from attnrx.errors import CheckpointError
 from attnrx.optional import required_module
+from attnrx.serialization.atomic_writes import process_runs
 from attnrx_lab.sweeps.jobs import Job, Result
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attnrx.attention.kernels.library_cache import LibraryRecipe, load_or_build
 from attnrx.errors import AttnrxError, InvalidInput, KernelWarning, NotSupported
-from attnrx.hardware import cache_folder
+from attnrx.runtime.hardware import cache_folder
 
 BUILD = "ATTNRX_BUILD"
 SOURCE = Path(__file__).with_name("native.cpp")

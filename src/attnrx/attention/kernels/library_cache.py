@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
 
 from attnrx.errors import CheckpointError
-from attnrx.storage import check_schema, json_text
+from attnrx.serialization.storage import check_schema, json_text
 
 KIND, SCHEMA = "attnrx compiled library", 1
 OTHERS_CAN_WRITE = 0o022

@@ -166,7 +166,7 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
     if arguments.tokens is not None:
         prescription = _with_tokens(prescription, arguments.tokens)
-    return rx.budget.prescribed_costs(model, prescription, norms)
+    return rx.planning.prescribed_costs(model, prescription, norms)
 
 
 def _with_tokens(prescription: "rx.Prescription", text: str) -> "rx.Prescription":

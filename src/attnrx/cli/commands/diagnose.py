@@ -68,7 +68,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "fingerprint": diagnosis.fingerprint,
         "images": len(images),
         "notes": diagnosis.about.get("notes", []),
-        "layers": rx.storage.read_json(path)["layers"],
+        "layers": rx.serialization.read_json(path)["layers"],
     }
     return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))
 

@@ -38,7 +38,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _kind(path: str) -> str | None:
-    record = rx.storage.read_json(path)
+    record = rx.serialization.read_json(path)
     return record.get("kind") if isinstance(record, dict) else None
 
 

@@ -71,7 +71,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     front = Table((f"share of the {plan.spend}", "predicted nats", "measured nats"), rows)
     prescription = Path(arguments.out) / "prescription.json"
     return Outcome(
-        rx.storage.read_json(path),
+        rx.serialization.read_json(path),
         (*plan.explained, front, *_predictions(plan), f"plan: {path}", f"prescription: {prescription}"),
     )
 

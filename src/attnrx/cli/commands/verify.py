@@ -55,7 +55,7 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Verifies the candidate and writes the evidence."""
-    _, processes = rx.processes.join_process_group()
+    _, processes = rx.runtime.processes.join_process_group()
     requested = _requested(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
@@ -76,8 +76,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         together=processes > 1,
     )
     if arguments.out is not None:
-        rx.processes.from_first(lambda: evidence.save(arguments.out))
-    record = {"evidence": arguments.out, **json.loads(rx.storage.json_text(evidence.to_record()))}
+        rx.runtime.processes.from_first(lambda: evidence.save(arguments.out))
+    record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     for note in evidence.about["notes"]:
         log(f"warning: {note}")
     tables = (findings_table(evidence), *robustness_tables(evidence))

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
-from attnrx.atomic_writes import write_atomically
 from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.serialization.atomic_writes import write_atomically
+from attnrx.serialization.validation import DEEPEST_JSON, nesting, require_regular
 from attnrx.shapes import Tensor
-from attnrx.validation import DEEPEST_JSON, nesting, require_regular
 
 SEAL = "sha256_of_the_rest"
 MOST_JSON_BYTES = 2**28

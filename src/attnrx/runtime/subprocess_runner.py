@@ -43,7 +43,7 @@ def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: 
                 "(in_subprocess=False)."
             ) from error
         environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", f"from attnrx.subprocess_runner import serve; serve({folder!r})"]
+        command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({folder!r})"]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.validation import below, shown
+from attnrx.serialization.validation import below, shown
 
 SCHEMA = 1
 
