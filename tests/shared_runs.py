@@ -24,6 +24,7 @@ from attnrx.costs import LatencyProtocol
 from attnrx.diagnostics import Moments
 from attnrx.losses import Task
 from attnrx.realization import realize
+from attnrx.runtime import processes
 from attnrx.training import TrainingRun, train
 from attnrx.training.optimization import strengths_of
 from attnrx_lab.checks import Robustness
@@ -70,17 +71,17 @@ def verified(folder: Path, **context: Any) -> rx.Evidence:
     masked = realize(strong(), prescription(), by="mask")
     context |= {"masked": masked, "prescription": prescription(), "batch_size": 4}
     evidence = rx.verify(compressed(), strong(), splits().train, checks, **context)
-    evidence.save(folder / f"evidence-{rx.runtime.processes.place()[0]}.json")
+    evidence.save(folder / f"evidence-{processes.place()[0]}.json")
     return evidence
 
 
 def verified_together(folder: Path) -> None:
     """One process times the models while the other waits; both give all findings."""
-    assert rx.runtime.processes.join_process_group() == (int(os.environ["RANK"]), 2)
+    assert processes.join_process_group() == (int(os.environ["RANK"]), 2)
     evidence = verified(folder, together=True)
     latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
     timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
-    both = rx.runtime.processes.all_gathered((evidence.findings, timed.findings))
+    both = processes.all_gathered((evidence.findings, timed.findings))
     assert both[0] == both[1]
 
 

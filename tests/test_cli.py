@@ -291,7 +291,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("train svda:digits --data {data} --out x --losses target_rnak:4", 2, "target_rank"),
         ("train svda:digits --data {data} --out x --epochs 0", 2, "not a whole number in 1.."),
         ("train {slim} --data {data} --out x --no-task", 2, "nothing to learn"),
-        ("train {slim} --data {data} --out x --no-task --losses task", 2, "left out"),
+        ("train {slim} --data {data} --out x --no-task --losses task", 2, "give one of the two"),
         ("train {slim} --data {data} --out x --teacher {run}", 2, "none of the losses"),
         ("train {slim} --data {data} --out x --no-task --losses distillation", 2, "needs teacher"),
         ("train {slim} --data {data} --out x --batch-size 8 --frozen nothing", 2, "names no parameter"),

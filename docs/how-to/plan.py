@@ -34,8 +34,8 @@ else:
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
 diagnosis = rx.diagnose(model, images)
-ways = rx.planning.Ways(search=rx.planning.Search(trials=6))
-plan = rx.plan(model, diagnosis, TARGET, images, others, ways=ways)
+settings = rx.planning.PlanSettings(search=rx.planning.Search(trials=6))
+plan = rx.plan(model, diagnosis, TARGET, images, others, settings=settings)
 slim = rx.realize(model, plan.promising)
 family = rx.models.family_of(model)
 for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.costs(model).layers, strict=True), 1):
@@ -49,7 +49,7 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
 
 # %%
 point = plan.front[-1]
-print(f"{point.price:.3f} of the {plan.spend}: {point.damage:.2g} nats predicted, {point.divergence:.2g} measured")
+print(f"{point.cost:.3f} of the {plan.spend}: {point.sensitivity:.2g} nats predicted, {point.divergence:.2g} measured")
 
 # %% [markdown]
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies

@@ -176,7 +176,7 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     strength_METRIC [heads, directions] are the singular values of the scores in that metric, effective_rank_METRIC
     [heads] their effective ranks.
     """
-    if layer.spectrum.norms != "none" or not layer.spectrum.heads or layer.spectrum.shared:
+    if layer.spectrum.has_norms or not layer.spectrum.heads or layer.spectrum.shared:
         return layer
     readings = dict(layer.readings)
     for metric in SHOWN_METRICS:

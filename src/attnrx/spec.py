@@ -1,13 +1,31 @@
 """The static shape of one attention layer: plain data from which a layer is built, costed and reloaded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attnrx.errors import InvalidInput
 
-FORMS = ("dense", "svda", "shared")
-NORMS = ("none", "kept", "original")
+
+@dataclass(frozen=True)
+class FormTraits:
+    """The properties of a form of attention on which costs, rules, backends and realizations depend.
+
+    `norms` are its normalizations of query and key rows, the default first. `attnrx.attention.forms` computes the
+    scores of the form of the same name.
+    """
+
+    has_strengths: bool
+    shares_directions: bool
+    norms: tuple[str, ...]
+
+
+FORMS: Mapping[str, FormTraits] = {
+    "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
+    "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
+    "shared": FormTraits(has_strengths=True, shares_directions=True, norms=("none",)),
+}
+NORMS = tuple(sorted({norm for traits in FORMS.values() for norm in traits.norms}))
 BIASES = ("query", "key", "value", "output")
 
 
@@ -37,11 +55,11 @@ class AttentionSpec:
     def __post_init__(self):
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
             object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
-        if self.form not in FORMS or self.norms not in NORMS:
-            raise InvalidInput(f"form={self.form!r}, norms={self.norms!r}: choose from {FORMS} and {NORMS}.")
-        if (self.form != "svda") != (self.norms == "none"):
+        if self.form not in FORMS:
+            raise InvalidInput(f"form={self.form!r}: choose from {', '.join(FORMS)}.")
+        if self.norms not in FORMS[self.form].norms:
             raise InvalidInput(
-                f"form={self.form!r} with norms={self.norms!r}: SVDA always has norms, dense and shared attention none."
+                f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(FORMS[self.form].norms)}."
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise InvalidInput(f"scale {self.scale} must be positive and finite.")
@@ -65,7 +83,7 @@ class AttentionSpec:
             raise InvalidInput(f"ranks {self.ranks} must lie in 0..{self.original_rank}.")
         if any(not 0 <= rank <= self.head_dim for rank in self.reads):
             raise InvalidInput(f"value ranks {self.reads} must lie in 0..{self.head_dim}.")
-        if self.form == "shared" and len(set(self.ranks)) > 1:
+        if self.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
 
     @classmethod
@@ -74,8 +92,28 @@ class AttentionSpec:
         if heads < 1 or width % heads:
             raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
         head_dim = width // heads
-        norms = "kept" if form == "svda" else "none"
-        return cls(form, width, head_dim, (head_dim,) * heads, tuple(range(heads)), head_dim**-0.5, head_dim, norms)
+        ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
+        return cls(form, width, head_dim, ranks, indices, head_dim**-0.5, head_dim, norms)
+
+    @property
+    def has_strengths(self) -> bool:
+        """Whether every direction has a learned strength in every head that uses it."""
+        return FORMS[self.form].has_strengths
+
+    @property
+    def shares_directions(self) -> bool:
+        """Whether all heads share one set of directions."""
+        return FORMS[self.form].shares_directions
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the rows of query and key are normalized."""
+        return self.norms != "none"
+
+    @property
+    def keeps_original_norms(self) -> bool:
+        """Whether the norms are those over all original directions."""
+        return self.norms == "original"
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -89,9 +127,9 @@ class AttentionSpec:
         These are the ranks of the heads, or all rows if the original norms are needed; shared directions have one
         owner.
         """
-        if self.form == "shared":
+        if self.shares_directions:
             return self.ranks[:1]
-        if self.norms == "original":
+        if self.keeps_original_norms:
             return tuple(self.original_rank if rank else 0 for rank in self.ranks)
         return self.ranks
 

@@ -44,6 +44,11 @@ class Spectrum:
                 )
 
     @property
+    def has_norms(self) -> bool:
+        """Whether the scores are divided by the norms of the rows."""
+        return self.norms != "none"
+
+    @property
     def energy(self) -> Float[Tensor, "heads directions"]:
         """Squared strengths, normalized per head (Eq. 22); all zero for a head whose strengths are zero."""
         square = self.strength.square() * self.used

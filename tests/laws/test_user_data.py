@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a mapping without images": (lambda: Items(lambda row: {"text": "a"}), "the keys text"),
     "images of two sizes": (lambda: Items(lambda row: IMAGES[row][:, : 4 + row]), "resize them to one"),
     "an empty item": (lambda: Items(lambda row: ()), "an empty tuple"),
-    "no image": (list, "gave no image"),
+    "no image": (list, "yielded no image"),
     "an empty tensor": (lambda: IMAGES[:0], "is empty"),
     "an empty dataset": (lambda: Items(pair, 0), "is empty"),
     "arrays": (lambda: Items(lambda row: IMAGES[row].numpy()), "of type ndarray"),

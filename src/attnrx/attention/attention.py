@@ -104,7 +104,7 @@ class Attention(nn.Module):
         strength[used] = own.detach().cpu().double().flatten()
         owners = ranks[: len(spec.rows)]
         tables = [_table(side, spec.rows, owners, most) for side in (self.scores.query, self.scores.key)]
-        shared = spec.form == "shared"
+        shared = spec.shares_directions
         return Spectrum(tables[0], tables[1], strength, used, spec.scale, spec.norms, spec.heads, shared=shared)
 
     def value_factors(self) -> dict[str, Tensor]:

@@ -33,6 +33,10 @@ class ScoreForm(nn.Module, ABC):
         `query` and `key` are the outputs of the two projections, padded to `rows`.
         """
 
+    @abstractmethod
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Writes the strengths of the stored directions of every head, in storage order."""
+
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of projected rows of query and key per owner."""
         wanted = zip(buckets, self._wanted(buckets), strict=True)
@@ -45,7 +49,7 @@ class ScoreForm(nn.Module, ABC):
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
     def _wanted(self, buckets: tuple[Bucket, ...]) -> list[int]:
-        original = self.spec.norms == "original"
+        original = self.spec.keeps_original_norms
         return [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
 
 
@@ -58,6 +62,14 @@ class DenseForm(ScoreForm):
             ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
             for bucket, q, k in self.parts(query, key, buckets)
         )
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Multiplies the query rows, because the form has no strengths."""
+        factors = torch.cat([self.query.weight.new_zeros(0), *strengths])
+        if not torch.equal(factors, torch.ones_like(factors)):
+            self.query.weight.mul_(factors.to(self.query.weight.dtype)[:, None])
+            if self.query.bias is not None:
+                self.query.bias.mul_(factors.to(self.query.bias.dtype))
 
 
 class SharedForm(ScoreForm):
@@ -80,6 +92,10 @@ class SharedForm(ScoreForm):
         strength = F.pad(self.strength, (0, bucket.width - self.strength.shape[1]))
         return (ScoreFactors(bucket, query.unsqueeze(2), key.unsqueeze(2), strength, self.spec.scale),)
 
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        if strengths:
+            self.strength.copy_(torch.stack(strengths))
+
 
 class SvdaForm(ScoreForm):
     """SVDA (Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
@@ -101,8 +117,11 @@ class SvdaForm(ScoreForm):
             for bucket, q, k in self.parts(query, key, buckets)
         )
 
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        self.strength.copy_(torch.cat([self.strength.new_zeros(0), *strengths]))
+
     def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
-        if self.spec.norms == "original":  # the removed directions follow the kept ones, and their strength is zero
+        if self.spec.keeps_original_norms:  # the removed directions follow the kept ones, and their strength is zero
             return unit_rows(rows)[..., : bucket.width]
         return unit_rows(rows, bucket.width)
 

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _guarded(words)
         sys.stdout.flush()
         if "torch" in sys.modules:
-            rx.runtime.processes.leave()
+            from attnrx.runtime import processes  # only where torch is loaded already
+
+            processes.leave()
         return code
     except BrokenPipeError:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.

@@ -53,7 +53,7 @@ class Compression:
             raise InvalidInput(
                 f"ranks {full.ranks} and value ranks {full.reads}: compressed already; price the original."
             )
-        if form != "full" and full.form != "dense":
+        if form != "full" and full.has_strengths:
             raise NotSupported(
                 f"{self.qk} rewrites plain dot products, and this attention is {full.form}; "
                 "its directions are removed by a prescription instead."

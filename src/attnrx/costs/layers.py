@@ -18,7 +18,7 @@ def layer_costs(
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
     attending = sum(reads for own, reads in zip(spec.ranks, spec.reads, strict=True) if own)
-    strengths = 0 if spec.form == "dense" else rank
+    strengths = rank if spec.has_strengths else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(features, spec.width, tokens, bias=spec.has_bias("output"))
@@ -33,7 +33,7 @@ def layer_costs(
         read_out=PartCosts(0, tokens * tokens * attending),
         mlp=first + second,
         layer_norms=_twice(norm_costs(spec.width)),
-        directions=rows if spec.form == "shared" else rank,
+        directions=rows if spec.shares_directions else rank,
         direction=direction_costs(spec, tokens),
         spec=spec,
         tokens=tokens,
@@ -59,10 +59,10 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
     head.
     """
-    users = len(spec.heads) if spec.form == "shared" else 1
-    strength = PartCosts() if spec.form == "dense" else PartCosts(users, tokens * users)
+    users = len(spec.heads) if spec.shares_directions else 1
+    strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
     scores = PartCosts(0, tokens * tokens * users)
-    if spec.norms == "original":
+    if spec.keeps_original_norms:
         return scores + strength
     query, key = (linear_costs(spec.width, 1, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     return query + key + scores + strength

@@ -109,7 +109,7 @@ class Space:
     @property
     def metric(self) -> str | None:
         """The metric of qk: "mix" for layers without norms; None with norms, which fix the directions."""
-        normed = any(layer.spectrum.norms != "none" for layer in self.diagnosis.layers)
+        normed = any(layer.spectrum.has_norms for layer in self.diagnosis.layers)
         return None if normed else "mix"
 
     @cached_property

@@ -24,7 +24,7 @@ def refitted(model: nn.Module, prescription: Prescription, calibration: ImageSet
 
     def observe(index: int, observation: Observation) -> None:
         keep = prescription.layers[index].qk.keep.to(observation.query.device)
-        has_norms = attentions[index].spec.norms != "none"
+        has_norms = attentions[index].spec.has_norms
         left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
         fits[index].observe(left, right, observation.scores, observation.scale)
 

@@ -34,12 +34,12 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
         shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
         return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
     ranks = tuple(layer.ranks[head] for head in order)
-    if spec.form == "shared" and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
+    if spec.shares_directions and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
         return replace(spec, form="dense").with_ranks(ranks, heads, "none")
     if layer.basis is not None:
         return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
     loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)
-    if norms != "exact" or spec.norms != "kept" or not loses:
+    if norms != "exact" or not spec.has_norms or spec.keeps_original_norms or not loses:
         return spec.with_ranks(ranks, heads, spec.norms)
     if any(rank < spec.original_rank for rank in spec.ranks):
         raise NotSupported(

@@ -77,7 +77,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     heads = [spec.heads for spec in specs]
     scores: list[Sequence[Kept]] = [
         [Kept(spec.ranks[0], spec.original_rank)]
-        if spec.form == "shared" and spec.ranks
+        if spec.shares_directions and spec.ranks
         else [Kept(rank, spec.original_rank) for rank in spec.ranks]
         for spec in specs
     ]

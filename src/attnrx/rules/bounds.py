@@ -22,5 +22,5 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
     # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
     bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
-    holds = decision.heads if spectrum.norms != "none" else decision.heads & (bound == 0)
+    holds = decision.heads if spectrum.has_norms else decision.heads & (bound == 0)
     return torch.where(holds, bound, math.inf)

@@ -29,7 +29,7 @@ class JointForm:
                 f"metric={metric!r}: for directions that heads share choose one of {', '.join(JOINT_METRICS)}; the "
                 "softmax weights the keys of every head differently, so it gives no metric common to all heads."
             )
-        if layer.spectrum.norms != "none":
+        if layer.spectrum.has_norms:
             raise InvalidRule("heads whose rows are divided by their norms (SVDA) cannot share directions.")
         self.query, self.key = _sides(layer, metric)
         self.tensor = FactoredTensor(self.query, self.key)

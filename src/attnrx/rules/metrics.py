@@ -55,7 +55,7 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
     """
     if metric not in METRICS:
         raise UnknownName("metric", metric, (OWN, *METRICS))
-    if layer.spectrum.norms != "none":
+    if layer.spectrum.has_norms:
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
             "which changes the norms; its own strengths rank its directions: omit the metric."

@@ -28,7 +28,7 @@ def read_learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spect
     """
     spectrum = read_spectrum(rule, diagnosis, layer)
     strength = spectrum.strength[spectrum.used]
-    if spectrum.norms == "none" and strength.numel() > 1 and bool((strength == 1).all()):
+    if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
             f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
             "Use contribution_energy, which uses measured queries and keys, or train an SVDA model."

@@ -63,7 +63,7 @@ def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
     """Returns the rule with its metric stated, unless that is the model's own by default."""
     if name != "qk":
         return in_metric(rule, output_metric(rule, name))
-    has_norms = any(layer.spectrum.norms != "none" for layer in diagnosis.layers)
+    has_norms = any(layer.spectrum.has_norms for layer in diagnosis.layers)
     metric = metric_of(rule, defaults=not has_norms)  # forms with norms (SVDA) have only their own strengths
     return rule if metric is None else in_metric(rule, metric)
 

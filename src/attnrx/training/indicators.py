@@ -38,7 +38,7 @@ class Probe:
     def _read(self, model: nn.Module) -> list[Readings]:
         family, was_training = family_of(model), model.training
         layers = family.attention(model)
-        readings = [spectral(*_strengths(layer)) if layer.spec.form == "svda" else {} for layer in layers]
+        readings = [spectral(*_strengths(layer)) if layer.spec.has_norms else {} for layer in layers]
 
         def observe(index: int, observation: Observation) -> None:
             readings[index] |= geometric(observation)

@@ -92,7 +92,7 @@ def _fusion(experiment: FusionExperiment, attention: Attention, share: float, la
 
 
 def _shared(attention: Attention) -> bool:
-    return attention.spec.form == "shared"
+    return attention.spec.shares_directions
 
 
 def _notes(layers: Sequence[Attention]) -> Iterator[str]:

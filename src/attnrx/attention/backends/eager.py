@@ -18,7 +18,7 @@ class Eager(Backend):
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Pads values only if heads share their directions, which puts them into one bucket."""
-        return (max(spec.reads, default=0),) * len(spec.heads) if spec.form == "shared" else spec.reads
+        return (max(spec.reads, default=0),) * len(spec.heads) if spec.shares_directions else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
         """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""

@@ -41,7 +41,7 @@ class Explicit(Backend):
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
         """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
-        fused_qkv = spec.form == "shared" or context.has_fewer_than(FEW_TOKENS)
+        fused_qkv = spec.shares_directions or context.has_fewer_than(FEW_TOKENS)
         return (max(spec.reads),) * len(spec.heads) if fused_qkv else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
@@ -78,7 +78,7 @@ def unfused_is_faster(spec: AttentionSpec, context: AttentionContext, narrow: fl
     With several threads every product synchronizes them, while a fused kernel gives each thread its own images.
     """
     alone = context.free_on_cpu and context.threads == 1
-    if not alone or spec.norms == "original" or not any(spec.ranks):
+    if not alone or spec.keeps_original_norms or not any(spec.ranks):
         return False
     heads = [(rank, own) for rank, own in zip(spec.ranks, spec.reads, strict=True) if rank]
     most = tuple(map(max, zip(*heads, strict=True)))

@@ -33,7 +33,7 @@ class Flex(Backend):
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
         """Groups all heads that have directions, at the largest rank."""
-        most = max((*spec.ranks, self.LEAST)) if spec.norms != "original" else spec.original_rank
+        most = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
         return padded_buckets(spec.ranks, most, most)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Fused(Backend):
         """Groups all heads that have directions, at the largest rank, or at full width if that is not slower."""
         most, width = max(spec.ranks, default=0), self.reads(spec, context)[0]
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        full = spec.norms == "original" or most > limit * width
+        full = spec.keeps_original_norms or most > limit * width
         return padded_buckets(spec.ranks, width if full else most, width)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:

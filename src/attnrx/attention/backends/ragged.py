@@ -28,7 +28,7 @@ class Ragged(Backend):
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns itself if the kernel runs, else `Auto`."""
         runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
-        fits = spec.form != "shared" and any(spec.ranks) and any(spec.reads)
+        fits = not spec.shares_directions and any(spec.ranks) and any(spec.reads)
         return self if runs and fits else Auto().at(spec, context)
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:

@@ -55,7 +55,9 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Verifies the candidate and writes the evidence."""
-    _, processes = rx.runtime.processes.join_process_group()
+    from attnrx.runtime import processes  # imports torch
+
+    _, count = processes.join_process_group()
     requested = _requested(arguments)
     case = _Case.of(arguments)
     images = chosen_images(case.splits, arguments)
@@ -73,10 +75,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         diagnosis=case.diagnosis,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
-        together=processes > 1,
+        together=count > 1,
     )
     if arguments.out is not None:
-        rx.runtime.processes.from_first(lambda: evidence.save(arguments.out))
+        processes.from_first(lambda: evidence.save(arguments.out))
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     for note in evidence.about["notes"]:
         log(f"warning: {note}")
