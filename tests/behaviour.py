@@ -22,9 +22,10 @@ import attnrx as rx
 import cases
 import pretrained
 from attnrx.data import Columns
+from attnrx.maps import LINEAR_MAPS
 from attnrx.models import family_of
 from attnrx.planning.budget import prescribed_costs
-from attnrx.prescription import LINEAR_MAPS, LayerPrescription
+from attnrx.prescription import LayerPrescription
 from attnrx.rules import Template
 
 RECORD = Path(__file__).with_name("behaviour.json")

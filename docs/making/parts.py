@@ -32,23 +32,23 @@ def _address(kind: str, part: type) -> str:
 
 
 def table(kind: str) -> str:
-    """Gives a line for every part: its name in text, what it does, and its knobs."""
+    """Returns a table of the parts: name in text, purpose, options."""
     rows = [
         f"| [`{name}`][{_address(kind, part)}] | {first_sentence(part)} | {_knobs(part)} |"
         for name, part in REGISTRIES[kind]().items()
     ]
-    return "\n".join(("| in text | what it does | knobs |", "|---|---|---|", *rows))
+    return "\n".join(("| in text | purpose | options |", "|---|---|---|", *rows))
 
 
 def entries(kind: str) -> str:
-    """Gives what is documented of every part, from its docstring."""
+    """Returns the documentation of every part, from its docstring."""
     return "\n\n".join(
         f"::: {_address(kind, part)}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind]().values()
     )
 
 
 def exports(package: str) -> str:
-    """Gives a table of everything that a room offers, and its documentation below."""
+    """Returns a table of everything that a package exports, and its documentation."""
     home = importlib.import_module(f"attnrx.{package}")
     rows = [f"| [`{name}`][attnrx.{package}.{name}] | {first_sentence(getattr(home, name))} |" for name in home.__all__]
     documented = (f"::: attnrx.{package}.{name}" for name in home.__all__)
@@ -56,15 +56,15 @@ def exports(package: str) -> str:
 
 
 def families() -> str:
-    """Gives a line for every name of a model."""
-    rows = [f"| `{name}` | ours, fresh weights unless a file is given |" for name in rx.models.model_names()]
+    """Returns a table of the model names."""
+    rows = [f"| `{name}` | attnrx's own, random weights unless a file is given |" for name in rx.models.model_names()]
     libraries = {"timm": "adopted from timm, with the same logits", "hf": "adopted from transformers, the same logits"}
     rows += [f"| `{name}:NAME` | {libraries[name]} |" for name in rx.models.LIBRARIES]
     return "\n".join(("| name | what it is |", "|---|---|", *rows))
 
 
 def datasets() -> str:
-    """Gives a line for every dataset that has a name."""
+    """Returns a table of the named datasets."""
     rows = [
         f"| `{name}` | {card.geometry.size} px, {card.geometry.channels} channels |"
         for name, card in rx.data.DATASETS.items()
@@ -73,7 +73,7 @@ def datasets() -> str:
 
 
 def public_names() -> str:
-    """Gives a line for every public name of the package."""
+    """Returns a table of the public names."""
     rows = []
     for name in rx.__all__:
         part = getattr(rx, name)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.maps import LAYER_MAPS, OUTPUT_MAPS, TOKENS
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -38,19 +39,6 @@ from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 4
-
-LINEAR_MAPS = ("fc1", "fc2")
-"""The two linear maps of an MLP, in their order."""
-
-OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
-"""Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
-
-LAYER_MAPS = ("qk", *OUTPUT_MAPS)
-"""The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
-
-TOKENS = "tokens"
-MAPS = (*LAYER_MAPS, TOKENS)
-"""The names of all decisions of a prescription, as in its text form."""
 
 
 def _lay_out(part: Any, *fields: str) -> None:

@@ -7,8 +7,8 @@ import attnrx as rx
 import cases
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
+from attnrx.maps import OUTPUT_MAPS
 from attnrx.models import VisionTransformer, family_of
-from attnrx.prescription import OUTPUT_MAPS
 from attnrx.rules import in_metric as stated
 from attnrx.rules import parse_rule
 from comparisons import pixels

@@ -12,7 +12,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.attention import Attention
 from attnrx.models import family_of, recording_blocks, use_backend
-from attnrx.models.token_reduction import attach_tokens_
+from attnrx.models.token_hooks import attach_tokens_
 from pretrained import CASES, TIMM, adopted_once, of_timm
 
 BY_MEAN = ("vit, norms after", "vit, no class token", "vit, mean pooled")

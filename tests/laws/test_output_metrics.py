@@ -9,8 +9,8 @@ import cases
 from attnrx.attention import Attention
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule, NoOpPrescription, UnknownName
+from attnrx.maps import LINEAR_MAPS, OUTPUT_MAPS
 from attnrx.models import VisionTransformer, family_of
-from attnrx.prescription import LINEAR_MAPS, OUTPUT_MAPS
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]  # three heads of four directions, an MLP of 12 and 24 features

@@ -114,8 +114,8 @@ def keys() -> torch.Tensor:
 
 
 def kept(scores: torch.Tensor, count: int) -> torch.Tensor:
-    places = scores.argsort(1, descending=True)[:, :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, places, True)
+    patch_indices = scores.argsort(1, descending=True)[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, patch_indices, True)
 
 
 def require_uniform(counts: torch.Tensor, share: float, images: int) -> None:
@@ -173,8 +173,8 @@ def test_an_image_in_float64_has_the_hash_of_float32(dtype: torch.dtype) -> None
 
 
 def test_a_token_that_was_added_has_a_score_of_its_own() -> None:
-    tokens, places = torch.zeros(1, 4, 1), torch.tensor([[0, 1, 2, -1]])
-    seen = TokenState(tokens, 0, torch.ones(1, 4), places, image_keys=torch.tensor([9]))
+    tokens, patch_indices = torch.zeros(1, 4, 1), torch.tensor([[0, 1, 2, -1]])
+    seen = TokenState(tokens, 0, torch.ones(1, 4), patch_indices, image_keys=torch.tensor([9]))
     assert len(Random().relevance(seen, nn.Module()).unique()) == 4
 
 

@@ -13,9 +13,10 @@ from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
 from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
+from attnrx.maps import OUTPUT_MAPS
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import VisionTransformer, family_of, observing
-from attnrx.prescription import OUTPUT_MAPS, Prescription
+from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.rules import (
     METRICS,

@@ -247,7 +247,7 @@ def test_halting_scores_add_up_over_the_layers_passed() -> None:
     logits(plain)
     sums = torch.sigmoid(0.5 * torch.stack(gave[:2])[:, :, 1:, 0] - 1.0).sum(0)
     torch.testing.assert_close(state[0].accumulated, sums)
-    left = sums.gather(1, state[1].places)
+    left = sums.gather(1, state[1].patch_indices)
     torch.testing.assert_close(state[1].accumulated, left + torch.sigmoid(0.5 * state[1].patches[..., 0] - 1.0))
 
 

@@ -178,11 +178,11 @@ def test_elastic_reads_between_pixels_as_scipy_does() -> None:
     from attnrx_lab.corruptions.digital import _sampled
 
     images = smooth(20)[:1]
-    places = 26 * torch.rand(1, 400, 2, generator=generator(4)) - 3  # beyond the border too
+    coordinates = 26 * torch.rand(1, 400, 2, generator=generator(4)) - 3  # beyond the border too
     for corners, mode in ((False, "reflect"), (True, "mirror")):
-        where = [places[0, :, 1].numpy(), places[0, :, 0].numpy()]
+        where = [coordinates[0, :, 1].numpy(), coordinates[0, :, 0].numpy()]
         expected = [map_coordinates(plane.numpy(), where, order=1, mode=mode) for plane in images[0]]
-        found = _sampled(images, places, corners).flatten(2)[0]
+        found = _sampled(images, coordinates, corners).flatten(2)[0]
         assert np.abs(found.numpy() - np.stack(expected)).max() < 1e-9
 
 

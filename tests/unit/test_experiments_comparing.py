@@ -9,9 +9,10 @@ import torch
 import cases
 from attnrx.api import prescribe
 from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.maps import LAYER_MAPS
 from attnrx.model_diagnosis import diagnose
 from attnrx.models import family_of
-from attnrx.prescription import LAYER_MAPS, Prescription
+from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.serialization.storage import read_json
 from attnrx_lab.comparison import Method, MethodBench, compare_methods

@@ -375,6 +375,21 @@ def test_the_image_processor_of_a_folder_is_believed(tmp_path: Path) -> None:
     assert HF.input_shape(adopted) == (3, 24, 24) and HF.normalization(adopted)[0] == (0.1, 0.2, 0.3)
 
 
+def test_pictures_go_through_the_image_processor_of_transformers(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    of_hf("Dinov2ForImageClassification").float().save_pretrained(tmp_path)
+    processor = transformers.BitImageProcessor(
+        size={"shortest_edge": 30}, crop_size={"height": 24, "width": 24}, image_mean=[0.1, 0.2, 0.3]
+    )
+    processor.save_pretrained(tmp_path)
+    picture = Image.effect_noise((50, 40), 60)
+    preprocess = HF.preprocessing(HF.load(str(tmp_path)))
+    assert preprocess is not None
+    expected = processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(preprocess(picture), expected) and expected.shape == (3, 24, 24)
+    assert HF.preprocessing(HF.adopt(of_hf("ViTForImageClassification"))) is None
+
+
 def test_folders_without_a_trained_classifier_are_refused(tmp_path: Path) -> None:
     of_hf("ViTModel").float().save_pretrained(tmp_path / "body")
     with pytest.raises(CheckpointError, match=r"classifier\.\w+.* would be random"):

@@ -25,7 +25,7 @@ from attnrx_lab.baselines import (
     TorchPruningBaseline,
     factored_model_costs,
     make_baseline,
-    places,
+    map_addresses,
     with_factors,
 )
 from attnrx_lab.baselines.maps import linear_at, weights_at
@@ -39,7 +39,7 @@ def model_of(name: str) -> VisionTransformer:
 
 
 def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:
-    return MapStatistics(model, places(model), images, 4)
+    return MapStatistics(model, map_addresses(model), images, 4)
 
 
 def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
@@ -50,7 +50,7 @@ def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_directions_of_every_map_are_the_original(name: str) -> None:
     model, images = model_of(name), pixels(cases.CONFIGS[name], 8)
-    whole = {place: plain_svd(*weights_at(model, place)) for place in places(model)}
+    whole = {address: plain_svd(*weights_at(model, address)) for address in map_addresses(model)}
     small = with_factors(model, whole)
     torch.testing.assert_close(logits(small, images), logits(model, images), rtol=1e-9, atol=1e-9)
     layers = family_of(small).attention(small)
@@ -64,7 +64,9 @@ def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> 
     model = realize(whole, cases.prescription(whole, cases.PATTERNS[pattern]))
     halved = realize(whole, prescribe(diagnose(whole, images, batch_size=8), "vo=total_rank:0.6"))
     for source in (model, halved):
-        small = with_factors(source, {place: plain_svd(*weights_at(source, place)) for place in places(source)})
+        small = with_factors(
+            source, {address: plain_svd(*weights_at(source, address)) for address in map_addresses(source)}
+        )
         torch.testing.assert_close(logits(small, images), logits(source, images), rtol=1e-9, atol=1e-9)
 
 
@@ -79,7 +81,7 @@ def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: st
         assert costs.product_macs == count_product_macs(small, next(iter(images.batches(8))).images.double())
     # The same model with its matrices multiplied out: nothing but the ranks has changed.
     multiplied = with_products(
-        model, {place: baseline._at(place).truncated(rank) for place, rank in baseline.ranks(0.7).items()}
+        model, {address: baseline._at(address).truncated(rank) for address, rank in baseline.ranks(0.7).items()}
     )
     torch.testing.assert_close(logits(small, images), logits(multiplied, images), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(logits(small, images), logits(model, images), rtol=1e-4)
@@ -88,8 +90,8 @@ def test_a_peer_computes_with_its_truncated_maps_and_costs_what_it_says(kind: st
 def with_products(model: VisionTransformer, factors: dict[tuple[int, str], LowRank]) -> nn.Module:
     dense = cases.model(model.config)
     with torch.no_grad():
-        for place, low_rank in factors.items():
-            linear_at(dense, place).get_parameter("weight").copy_(low_rank.weight)
+        for address, low_rank in factors.items():
+            linear_at(dense, address).get_parameter("weight").copy_(low_rank.weight)
     return dense
 
 
@@ -123,51 +125,51 @@ def test_moments_are_those_of_what_goes_in() -> None:
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
     data = statistics_of(model, images)
     handles = [
-        linear_at(model, place).register_forward_hook(
-            lambda _, given, outputs, place=place: seen.setdefault(place, []).append(given[0].flatten(0, -2))
+        linear_at(model, address).register_forward_hook(
+            lambda _, given, outputs, address=address: seen.setdefault(address, []).append(given[0].flatten(0, -2))
         )
-        for place in places(model)
+        for address in map_addresses(model)
     ]
     layers = family_of(model).attention(model)
     with using(layers, [Eager()] * len(layers)):
         logits(model, images)
     for handle in handles:
         handle.remove()
-    for place in places(model):
-        inputs = torch.cat(seen[place])
-        torch.testing.assert_close(data.moments(place).magnitude, inputs.abs().mean(0))
-        torch.testing.assert_close(data.moments(place).moment, inputs.mT @ inputs / len(inputs))
+    for address in map_addresses(model):
+        inputs = torch.cat(seen[address])
+        torch.testing.assert_close(data.moments(address).magnitude, inputs.abs().mean(0))
+        torch.testing.assert_close(data.moments(address).moment, inputs.mT @ inputs / len(inputs))
     assert not data.moments((0, "output")).moment.equal(data.moments((0, "value")).moment)
 
 
 def test_fisher_information_is_of_the_models_own_answers_image_by_image() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 5)
     data = statistics_of(model, images)
-    expected = {place: torch.zeros_like(weights_at(model, place)[0]) for place in places(model)}
+    expected = {address: torch.zeros_like(weights_at(model, address)[0]) for address in map_addresses(model)}
     own = []
     for batch in images.batches(1):
         model.zero_grad()
         answer = model(batch.images.double())
         own.append(int(answer.argmax()) == int(batch.labels))
         F.nll_loss(answer.log_softmax(-1), answer.argmax(-1)).backward()
-        for place, total in expected.items():
-            gradient = linear_at(model, place).get_parameter("weight").grad
+        for address, total in expected.items():
+            gradient = linear_at(model, address).get_parameter("weight").grad
             assert gradient is not None
             total += gradient.square() / 5
     assert not all(own)  # the labels of the data would say something else
-    for place, total in expected.items():
-        torch.testing.assert_close(data.fisher(place), total)
+    for address, total in expected.items():
+        torch.testing.assert_close(data.fisher(address), total)
 
 
 def test_whitening_loses_least_of_what_every_map_gives() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 12)
     data = statistics_of(model, images)
     baselines = {kind: FactoringBaseline(model, kind, (), data) for kind in FACTORS}
-    for place in places(model):
-        weight, moment = weights_at(model, place)[0], data.moments(place).moment
+    for address in map_addresses(model):
+        weight, moment = weights_at(model, address)[0], data.moments(address).moment
         lost = {}
         for kind, baseline in baselines.items():
-            missed = weight - baseline._at(place).truncated(baseline.ranks(0.5)[place]).weight
+            missed = weight - baseline._at(address).truncated(baseline.ranks(0.5)[address]).weight
             lost[kind] = float((missed @ moment @ missed.mT).trace())
         assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
         assert lost["fwsvd"] != pytest.approx(lost["fwsvd_outputs"])
@@ -184,7 +186,7 @@ def test_what_is_no_peer_or_map_is_refused() -> None:
         make_baseline(model, "torch_pruning", ("fc1",), images, data)
     small = FactoringBaseline(model, "svd", (), data).make(0.5)
     with pytest.raises(NotSupported, match="fc1 of layer 0 is written as two maps already"):
-        places(small, ("fc1",))
+        map_addresses(small, ("fc1",))
     assert set(MAPS) == {"query", "key", "value", "output", "fc1", "fc2"} and "torch_pruning" in BASELINES
 
 

@@ -72,7 +72,7 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
             for name, sensitivities in found.items():
                 mean = getattr(alone, name).mean().item()
                 assert sensitivities.ranks[axis][layer, level] == pytest.approx(mean, rel=1e-6, abs=1e-8)
-    for layer, place in itertools.product((1, 2), found["softened"].places):
+    for layer, place in itertools.product((1, 2), found["softened"].log_counts):
         count = round(float(np.exp(place)))
         alone = answers.measure(made(own, nothing.with_num_pruned(layer, count)))
         for name, sensitivities in found.items():

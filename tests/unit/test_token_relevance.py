@@ -152,7 +152,7 @@ def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> No
     assert torch.equal(left, patches_left(masked, inputs(model)))
     reduction = reduction_of(small)
     assert reduction is not None
-    expected = [int((places[0] >= 0).sum()) for places in reduction.run.trail]
+    expected = [int((patch_indices[0] >= 0).sum()) for patch_indices in reduction.run.trail]
     assert left[0].sum(-1).tolist() == expected and expected[0] in (8, 9)
     assert not bool((left[:, 1] & ~left[:, 0]).any())
 

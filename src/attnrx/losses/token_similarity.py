@@ -30,7 +30,7 @@ class TokenSimilarity(Loss):
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         """Returns the mean over the kept patches, over all images of the step."""
         reduction = reduction_of(context.model)
-        if reduction is None or reduction.run.sizes is None or reduction.run.places is None:
+        if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
             raise NotSupported("TokenSimilarity is about tokens that stay while others leave, and here none leave.")
         theirs, own = taught(context, self.teacher, self.weights).features[-1], context.features[-1]
         if theirs.shape != own.shape:
@@ -39,7 +39,7 @@ class TokenSimilarity(Loss):
                 f"{tuple(own.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
             )
         prefix = reduction.shape.layout.prefix
-        places = reduction.run.places  # an added (fused) token has no counterpart in the teacher
-        stay = ((reduction.run.sizes[:, prefix:] > 0) & (places >= 0)).to(own.dtype)
+        patch_indices = reduction.run.patch_indices  # an added (fused) token has no counterpart in the teacher
+        stay = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(own.dtype)
         alike = F.cosine_similarity(own[:, prefix:], theirs[:, prefix:].to(own.dtype), dim=-1)
         return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()

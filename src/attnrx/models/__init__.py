@@ -22,14 +22,14 @@ from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_c
 from attnrx.models.observation_hooks import evaluating, head_features, observing, observing_mlp
 from attnrx.models.timm_family import TimmFamily
 from attnrx.models.token_costs import counted_by_spec
-from attnrx.models.token_reduction import (
-    TokenReduction,
+from attnrx.models.token_hooks import (
     attach_tokens_,
     described_tokens,
     reduction_of,
     require_all_tokens,
     shape_of,
 )
+from attnrx.models.token_reduction import TokenReduction
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
 from attnrx.models.vit import VisionTransformer, ViTConfig
 from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,88 +10,24 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.costs import ModelCosts, PartCosts, layer_costs
+from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, Origin, require_equal_logits
-from attnrx.models.counting import matrices, mlp_costs, norm_features, params
+from attnrx.models.adopted_costs import Ranks, adopted_costs
 from attnrx.models.family import Family
 from attnrx.models.last_layer import LastLayer
+from attnrx.models.library_reader import LibraryReader
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.token_costs import priced_tokens
-from attnrx.models.unsupported_features import Refusal, model_name
+from attnrx.models.unsupported_features import model_name
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
-MLP_MAPS = ("fc1", "fc2")
-Ranks = tuple[tuple[int | None, int | None], ...]
 
-
-class AdoptedFamily(Family):
-    """A family of models of another library. A subclass locates their modules and lists unsupported features."""
-
-    model_type: type[Adopted]
-    adapter_type: type[Adapter]
-    attention_name: str
-    mlp_types: tuple[str, ...]
-    """Classes of MLPs with two linear maps, fc1 and fc2, and an activation between them; others are not compressed."""
-    head_names: tuple[str, ...]
-    """Paths, in the source, of the classifier and the norm before it; paths that a model lacks are skipped."""
-    classifier_names: tuple[str, ...]
-    """The entries of `head_names` that are classifiers; two for models with a distillation token."""
-    pooled_names: tuple[str, ...] = ()
-    """Those of `head_names` that run on one pooled token instead of all tokens."""
-
-    @abstractmethod
-    def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
-
-    @abstractmethod
-    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields every reason why the model cannot be adopted, without reading its weights."""
-
-    @abstractmethod
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns how the model was created and its input format; values in `stated` have precedence."""
-
-    @abstractmethod
-    def create(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, without pretrained weights."""
-
-    @abstractmethod
-    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the transformer blocks."""
-
-    @abstractmethod
-    def own(self, attention: nn.Module) -> Attention:
-        """Returns attnrx attention with the weights of a library's attention module."""
-
-    @abstractmethod
-    def norm_before(self, layer: nn.Module) -> str | None:
-        """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
-        shortcut.
-        """
-
-    @abstractmethod
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
-
-    @abstractmethod
-    def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of tokens before the patches: class, distillation and register tokens."""
-
-    @abstractmethod
-    def has_class_token(self, source: nn.Module) -> bool:
-        """Returns whether the first token is a class token."""
-
-    @abstractmethod
-    def pooling(self, source: nn.Module) -> str:
-        """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
-
-    @abstractmethod
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last layer, or the module in its place."""
+class AdoptedFamily(LibraryReader, Family):
+    """A family of models of another library: adoption by proof, description, rebuilding. See `LibraryReader`."""
 
     def adopt(
         self,
@@ -174,13 +110,13 @@ class AdoptedFamily(Family):
         mlps = [layer.get_submodule("mlp") for layer in self.layers(self._adopted(model).source)]
         if not all(type(mlp).__name__ in self.mlp_types for mlp in mlps):
             return ()
-        return tuple((mlp.get_submodule(MLP_MAPS[0]), mlp.get_submodule(MLP_MAPS[1])) for mlp in mlps)
+        return tuple((mlp.get_submodule(LINEAR_MAPS[0]), mlp.get_submodule(LINEAR_MAPS[1])) for mlp in mlps)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         """Replaces the first (0) or second (1) map of one layer's MLP."""
         if not self.mlp(model):
             raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
-        mlp, name = self.layers(self._adopted(model).source)[layer].mlp, MLP_MAPS[which]
+        mlp, name = self.layers(self._adopted(model).source)[layer].mlp, LINEAR_MAPS[which]
         setattr(mlp, name, linear.train(getattr(mlp, name).training))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -241,7 +177,7 @@ class AdoptedFamily(Family):
                 f"{adopted.origin.architecture} pools its tokens by {pooled!r}; tokens can be pruned only where the "
                 "head takes a token before the patches, or the mean of the patches."
             )
-        return TokenLayout(self.prefix_tokens(source), self._positions(adopted), self.has_class_token(source), pooled)
+        return TokenLayout(self.prefix_tokens(source), self.positions(adopted), self.has_class_token(source), pooled)
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
         """Returns the convolution of the patch embedding."""
@@ -257,7 +193,8 @@ class AdoptedFamily(Family):
         found = (named.get(name) for name in self.classifier_names)
         return tuple(head for head in found if isinstance(head, nn.Linear))
 
-    def _positions(self, adopted: Adopted) -> int:
+    def positions(self, adopted: Adopted) -> int:
+        """Returns the number of patches of an image."""
         (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride
         return (height // down) * (width // right)
 
@@ -279,53 +216,7 @@ class AdoptedFamily(Family):
         layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
         the model.
         """
-        adopted = self._adopted(model)
-        layers, maps = self.layers(adopted.source), self.mlp(adopted)
-        specs = tuple(own.spec for own in self.attention(model)) if attention is None else attention
-        ranks = mlp_ranks
-        if ranks is None:
-            ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps)
-        if len(specs) != len(layers) or len(ranks) != len(maps):
-            raise InvalidInput(
-                f"{len(specs)} attention specs and {len(ranks)} pairs of MLP ranks for {len(layers)} layers and "
-                f"{len(maps)} MLPs of two maps: give one for each."
-            )
-        patches = self.patches(adopted.source)
-        positions = self._positions(adopted)
-        token_costs = priced_tokens(model, self, tokens, specs, positions + self.prefix_tokens(adopted.source))
-        heads = [module for name, module in adopted.source.named_modules() if name in self.head_names]
-        classifier = sum(params(module) for module in heads)
-        before = params(adopted.source) - classifier - sum(params(layer) for layer in layers)
-        changes = [tuple(zip(*pair, strict=True)) for pair in zip(maps, ranks, strict=True)] or [()] * len(layers)
-        return ModelCosts(
-            patches=PartCosts(before, positions * patches.weight.numel()),
-            layers=tuple(
-                replace(
-                    layer_costs(spec, own, 0),
-                    mlp=mlp_costs(layer.get_submodule("mlp"), own, change),
-                    layer_norms=PartCosts(params(layer, without=(self.attention_name, "mlp"))),
-                )
-                for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
-            ),
-            classifier=PartCosts(classifier),
-            classifier_macs=sum(matrices(head) for head in heads),
-            predictors=token_costs.predictors,
-            predictor_norm_features=token_costs.norm_features,
-            outer_norm_features=self._outer_norm_features(adopted.source, positions, token_costs.tokens),
-        )
-
-    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
-        """Returns the features of the norms outside the layers, times the tokens that each of them normalizes."""
-        last = self.last_norm(source)
-        inside = {module for layer in self.layers(source) for module in layer.modules()}
-        total = 0
-        for name, module in source.named_modules():
-            features = norm_features(module)
-            if features and module not in inside:
-                num_tokens = tokens[-1] if module is last else tokens[0]
-                count = positions if name.startswith("patch_embed.") else num_tokens
-                total += features * (1 if name in self.pooled_names else count)
-        return total
+        return adopted_costs(self, self._adopted(model), attention, mlp_ranks, tokens)
 
     def _factor_(self, adopted: Adopted, layer: int, which: int, rank: int | None) -> None:
         if rank is not None:

@@ -15,7 +15,8 @@ from torch import nn
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
 from attnrx.models.family import Family, require_ordinary_weights
-from attnrx.models.token_reduction import BY, attach_described_, described_tokens
+from attnrx.models.token_hooks import attach_described_, described_tokens
+from attnrx.models.token_reduction import BY
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import replacing_folder, require_absent
 from attnrx.serialization.storage import (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
-from attnrx.models.token_reduction import reduction_of
+from attnrx.models.token_hooks import reduction_of
 from attnrx.models.token_run import TokenRun
 from attnrx.shapes import Float, Tensor
 

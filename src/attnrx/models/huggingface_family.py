@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,15 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
 
+    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
+        """Returns the image processor of transformers that was saved with the model; None where there is none."""
+        config: Any = self._adopted(model).source.config
+        source = config._name_or_path
+        processor = _image_processor(source) if source else None
+        if processor is None:
+            return None
+        return lambda picture: processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+
     def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
         """Creates the classifier of a configuration, with fresh weights or with none on the meta device."""
         automatic = _transformers("AutoModelForImageClassification")
@@ -281,12 +290,19 @@ def _transformers(name: str) -> Any:
         ) from error
 
 
-def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
-    """Returns the input format from the saved image processor; empty where there is none."""
+def _image_processor(source: Path | str) -> Any:
+    """Returns the image processor saved with a model, or None."""
     try:
         with local_copies_if_unreachable(source):
-            processor = _transformers("AutoImageProcessor").from_pretrained(source)
+            return _transformers("AutoImageProcessor").from_pretrained(source)
     except (OSError, ValueError):  # saved without an image processor
+        return None
+
+
+def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
+    """Returns the input format from the saved image processor; empty where there is none."""
+    processor = _image_processor(source)
+    if processor is None:
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
     size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.attention import AttentionCapture, CapturedAttention, Eager, using
 from attnrx.costs import TokenCosts, token_costs
 from attnrx.models.family import Family
-from attnrx.models.token_reduction import reduction_of, require_all_tokens, shape_of
+from attnrx.models.token_hooks import reduction_of, require_all_tokens, shape_of
 from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy

@@ -1,6 +1,6 @@
 """Budgets: the largest kept share whose closed-form MACs fit a target; no model is built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -10,9 +10,10 @@ from attnrx.costs import ModelCosts
 from attnrx.costs.conventions import ATTENTION
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.maps import COST_PARTS, LINEAR_MAPS, TOKENS
 from attnrx.model_diagnosis import diagnosis_or_spectra
 from attnrx.models import family_of, rank_of, require_all_tokens
-from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
+from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import compressed_spec
 from attnrx.rules import SHARE, Template, by_layer, parse_rules, prescribe_maps
 from attnrx.tokens import parse_policy
@@ -21,12 +22,7 @@ from attnrx.tokens import parse_policy
 GRID = 4096
 
 # The scopes of a budget: groups of cost parts per layer. "model" is the whole model, with one share for all layers.
-PARTS: dict[str, tuple[str, ...]] = {
-    "qk": ("query_key", "scores", "diagonal", "fusion"),
-    "vo": ("value_output", "read_out"),
-    "attention": ATTENTION,
-    "mlp": ("mlp",),
-}
+PARTS: Mapping[str, tuple[str, ...]] = {**COST_PARTS, "attention": ATTENTION}
 SCOPES = ("model", *PARTS)
 
 

@@ -7,17 +7,13 @@ import numpy as np
 
 from attnrx.costs import LayerCosts, ModelCosts
 from attnrx.errors import InvalidInput
+from attnrx.maps import COST_PARTS
 from attnrx.models import family_of
 from attnrx.planning.budget import prescribed_costs
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.tokens import Shape
 
-# The cost parts of a layer that depend on each axis, and those that grow quadratically with the number of tokens.
-PARTS = {
-    "qk": ("query_key", "diagonal", "scores", "fusion"),
-    "vo": ("value_output", "read_out"),
-    "mlp": ("mlp",),
-}
+# The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
 
 
@@ -75,7 +71,7 @@ def exact_cost_table(space: Space, of: str) -> CostTable:
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, of))
     inside = sum(
-        getattr(layer.parts[part], of) for layer in before.layers for parts in PARTS.values() for part in parts
+        getattr(layer.parts[part], of) for layer in before.layers for parts in COST_PARTS.values() for part in parts
     )
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
@@ -97,7 +93,7 @@ def _by_level(space: Space, before: ModelCosts, axis: str, of: str, steps: np.nd
         piece = space.piece(axis, level) if level in allowed and level else None
         costs = before if piece is None else prescribed_costs(space.model, piece)
         for index, layer in enumerate(costs.layers):
-            found[index, level] = _over_tokens(layer, PARTS[axis], of, steps)
+            found[index, level] = _over_tokens(layer, COST_PARTS[axis], of, steps)
     return found
 
 

@@ -39,14 +39,14 @@ MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_d
 class Sensitivities:
     """The mean divergence of the outputs, plain or softened, for each choice alone.
 
-    `ranks` is [layer, level] for every axis. For tokens, `places` [point] holds the logarithms of some numbers of
+    `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
     pruned patches, and `tokens` [layer, point] those of the divergences measured there; in between and beyond, the
     divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
     divergences at the totals, because the remaining patches are less redundant.
     """
 
     ranks: Mapping[str, np.ndarray]
-    places: np.ndarray
+    log_counts: np.ndarray
     tokens: np.ndarray
     patches: int
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
@@ -63,7 +63,7 @@ class Sensitivities:
             return 0.0
         key = (layer, gone)
         if key not in self._known:
-            self._known[key] = math.exp(_on_line(math.log(gone), self.places, self.tokens[layer]))
+            self._known[key] = math.exp(_on_line(math.log(gone), self.log_counts, self.tokens[layer]))
         return self._known[key]
 
     def total(self, choices: Choices, weights: Weights) -> float:

@@ -8,8 +8,9 @@ from torch import nn
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.maps import LINEAR_MAPS, TOKENS
 from attnrx.models import family_of, shape_of
-from attnrx.prescription import LINEAR_MAPS, TOKENS, Prescription, TokenPrescription
+from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.spectrum import Spectrum
 from attnrx.tokens import Reducer, Shape, TokenPolicy

@@ -9,9 +9,10 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.data import ImageData
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.maps import LINEAR_MAPS
 from attnrx.model_data import images_for
 from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
-from attnrx.prescription import LINEAR_MAPS, LayerPrescription, Prescription
+from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.realization.fitting import nearest_candidate, refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
 from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from attnrx.diagnosis import Diagnosis
+from attnrx.maps import LINEAR_MAPS
 from attnrx.models import family_of, rank_of
-from attnrx.prescription import LINEAR_MAPS, LayerPrescription, OutputDecision, Prescription, ScoreDecision
+from attnrx.prescription import LayerPrescription, OutputDecision, Prescription, ScoreDecision
 
 SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 

@@ -106,7 +106,7 @@ def _recording_relevance(reduction: TokenReduction, given: list[Tensor]) -> Iter
 
 
 def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
-    is_patch = (state.sizes[:, state.prefix :] > 0) & (state.places >= 0)
-    indices = state.places.where(is_patch, patches)
+    is_patch = (state.sizes[:, state.prefix :] > 0) & (state.patch_indices >= 0)
+    indices = state.patch_indices.where(is_patch, patches)
     found = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
     return found.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()

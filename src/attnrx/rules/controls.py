@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.prescription import TOKENS, Prescription, TokenPrescription
+from attnrx.maps import TOKENS
+from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.prescribing import prescribe_maps
 from attnrx.rules.random_matched import RandomMatched

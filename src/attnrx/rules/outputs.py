@@ -11,7 +11,8 @@ from attnrx.decompositions.output_projection import Circuit, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.prescription import LINEAR_MAPS, OutputDecision, ScoreDecision
+from attnrx.maps import LINEAR_MAPS
+from attnrx.prescription import OutputDecision, ScoreDecision
 from attnrx.rules.decisions import NO_STRENGTH
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.rule import Rule, inner_rules, metric_of

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.prescription import MAPS
+from attnrx.maps import MAPS
 from attnrx.rules.rule import And, Or, Rule, option_fields
 from attnrx.serialization.text_parsing import Language, Reader, Token, share
 

@@ -8,14 +8,8 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription
-from attnrx.prescription import (
-    OUTPUT_MAPS,
-    Decision,
-    LayerPrescription,
-    Prescription,
-    ScoreDecision,
-    TokenPrescription,
-)
+from attnrx.maps import OUTPUT_MAPS
+from attnrx.prescription import Decision, LayerPrescription, Prescription, ScoreDecision, TokenPrescription
 from attnrx.rules.bounds import score_bound
 from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.prescription import LAYER_MAPS, MAPS, TOKENS, TokenPrescription
+from attnrx.maps import LAYER_MAPS, MAPS, TOKENS
+from attnrx.prescription import TokenPrescription
 from attnrx.rules.by_layer import ByLayer
 from attnrx.rules.contribution_energy import ContributionEnergy
 from attnrx.rules.effective_rank import EffectiveRank

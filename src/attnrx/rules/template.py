@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnrx.errors import InvalidInput
-from attnrx.prescription import TOKENS
+from attnrx.maps import TOKENS
 from attnrx.rules.by_layer import ByLayer
 from attnrx.rules.parsing import split_maps
 from attnrx.rules.rule import Rule

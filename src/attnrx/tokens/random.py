@@ -43,7 +43,7 @@ class Random(Selecting):
         keys = state.image_keys
         assert keys is not None
         image = scrambled(scrambled(torch.full_like(keys, self.seed)) ^ keys)
-        patch = scrambled(image[:, None] ^ (state.places + 1))
+        patch = scrambled(image[:, None] ^ (state.patch_indices + 1))
         return ((patch >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits, which float32 represents exactly
 
 

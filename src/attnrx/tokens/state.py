@@ -109,16 +109,17 @@ class TokenState:
     `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
     a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
     `attention`: the whole map of that layer; `moments`: those of all layers so far. `keys`: the keys averaged over the
-    heads. `places`: the index of every patch token in the image, -1 for one added by an earlier stage. `accumulated`:
-    for every patch, the sum over the layers so far of the reducer's `layer_score` or of its class attention.
-    `image_keys`: hashes of the images. `value_norms`: the norms of the values, by head. Statistics that the reducer
-    does not need are None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth` layers.
+    heads. `patch_indices`: the index of every patch token in the image, -1 for one added by an earlier stage.
+    `accumulated`: for every patch, the sum over the layers so far of the reducer's `layer_score` or of its class
+    attention. `image_keys`: hashes of the images. `value_norms`: the norms of the values, by head. Statistics that the
+    reducer does not need are None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth`
+    layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
     prefix: int
     sizes: Float[Tensor, "batch tokens"]
-    places: Int[Tensor, "batch patches"]
+    patch_indices: Int[Tensor, "batch patches"]
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
     moments: MapMoments | None = None

@@ -8,7 +8,7 @@ from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.baselines.baseline import ModelCompressor
 from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline
-from attnrx_lab.baselines.maps import MAPS, factored_model_costs, places, with_factors
+from attnrx_lab.baselines.maps import MAPS, factored_model_costs, map_addresses, with_factors
 from attnrx_lab.baselines.statistics import InputMoments, MapStatistics
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
@@ -26,7 +26,7 @@ __all__ = [
     "TorchPruningBaseline",
     "factored_model_costs",
     "make_baseline",
-    "places",
+    "map_addresses",
     "require_baseline",
     "with_factors",
 ]

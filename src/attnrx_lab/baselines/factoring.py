@@ -11,36 +11,36 @@ from attnrx.shapes import Tensor
 from attnrx_lab.baselines.baseline import ModelCompressor
 from attnrx_lab.baselines.maps import (
     MAPS,
-    Place,
+    MapAddress,
     factored_model_costs,
     linear_at,
-    places,
+    map_addresses,
     weights_at,
     with_factors,
 )
 from attnrx_lab.baselines.statistics import MapStatistics
 
-Factor = Callable[[nn.Module, Place, MapStatistics], LowRank]
+Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
 
-def _svd(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
-    return plain_svd(*weights_at(model, place))
+def _svd(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
+    return plain_svd(*weights_at(model, address))
 
 
-def _asvd(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
-    return asvd(*weights_at(model, place), data.moments(place).magnitude)
+def _asvd(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
+    return asvd(*weights_at(model, address), data.moments(address).magnitude)
 
 
-def _fwsvd(model: nn.Module, place: Place, data: MapStatistics, side: str = "inputs") -> LowRank:
-    return fwsvd(*weights_at(model, place), data.fisher(place), side=side)
+def _fwsvd(model: nn.Module, address: MapAddress, data: MapStatistics, side: str = "inputs") -> LowRank:
+    return fwsvd(*weights_at(model, address), data.fisher(address), side=side)
 
 
-def _fwsvd_outputs(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
-    return _fwsvd(model, place, data, "outputs")
+def _fwsvd_outputs(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
+    return _fwsvd(model, address, data, "outputs")
 
 
-def _svd_llm(model: nn.Module, place: Place, data: MapStatistics) -> LowRank:
-    return svd_llm(*weights_at(model, place), data.moments(place).moment)
+def _svd_llm(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
+    return svd_llm(*weights_at(model, address), data.moments(address).moment)
 
 
 # svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
@@ -64,8 +64,8 @@ class FactoringBaseline(ModelCompressor):
 
     def __init__(self, model: nn.Module, kind: str, names: Sequence[str], statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
-        self.places = places(model, names or MAPS)
-        self._whole: dict[Place, LowRank] = {}
+        self.map_addresses = map_addresses(model, names or MAPS)
+        self._whole: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
         """Returns the costs at a share."""
@@ -74,18 +74,18 @@ class FactoringBaseline(ModelCompressor):
     def make(self, share: float) -> nn.Module:
         """Returns the model at a share."""
         ranks = self.ranks(share)
-        return with_factors(self.model, {place: self._at(place).truncated(rank) for place, rank in ranks.items()})
+        return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
 
-    def ranks(self, share: float) -> dict[Place, int]:
+    def ranks(self, share: float) -> dict[MapAddress, int]:
         """Returns the rank of every map."""
         found = {}
-        for place in self.places:
-            weight = linear_at(self.model, place).weight
+        for address in self.map_addresses:
+            weight = linear_at(self.model, address).weight
             assert isinstance(weight, Tensor)
-            found[place] = max(1, floor(share * break_even_rank(*weight.shape)))
+            found[address] = max(1, floor(share * break_even_rank(*weight.shape)))
         return found
 
-    def _at(self, place: Place) -> LowRank:
-        if place not in self._whole:
-            self._whole[place] = self.factor(self.model, place, self.statistics)
-        return self._whole[place]
+    def _at(self, address: MapAddress) -> LowRank:
+        if address not in self._whole:
+            self._whole[address] = self.factor(self.model, address, self.statistics)
+        return self._whole[address]

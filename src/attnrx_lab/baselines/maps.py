@@ -19,10 +19,10 @@ from attnrx.shapes import Float, Tensor
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
 MAPS = (*ATTENTION_MAPS, *MLP_MAPS)
 
-Place = tuple[int, str]
+MapAddress = tuple[int, str]
 """A layer, and the name of one of its maps."""
 
-Ranks = Mapping[Place, int]
+Ranks = Mapping[MapAddress, int]
 
 
 class FactoredHeads(HeadLinear):
@@ -71,7 +71,7 @@ PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
 }
 
 
-def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
+def map_addresses(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[MapAddress, ...]:
     """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
 
     Raises:
@@ -88,36 +88,36 @@ def places(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[Place, ...]:
     if not there:
         raise InvalidInput(f"this model has none of the maps {', '.join(names)}: its MLPs are not two linear maps.")
     found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in there)
-    for place in found:
-        if not isinstance(linear_at(model, place), HeadLinear | OutputProjection | nn.Linear):
-            raise NotSupported(f"{place[1]} of layer {place[0]} is written as two maps already; give the original.")
+    for address in found:
+        if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
+            raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
     return found
 
 
-def linear_at(model: nn.Module, place: Place) -> nn.Module:
+def linear_at(model: nn.Module, address: MapAddress) -> nn.Module:
     """Returns the module of one map, which has a weight [outputs, inputs] and a bias or None."""
-    layer, name = place
+    layer, name = address
     if name in MLP_MAPS:
         return family_of(model).mlp(model)[layer][MLP_MAPS.index(name)]
     owner, attribute = _owner(family_of(model).attention(model)[layer], name)
     return getattr(owner, attribute)
 
 
-def weights_at(model: nn.Module, place: Place) -> tuple[Float[Tensor, "outputs inputs"], Tensor | None]:
+def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "outputs inputs"], Tensor | None]:
     """Returns the weight and the bias of one map, in float64 on the CPU."""
-    linear = linear_at(model, place)
+    linear = linear_at(model, address)
     bias = linear.bias
     assert isinstance(linear.weight, Tensor)
     weight = linear.weight.detach().cpu().double()
     return weight, bias.detach().cpu().double() if isinstance(bias, Tensor) else None
 
 
-def with_factors(model: nn.Module, factors: Mapping[Place, LowRank]) -> nn.Module:
+def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.Module:
     """Returns a copy of the model in which these maps are factored."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
-        for place, low_rank in factors.items():
-            _replace_(changed, place, low_rank)
+        for address, low_rank in factors.items():
+            _replace_(changed, address, low_rank)
     return changed
 
 
@@ -137,11 +137,11 @@ def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
     return replace(costs, layers=tuple(layers))
 
 
-def _map_costs(model: nn.Module, place: Place, tokens: int, ranks: Ranks) -> PartCosts:
-    linear = linear_at(model, place)
+def _map_costs(model: nn.Module, address: MapAddress, tokens: int, ranks: Ranks) -> PartCosts:
+    linear = linear_at(model, address)
     assert isinstance(linear.weight, Tensor)
     outputs, inputs = linear.weight.shape
-    bias, rank = linear.bias is not None, ranks.get(place)
+    bias, rank = linear.bias is not None, ranks.get(address)
     if rank is None:
         return linear_costs(inputs, outputs, tokens, bias=bias)
     return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens, bias=bias)
@@ -151,9 +151,9 @@ def _owner(attention: Attention, name: str) -> tuple[nn.Module, str]:
     return (attention.scores if name in ("query", "key") else attention), name
 
 
-def _replace_(model: nn.Module, place: Place, low_rank: LowRank) -> None:
-    layer, name = place
-    linear: nn.Module = linear_at(model, place)
+def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
+    layer, name = address
+    linear: nn.Module = linear_at(model, address)
     assert isinstance(linear.weight, Tensor)
     new = _factored(linear, low_rank.rank).to(linear.weight.device, linear.weight.dtype).train(linear.training)
     first, second, bias = PARAMETERS[type(new)]

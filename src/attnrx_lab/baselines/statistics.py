@@ -14,7 +14,7 @@ from attnrx.data import ImageSet
 from attnrx.errors import DataError
 from attnrx.models import evaluating, family_of
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.baselines.maps import Place, linear_at
+from attnrx_lab.baselines.maps import MapAddress, linear_at
 
 # Maps with the same inputs share the statistics of this one.
 SAME_INPUTS = {"query": "value", "key": "value"}
@@ -31,35 +31,37 @@ class InputMoments:
 class MapStatistics:
     """The statistics of some maps of a model on calibration images, each kind measured on first use."""
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], images: ImageSet, batch_size: int = 32):
-        self.model, self.places, self.images, self.batch_size = model, tuple(places), images, batch_size
+    def __init__(self, model: nn.Module, map_addresses: Sequence[MapAddress], images: ImageSet, batch_size: int = 32):
+        self.model, self.map_addresses, self.images, self.batch_size = model, tuple(map_addresses), images, batch_size
 
-    def moments(self, place: Place) -> InputMoments:
+    def moments(self, address: MapAddress) -> InputMoments:
         """Returns the moments of the inputs of one map."""
-        return self._moments[_watched(place)]
+        return self._moments[_watched(address)]
 
-    def fisher(self, place: Place) -> Float[Tensor, "outputs inputs"]:
+    def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
 
         The gradient is that of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of
         the dataset is used.
         """
-        return self._fisher[place]
+        return self._fisher[address]
 
     @cached_property
-    def _moments(self) -> dict[Place, InputMoments]:
-        sums: dict[Place, list[Tensor]] = {}
-        rows: dict[Place, int] = {}
+    def _moments(self) -> dict[MapAddress, InputMoments]:
+        sums: dict[MapAddress, list[Tensor]] = {}
+        rows: dict[MapAddress, int] = {}
 
-        def take(place: Place, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        def take(address: MapAddress, _: nn.Module, given: tuple[Tensor, ...]) -> None:
             inputs = given[0].detach().flatten(0, -2).double()
             found = [inputs.abs().sum(0), inputs.mT @ inputs]
-            before = sums.get(place)
-            sums[place] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
-            rows[place] = rows.get(place, 0) + len(inputs)
+            before = sums.get(address)
+            sums[address] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+            rows[address] = rows.get(address, 0) + len(inputs)
 
-        watched = dict.fromkeys(_watched(place) for place in self.places)
-        handles = [linear_at(self.model, place).register_forward_pre_hook(partial(take, place)) for place in watched]
+        watched = dict.fromkeys(_watched(address) for address in self.map_addresses)
+        handles = [
+            linear_at(self.model, address).register_forward_pre_hook(partial(take, address)) for address in watched
+        ]
         layers = family_of(self.model).attention(self.model)
         try:
             # The eager backend pads nothing, so every projection is called as a module and its hooks run.
@@ -72,12 +74,14 @@ class MapStatistics:
                 handle.remove()
         if not sums:
             raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
-        return {place: InputMoments(*(total.cpu() / rows[place] for total in found)) for place, found in sums.items()}
+        return {
+            address: InputMoments(*(total.cpu() / rows[address] for total in found)) for address, found in sums.items()
+        }
 
     @cached_property
-    def _fisher(self) -> dict[Place, Tensor]:
+    def _fisher(self) -> dict[MapAddress, Tensor]:
         model = copy.deepcopy(self.model).eval().requires_grad_(False)
-        weights = [linear_at(model, place).get_parameter("weight").requires_grad_() for place in self.places]
+        weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in self.map_addresses]
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
         count = 0
         for batch in self.images.batches(1, device=weights[0].device):
@@ -88,9 +92,9 @@ class MapStatistics:
             count += 1
         if not count:
             raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
-        return {place: total.cpu() / count for place, total in zip(self.places, sums, strict=True)}
+        return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
 
 
-def _watched(place: Place) -> Place:
-    layer, name = place
+def _watched(address: MapAddress) -> MapAddress:
+    layer, name = address
     return layer, SAME_INPUTS.get(name, name)

@@ -19,7 +19,7 @@ from attnrx.planning.budget import costs_at, least_share
 from attnrx.realization import realize_tokens_
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
-from attnrx_lab.baselines import MapStatistics, ModelCompressor, make_baseline, places, require_baseline
+from attnrx_lab.baselines import MapStatistics, ModelCompressor, make_baseline, map_addresses, require_baseline
 
 EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
 
@@ -163,4 +163,4 @@ class Compressors:
     @cached_property
     def _statistics(self) -> MapStatistics:
         bench = self.bench
-        return MapStatistics(bench.model, places(bench.model), bench.calibration, min(bench.batch_size, 32))
+        return MapStatistics(bench.model, map_addresses(bench.model), bench.calibration, min(bench.batch_size, 32))

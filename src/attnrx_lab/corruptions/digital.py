@@ -50,13 +50,13 @@ def elastic_transform(images: Images, levels: Levels, draws: Draws) -> Images:
     centre, reach = images.new_tensor([height // 2, width // 2]), min(height, width) // 3
     points = centre + reach * images.new_tensor([[1, 1], [1, -1], [-1, -1]])
     moved = points + uniform_noise(images, (3, 2), draws, -distance, distance)
-    places = _plane(height, width).to(images)
+    coordinates = _plane(height, width).to(images)
     # Where a pixel of the result comes from: the plane that takes the moved points back.
     back = torch.linalg.solve(_homogeneous(moved), _homogeneous(points).expand(len(images), 3, 3))[..., :2]
-    images = _sampled(images, _homogeneous(places.flatten(0, 1)) @ back, corners=True)
+    images = _sampled(images, _homogeneous(coordinates.flatten(0, 1)) @ back, corners=True)
     moves = uniform_noise(images, (2, height, width), draws, -1, 1)
     moves = factor * smoothed(moves, deviation, border="reflect", truncate=3)
-    return _sampled(images, (places + moves.movedim(1, -1)).flatten(1, 2), corners=False)
+    return _sampled(images, (coordinates + moves.movedim(1, -1)).flatten(1, 2), corners=False)
 
 
 def _plane(height: int, width: int) -> Float[Tensor, "height width 2"]:
@@ -69,11 +69,11 @@ def _homogeneous(points: Float[Tensor, "*any 2"]) -> Float[Tensor, "*any 3"]:
     return torch.cat([points, torch.ones_like(points[..., :1])], -1)
 
 
-def _sampled(images: Images, places: Float[Tensor, "batch pixels 2"], corners: bool) -> Images:
+def _sampled(images: Images, coordinates: Float[Tensor, "batch pixels 2"], corners: bool) -> Images:
     """Samples images between the pixels; beyond the border they are mirrored, in the last pixel or after it."""
     height, width = images.shape[-2:]
     sides = images.new_tensor([width, height])
-    scaled = 2 * places / (sides - 1).clamp(min=1) - 1 if corners else (2 * places + 1) / sides - 1
+    scaled = 2 * coordinates / (sides - 1).clamp(min=1) - 1 if corners else (2 * coordinates + 1) / sides - 1
     grid = scaled.unflatten(1, (height, width))
     return functional.grid_sample(images, grid, "bilinear", "reflection", align_corners=corners)
 

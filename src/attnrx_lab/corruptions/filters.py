@@ -57,9 +57,9 @@ def _gaussian(side: int, deviation: int | float, border: str, truncate: int | fl
     return matrix.scatter_add_(1, inside, (weights / weights.sum()).expand(side, -1).contiguous())
 
 
-def _mirrored(places: Int[Tensor, "*any"], side: int) -> Int[Tensor, "*any"]:
+def _mirrored(coordinates: Int[Tensor, "*any"], side: int) -> Int[Tensor, "*any"]:
     """Mirrors indices beyond the border, with the last pixel twice."""
-    folded = places % (2 * side)
+    folded = coordinates % (2 * side)
     return torch.minimum(folded, 2 * side - 1 - folded)
 
 
@@ -67,11 +67,11 @@ def padded(images: Images, margin: int, border: str) -> Float[Tensor, "batch cha
     """Adds a margin of any width: the last pixel repeated ("nearest"), or the image mirrored in it ("mirror")."""
     for axis in (-2, -1):
         side = images.shape[axis]
-        places = torch.arange(-margin, side + margin, device=images.device)
+        coordinates = torch.arange(-margin, side + margin, device=images.device)
         if border == "nearest":
-            inside = places.clamp(0, side - 1)
+            inside = coordinates.clamp(0, side - 1)
         else:
-            folded = places % max(2 * side - 2, 1)
+            folded = coordinates % max(2 * side - 2, 1)
             inside = torch.minimum(folded, (2 * side - 2 - folded).abs())
         images = images.index_select(axis, inside)
     return images

@@ -1,0 +1,23 @@
+"""The maps of a transformer block: the names that rules, decisions, budgets, plans and costs share."""
+
+from collections.abc import Mapping
+
+LINEAR_MAPS = ("fc1", "fc2")
+"""The two linear maps of an MLP, in their order."""
+
+OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
+"""Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
+
+LAYER_MAPS = ("qk", *OUTPUT_MAPS)
+"""The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
+
+TOKENS = "tokens"
+MAPS = (*LAYER_MAPS, TOKENS)
+"""The names of all decisions of a prescription, as in its text form."""
+
+COST_PARTS: Mapping[str, tuple[str, ...]] = {
+    "qk": ("query_key", "scores", "diagonal", "fusion"),
+    "vo": ("value_output", "read_out"),
+    "mlp": ("mlp",),
+}
+"""The parts of `costs.LayerCosts` that depend on the rank of a map; both maps of the MLP share theirs."""

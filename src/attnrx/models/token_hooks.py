@@ -1,0 +1,170 @@
+"""Attaches a token policy to a model: hooks before its layers, captures of its attention, and its description."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from attnrx.attention import Attention, AttentionCapture, CapturedAttention
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.models.blocks import block_names
+from attnrx.models.family import Family
+from attnrx.models.token_reduction import POOLED, TokenReduction
+from attnrx.serialization.config import to_dict
+from attnrx.shapes import Tensor
+from attnrx.tokens import (
+    LAST_LAYER,
+    MOMENTS,
+    Shape,
+    TokenPolicy,
+    policy_from_dict,
+)
+
+
+def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
+    """Returns the model properties that reducers need; `heads` is the number of heads of the original model."""
+    specs = [layer.spec for layer in family.attention(model)]
+    stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
+    return Shape(specs[0].width, heads or stored, family.token_layout(model), depth=len(specs))
+
+
+def attach_tokens_(
+    model: nn.Module, family: Family, policy: TokenPolicy, by: str = "compress", heads: int | None = None
+) -> TokenReduction:
+    """Attaches a policy to the model, in place, and returns the reduction; its predictors, if any, are fresh.
+
+    `heads` is the number of heads of the original model, where some may have been removed from every layer.
+    """
+    layers = family.attention(model)
+    if reduction_of(model) is not None:
+        raise InvalidInput("this model already has a token policy; attach a policy to the original.")
+    shape = shape_of(model, family, heads)
+    layout = shape.layout
+    policy = policy.on(layout, len(layers))
+    weight = next(model.parameters())
+    reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
+    model.tokens = reduction
+    if policy.counts(layout.patches)[-1] == layout.patches:
+        return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
+    blocks = [model.get_submodule(name) for name in block_names(model, family)]
+    for stage, layer in enumerate(policy.layers):
+        _first_(blocks[layer - 1], _Stage(reduction, stage))
+    for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
+        _first_(block, _Accumulate(reduction))  # the input of a block is the output of the one before
+    _first_(family.patch_embedding(model), _Begin(reduction))
+    for index, layer in enumerate(layers, 1):
+        _capture_(layer, index, reduction)
+    if layout.pooled in POOLED:
+        family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
+    return reduction.train(model.training)
+
+
+def _first_(block: nn.Module, hook: Any) -> None:
+    """Registers a pre-forward hook that runs before the existing ones."""
+    # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
+    later = dict(block._forward_pre_hooks)
+    block._forward_pre_hooks.clear()
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+    block._forward_pre_hooks.update(later)
+
+
+def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
+    """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
+    policy = reduction.policy
+    statistics = _needed_statistics(policy, index)
+    uses_sizes = reduction.counts_sizes or policy.reducer.learned
+    if statistics or (uses_sizes and index >= policy.layers[0]):
+        show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
+        layer.backend = AttentionCapture(reduction.sizes, show, statistics)
+        if statistics and not layer.spec.heads:
+            layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
+
+
+def described_tokens(model: nn.Module) -> dict[str, Any] | None:
+    """Returns the policy of a model as JSON-ready values; None where it has none."""
+    reduction = reduction_of(model)
+    return (
+        None
+        if reduction is None
+        else {
+            "policy": to_dict(reduction.policy),
+            "by": reduction.by,
+            "heads": reduction.shape.heads,
+        }
+    )
+
+
+def attach_described_(model: nn.Module, family: Family, record: Mapping[str, Any]) -> None:
+    """Attaches the described policy to the model."""
+    attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"], record["heads"])
+
+
+def reduction_of(model: nn.Module) -> TokenReduction | None:
+    """Returns the token reduction of a model; None where it has none."""
+    found = getattr(model, "tokens", None)
+    return found if isinstance(found, TokenReduction) else None
+
+
+def require_all_tokens(model: nn.Module, verb: str) -> None:
+    """Raises NotSupported for a model that prunes or merges tokens; `verb` names the requested operation."""
+    reduction = reduction_of(model)
+    if reduction is not None:
+        raise NotSupported(
+            f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
+            f"{verb} the original, and apply the token policy last."
+        )
+
+
+def _needed_statistics(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
+    """Returns the statistics that the reducer needs of a layer."""
+    needs = set(policy.reducer.needs)
+    statistics = needs & LAST_LAYER if layer + 1 in policy.layers else set()
+    if needs & MOMENTS and layer < policy.layers[-1]:
+        statistics.add("attention")
+    if "class_attention_sum" in needs and layer < policy.layers[-1]:
+        statistics.add("class_attention")
+    return tuple(sorted(statistics))
+
+
+def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    """Reports a capture for a layer without heads, whose backend does not run."""
+    batch, count = output.shape[:2]
+    maps = output.new_zeros(batch, 0, count, count)
+    capture.show(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))
+
+
+class _Hook:
+    """A hook of a reduction. It treats the images of a batch independently, so that a batch may be chunked."""
+
+    by_image = True
+
+    def __init__(self, reduction: TokenReduction):
+        self.reduction = reduction
+
+
+class _Begin(_Hook):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        self.reduction.begin(args[0])
+
+
+class _Accumulate(_Hook):
+    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        tokens = args[0] if args else kwargs["hidden_states"]
+        self.reduction.accumulate(self.reduction.policy.reducer.layer_score(tokens))
+
+
+class _Stage(_Hook):
+    def __init__(self, reduction: TokenReduction, stage: int):
+        super().__init__(reduction)
+        self.stage = stage
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if args:
+            return (self.reduction.decide(self.stage, args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.reduction.decide(self.stage, kwargs["hidden_states"])}
+
+
+class _Pooled(_Hook):
+    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
+        return self.reduction.pooled(tokens)
