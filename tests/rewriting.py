@@ -5,7 +5,7 @@ from dataclasses import replace
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import LayerPrescription
 from attnrx.rules.decisions import keep_only
-from attnrx.rules.rewriting import rewritten
+from attnrx.rules.metrics import rewritten
 
 
 def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:

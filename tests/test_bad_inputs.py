@@ -874,7 +874,7 @@ def test_a_call_with_a_bad_argument_is_refused(name: str) -> None:
 
 
 def test_cells_of_csv_that_begin_like_a_formula_are_written_as_text(tmp_path: Path) -> None:
-    from attnrx_lab.commands.sweep_results import results_csv
+    from attnrx_lab.commands.sweep import results_csv
     from attnrx_lab.sweeps import Job, Result, SweepStudy
 
     study = SweepStudy(tmp_path / "s.sqlite")

@@ -15,7 +15,7 @@ import pytest
 import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
-from attnrx.cli.losses import parse_losses
+from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
 from attnrx.losses import Distillation, TargetRank, Task
 from attnrx.realization.refinement import Refinement, refine

@@ -17,6 +17,7 @@ import torch
 import attnrx as rx
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from attnrx.models import ViTConfig
+from attnrx.serialization import atomic_writes
 from interruptions import visible
 from pictures import write_folder
 from test_cli import call, record
@@ -150,7 +151,7 @@ def test_the_current_folder_is_filled_but_never_replaced(
 def test_file_systems_that_can_do_less(here: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     (here.slim / "notes.txt").write_text("of the user")
     if missing == "exchange":
-        monkeypatch.setattr(rx.atomic_writes, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(atomic_writes, "_exchange", lambda first, second: False)
     else:
         monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError(1, "no hard links")))
     rx.save(rx.load(here.run), here.slim)
@@ -298,7 +299,7 @@ def _dead_process() -> int:
 
 
 def test_files_of_killed_processes_are_deleted_by_the_next_write(here: SimpleNamespace) -> None:
-    host, dead = rx.atomic_writes._HOST, _dead_process()
+    host, dead = atomic_writes._HOST, _dead_process()
     gone = [f".evidence.json.{host}-{dead}-0123abcd.partial"]
     kept = [
         f".evidence.json.{host}-{os.getpid()}-0123abcd.partial",  # another thread
@@ -322,7 +323,7 @@ def test_files_of_killed_processes_are_deleted_by_the_next_write(here: SimpleNam
 
 
 def test_a_folder_moved_aside_by_a_killed_process_comes_back(here: SimpleNamespace) -> None:
-    aside = here.root / f".slim.{rx.atomic_writes._HOST}-{_dead_process()}-0123abcd.old"
+    aside = here.root / f".slim.{atomic_writes._HOST}-{_dead_process()}-0123abcd.old"
     (here.slim / "notes.txt").write_text("of the user")
     here.slim.rename(aside)
     rx.save(rx.load(here.run), here.slim)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
 from attnrx.attention.kernels import compilation
 from attnrx.attention.kernels.native import native_attention
-from attnrx.costs.profiling import profiled
+from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.spec import AttentionSpec
 

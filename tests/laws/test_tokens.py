@@ -20,8 +20,8 @@ from attnrx.tokens import (
     Reducer,
     Spot,
     TokenPolicy,
-    image_chunks,
     policy_from_dict,
+    state,
 )
 from cases import REDUCTIONS
 from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
@@ -108,7 +108,7 @@ def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: py
     spec = family_of(model).attention(model)[0].spec
     one = len(spec.heads) * 17 * 17 * 8
     for bytes_at_once in (1, 2 * one):
-        monkeypatch.setattr(image_chunks, "CACHED", bytes_at_once)
+        monkeypatch.setattr(state, "CACHED", bytes_at_once)
         torch.testing.assert_close(logits(model), whole, rtol=1e-12, atol=1e-12)
         again = reduction_of(model).run.trail  # type: ignore[union-attr]
         assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
@@ -129,15 +129,15 @@ def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
 
 
 def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_chunks, "CACHED", 2 * 3 * 5 * 7 * 4)
+    monkeypatch.setattr(state, "CACHED", 2 * 3 * 5 * 7 * 4)
     images = torch.zeros(5, 1, dtype=torch.float32)
     with torch.no_grad():
-        found = image_chunks.chunks_of(images, 3, 5, 7)
-        assert found == (image_chunks.Part(0, 2, 5), image_chunks.Part(2, 4, 5), image_chunks.Part(4, 5, 5))
+        found = state.chunks_of(images, 3, 5, 7)
+        assert found == (state.Part(0, 2, 5), state.Part(2, 4, 5), state.Part(4, 5, 5))
         assert [part is not None and part.is_last for part in found] == [False, False, True]
-        assert len(image_chunks.chunks_of(images, 30, 50, 70)) == 5
-        assert image_chunks.chunks_of(images, 1, 1, 1) == (None,)
-    assert image_chunks.chunks_of(images, 3, 5, 7) == (None,)  # with gradients
+        assert len(state.chunks_of(images, 30, 50, 70)) == 5
+        assert state.chunks_of(images, 1, 1, 1) == (None,)
+    assert state.chunks_of(images, 3, 5, 7) == (None,)  # with gradients
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)

@@ -15,12 +15,12 @@ from attnrx.costs import (
     Timing,
     compare_latency,
     compare_memory,
-    device_name,
     interleave,
     profiled,
 )
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import family_of
+from attnrx.runtime.hardware import device_name
 from cases import CONFIGS, images, model
 
 QUICK = LatencyProtocol(rounds=4, warmup=1)

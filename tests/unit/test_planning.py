@@ -26,11 +26,10 @@ from attnrx.models import VisionTransformer, chunked_forward, family_of, load_mo
 from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.partial_forward import recorded, resumed
 from attnrx.planning.plan_search import VARIATIONS, Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers, softened_divergence
-from attnrx.planning.sensitivity import PROBED, Sensitivities, measure_sensitivities
+from attnrx.planning.sensitivity import PROBED, Sensitivities, measure_sensitivities, recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
 from attnrx.realization import realize

@@ -14,10 +14,19 @@ from torch.testing import assert_close
 import planned
 from attnrx.attention import Attention, AttentionCapture
 from attnrx.models import family_of
-from attnrx.planning.cost_correction import MOST, STAGES, _everywhere, _saving, _seen_at_stages, _some_at, corrected
+from attnrx.planning.cost_correction import (
+    MOST,
+    STAGES,
+    _everywhere,
+    _saving,
+    _seen_at_stages,
+    _some_at,
+    corrected,
+    never_slower,
+    never_slower_mlp,
+)
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.measured_costs import _Timer, measured_cost_table
-from attnrx.planning.monotone_fit import never_slower, never_slower_mlp
 from attnrx.planning.space import RANKS, Choices, Space
 from planned import CLOCK, made
 

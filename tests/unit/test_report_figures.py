@@ -23,7 +23,7 @@ from attnrx.reports.figures import (
     overlay,
     span,
 )
-from attnrx.reports.figures.scale import AxisScale, log_span
+from attnrx.reports.figures.drawing import AxisScale, log_span
 
 NASTY = "</svg><script>alert(1)</script>"
 

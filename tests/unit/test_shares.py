@@ -2,8 +2,7 @@
 
 import pytest
 
-from attnrx.cli.inputs import numbers
-from attnrx.cli.losses import parse_losses
+from attnrx.cli.inputs import numbers, parse_losses
 from attnrx.cli.options import SHARE
 from attnrx.errors import InvalidInput
 from attnrx.planning.target import Target

@@ -14,14 +14,13 @@ from attnrx.checks.accuracy import Accuracy
 from attnrx.checks.aggregation import aggregate
 from attnrx.checks.bounds import Bounds
 from attnrx.checks.calibration import Calibration
-from attnrx.checks.check import Check
+from attnrx.checks.check import Check, RequestedCheck, parse_checks_text
 from attnrx.checks.comparison import Comparison, Predictions
 from attnrx.checks.controls import Controls
 from attnrx.checks.costs import Costs
 from attnrx.checks.fidelity import Fidelity
 from attnrx.checks.latency import Latency
 from attnrx.checks.promises import Promises
-from attnrx.checks.text import RequestedCheck, parse_checks_text
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Bounds, Controls, Promises)

@@ -1,13 +1,16 @@
-"""The base class of checks, which map a comparison to findings."""
+"""The base class of checks, which map a comparison to findings, and their text form."""
 
 from abc import ABC, abstractmethod
-from dataclasses import is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
 from attnrx.checks.comparison import Comparison
 from attnrx.data import ImageSet
+from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.serialization.config import to_dict
+from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 
 
 class Check(ABC):
@@ -42,3 +45,39 @@ def _plain(knob: Any) -> Any:
     if isinstance(knob, tuple):
         return list(knob)  # JSON has no tuples
     return knob if isinstance(knob, bool | int | float | str) else None
+
+
+EXAMPLES = "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)"
+LANGUAGE = Language("list of checks", "Checks", EXAMPLES, "(),=/", InvalidInput)
+
+
+@dataclass(frozen=True)
+class RequestedCheck:
+    """The name of a check, and the knobs that differ from the defaults."""
+
+    name: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
+    """Parses the checks in a text, each given once; `registry` maps their names to classes."""
+    reader = _Reader(text)
+    requested = [reader.read_check(registry)]
+    while reader.take(","):
+        requested.append(reader.read_check(registry))
+    reader.expect("end", "',' and another check, or the end")
+    names = [one.name for one in requested]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidInput(f"the check {twice} was given twice in {text!r}; give it once, with all its knobs.")
+    return tuple(requested)
+
+
+class _Reader(KnobReader):
+    language = LANGUAGE
+
+    def read_check(self, registry: Mapping[str, type[Check]]) -> RequestedCheck:
+        name = self.expect("name", "the name of a check")
+        if name.text not in registry:
+            raise UnknownName("check", name.text, registry)
+        return RequestedCheck(name.text, self.read_knobs(name, knobs_of(registry[name.text])))

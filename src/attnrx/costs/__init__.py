@@ -1,10 +1,18 @@
 """Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
 
 from attnrx.costs.compressed_shapes import Compression
-from attnrx.costs.conditions import Conditions, device_name
+from attnrx.costs.conditions import Conditions
 from attnrx.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
 from attnrx.costs.flop_counting import count_params, count_product_macs
-from attnrx.costs.latency import LatencyComparison, LatencyProtocol, compare_latencies, compare_latency
+from attnrx.costs.latency import (
+    LatencyComparison,
+    LatencyProtocol,
+    Ratio,
+    Timing,
+    compare_latencies,
+    compare_latency,
+    interleave,
+)
 from attnrx.costs.layers import (
     direction_costs,
     factored_costs,
@@ -13,12 +21,11 @@ from attnrx.costs.layers import (
     norm_costs,
     with_fusion,
 )
-from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory
+from attnrx.costs.memory import MemoryComparison, PeakMemory, Profile, compare_memory, profiled
 from attnrx.costs.model_costs import LayerCosts, ModelCosts, PartCosts, Saving
-from attnrx.costs.profiling import Profile, profiled
 from attnrx.costs.rank_steps import Steps, measured_steps
-from attnrx.costs.timing import Ratio, Timing, interleave
 from attnrx.costs.tokens import TokenCosts, token_costs
+from attnrx.runtime.hardware import device_name
 
 __all__ = [
     "CONVENTIONS",

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from attnrx.costs.timing import interleave
+from attnrx.costs.latency import interleave
 from attnrx.errors import InvalidInput
 from attnrx.runtime.hardware import Measurements, may_measure
 

@@ -1,4 +1,4 @@
-"""Tensors in, factors out: nothing here knows of attention."""
+"""Matrix and tensor decompositions: functions of tensors, independent of attention."""
 
 from attnrx.decompositions.allocation import uniform_ranks, water_fill
 from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions

@@ -8,7 +8,7 @@ from attnrx.decompositions.grams import gram_factor, require_finite
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# A singular value is known to about d * 2e-16 of the form's scale, and a row divided by it would be noise below this.
+# Singular values are accurate to about d * 2e-16 of the form's scale: below this share, a row divided by one is noise.
 NULL_SHARE = 1e-13
 
 
@@ -16,16 +16,15 @@ NULL_SHARE = 1e-13
 class Balanced:
     """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
 
-    The form old_left^T old_right of two tables [d, width] becomes
-    sum over r of strength[r] * (left[r] @ old_left)^T (right[r] @ old_right). Keeping every direction is the original
-    form for any input. Keeping the first r is the best form of rank r in the metric, and its squared error there is
-    the sum of the squared strengths left out. The bases are nested: one `Balanced` serves every rank.
+    The form old_left^T old_right of two tables [d, width] becomes sum over r of strength[r] * (left[r] @ old_left)^T
+    (right[r] @ old_right). All directions together are the original form for any input. The first r are the best form
+    of rank r in the metric, with the sum of the discarded squared strengths as squared error. The bases are nested: one
+    `Balanced` serves every rank.
 
-    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy,
-    left[r] G_left left[r]^T = 1 and the same on the right. The ones after them are null: the metric cannot see them,
-    as one of their two sides has no energy there, but other inputs can. They have no unit energy, and their strength
-    is a placeholder, 1e-13 of the form's scale, so that left, right and the order of the strengths stay finite and
-    true.
+    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy, left[r] G_left
+    left[r]^T = 1 and the same on the right. The following ones are null: one of their two sides has no energy, so they
+    contribute nothing in the metric, but they can for other inputs. They have no unit energy, and their strength is a
+    placeholder, 1e-13 of the form's scale, so that left, right and the order of the strengths remain finite and valid.
     """
 
     left: Float[Tensor, "heads directions directions"]
@@ -38,15 +37,15 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
     """Balances the form left . right of two vectors whose second moments are the given Grams (float64 inside).
 
     With G = R^T R on each side and R_left R_right^T = U diag(s) V^T, the directions are left = diag(1/s) V^T R_right
-    and right = diag(1/s) U^T R_left: square-root balanced truncation, as in model reduction (Moore, 1981). The error
-    is the one of (left . right) when both vectors are drawn independently, E (error)^2 = sum of s^2 left out, by
-    Eckart and Young on the whitened form. No Gram is inverted. Grams may be singular, zero, and of any scale.
+    and right = diag(1/s) U^T R_left: square-root balanced truncation, as in model reduction (Moore, 1981). For
+    independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on the whitened form.
+    No Gram is inverted; Grams may be singular, zero and of any scale.
 
-    Strengths below about 1e-8 of the form's scale carry the rounding of the Grams; use `svd_directions` where the
-    rows themselves are known.
+    Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
+    the rows themselves are available.
 
     Raises:
-        InvalidInput: for Grams of other shapes, not finite, not symmetric or not positive semidefinite.
+        InvalidInput: Grams of other shapes, not finite, not symmetric or not positive semidefinite.
     """
     _require_alike(left_gram.shape, right_gram.shape, square=True)
     return factor_directions(gram_factor(left_gram, "left Gram"), gram_factor(right_gram, "right Gram"))
@@ -57,11 +56,11 @@ def svd_directions(
 ) -> Balanced:
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
-    The product is never formed: two thin QR factorizations and one SVD of d x d a head, so that small singular values
-    keep the digits that a Gram would square away. Rewritten rows are orthonormal on each side.
+    The product is never formed: two thin QR factorizations and one d x d SVD per head preserve the precision of small
+    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
 
     Raises:
-        InvalidInput: for rows that are not finite, or other heads and rows on the two sides.
+        InvalidInput: Rows are not finite, or the two sides differ in heads or rows.
     """
     _require_alike(left_rows.shape[:2], right_rows.shape[:2])
     for side, rows in (("left", left_rows), ("right", right_rows)):
@@ -73,13 +72,12 @@ def svd_directions(
 def factor_directions(
     left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
 ) -> Balanced:
-    """Balances in the metric of the Grams factor^T factor, given the factors (rows may be samples) and no Gram.
+    """Balances in the metric of the Grams factor^T factor, given the factors (whose rows may be samples).
 
-    Null directions complete the basis: with L and R the seen directions, I - L^T diag(s) R is a projector on what is
-    left over. Its singular vectors are turned so that each of them, or its partner, has no energy in the metric.
-    Then right = diag(1/strength) left^-T, which makes the identity hold to rounding, whatever was noise above: 2e-16
-    of the largest |left|^T strength |right|. That is about 1e-15, but more where the two metrics contradict each
-    other over many orders of magnitude.
+    Null directions complete the basis: with L and R the other directions, I - L^T diag(s) R is a projector on the
+    remaining space. Its singular vectors are rotated so that each of them, or its partner, has no energy in the metric.
+    Then right = diag(1/strength) left^-T makes the identity hold to rounding: 2e-16 of the largest |left|^T strength
+    |right|, which is about 1e-15, but more if the two metrics contradict each other over many orders of magnitude.
     """
     left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
     heads, _, size = left_factor.shape
@@ -88,33 +86,33 @@ def factor_directions(
         return Balanced(empty, empty, empty.new_zeros(heads, size), (0,) * heads)
     floor = NULL_SHARE * _scale(left_factor, right_factor)
     rotation, found, directions = torch.linalg.svd(left_factor @ right_factor.mT, full_matrices=False)
-    seen = found > floor[:, None]
-    inverse = torch.where(seen, 1 / found, 0)[..., None]
+    significant = found > floor[:, None]
+    inverse = torch.where(significant, 1 / found, 0)[..., None]
     left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
     strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
-    ranks = seen.sum(-1).tolist()
+    ranks = significant.sum(-1).tolist()
     for head, rank in enumerate(ranks):
         strength[head, :rank] = found[head, :rank]
         full[head, :rank] = left[head, :rank]
         if rank < size:
-            leftover = torch.eye(size, dtype=full.dtype, device=full.device)
-            leftover -= (left[head, :rank].mT * found[head, :rank]) @ right[head, :rank]
-            full[head, rank:] = _null_rows(leftover, size - rank, left_factor[head]) / floor[head].sqrt()
+            remaining = torch.eye(size, dtype=full.dtype, device=full.device)
+            remaining -= (left[head, :rank].mT * found[head, :rank]) @ right[head, :rank]
+            full[head, rank:] = _null_rows(remaining, size - rank, left_factor[head]) / floor[head].sqrt()
     full = full * _signs(full)
     return Balanced(full, _inverse_transposed(full) / strength[..., None], strength, tuple(ranks))
 
 
 def _null_rows(
-    leftover: Float[Tensor, "d d"], count: int, left_factor: Float[Tensor, "samples d"]
+    remaining: Float[Tensor, "d d"], count: int, left_factor: Float[Tensor, "samples d"]
 ) -> Float[Tensor, "count d"]:
-    """Spans the row space of a projector, turned so that each row has left energy, or its partner right energy."""
-    rows = torch.linalg.svd(leftover).U.mT[:count]
-    # What has left energy has none on the right, as the leftover form is zero in the metric: sorting is enough.
+    """Returns a basis of a projector's row space, rotated to separate rows with left energy from those without."""
+    rows = torch.linalg.svd(remaining).U.mT[:count]
+    # A row with left energy has no right energy, because the remaining form is zero in the metric: sorting is enough.
     return torch.linalg.svd(left_factor @ rows.mT, full_matrices=True).Vh @ rows
 
 
 def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
-    """Bounds the strengths of a form, free of the units of its features; positive even where the form is zero."""
+    """Returns a bound of the strengths, independent of the units of the features; positive even for a zero form."""
     energy_left, energy_right = left.square().sum(1), right.square().sum(1)
     both = (energy_left * energy_right).sqrt().sum(-1)
     total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
@@ -124,7 +122,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 
 def _signs(rows: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d 1"]:
-    """Makes the largest entry of every row positive, so that a sign does not depend on the machine."""
+    """Returns the signs that make the largest entry of every row positive, so that results agree between machines."""
     largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
 

@@ -1,4 +1,4 @@
-"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices."""
+"""The block-term decomposition BTD-(L, L, 1): every term belongs to one block, every block has one mix of the slices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,11 @@ from attnrx.shapes import Float, Int, Tensor
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, left_b being the columns r of left with owner[r] = b (Eq. 6).
+    """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (Eq. 6).
 
-    As many blocks as slices; with `mix` the identity, every slice has the terms it owns and no others. A block may
-    own nothing. In float64. Raises InvalidInput on shapes that do not fit, owners that are no block, and values that
-    are not finite.
+    There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. A block may
+    have no terms. Stored in float64. Raises InvalidInput for shapes that do not fit, owners that are not block indices,
+    and values that are not finite.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -30,14 +30,14 @@ class BlockTerms:
         for name in ("left", "right", "mix"):
             object.__setattr__(self, name, as_matrix(getattr(self, name), name))
         if self.owner.is_floating_point():
-            raise InvalidInput(f"owner holds {self.owner.dtype}; give whole numbers, the block of each term.")
+            raise InvalidInput(f"owner has the dtype {self.owner.dtype}; give integers, the block index of each term.")
         object.__setattr__(self, "owner", self.owner.to(self.left.device, torch.int64))
         blocks, ranks = self.mix.shape[-1], {self.left.shape[-1], self.right.shape[-1], len(self.owner)}
         if len(ranks) != 1 or self.mix.shape != (blocks, blocks):
             shapes = [tuple(part.shape) for part in (self.left, self.right, self.mix, self.owner)]
-            raise InvalidInput(f"parts of shapes {shapes} are no blocks: give one rank, and a square mix.")
+            raise InvalidInput(f"factors of shapes {shapes} are not block terms: give one rank and a square mix.")
         if not bool(((self.owner >= 0) & (self.owner < blocks)).all()):
-            raise InvalidInput(f"owner {self.owner.tolist()} names blocks that are not there; there are {blocks}.")
+            raise InvalidInput(f"owner {self.owner.tolist()} has indices out of range; there are {blocks} blocks.")
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ class BlockTerms:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which slice owns each term of a canonical decomposition, read from its mix: the paper's choice of ranks.
+    """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
 
-    `owner` is the slice with the largest absolute value in the column; the earlier one where two tie. `order` sorts
-    the terms by owner; `reordered` is the mix in that order, each column divided by its largest absolute value so that
-    this becomes 1 (Figure 3 b). `off_block` is the energy of each column outside its owner, as a share, in the
-    original order: zero everywhere if the mix is block-diagonal.
+    `owner` is the slice with the largest absolute value in the column, the first one on ties. `order` sorts the terms
+    by owner; `reordered` is the mix in that order, each column divided by its entry of the largest absolute value
+    (Figure 3 b). `off_block` is the share of each column's energy outside its owner, in the original order: zero
+    everywhere if the mix is block-diagonal.
     """
 
     owner: Int[Tensor, "rank"]
@@ -68,9 +68,9 @@ class Fusion:
 
 
 def fusion_ranks(terms: Canonical) -> Fusion:
-    """Reads the owners and the ranks of the blocks off the mix (Algorithm 1, Section 3.1).
+    """Returns the owners and the ranks of the blocks from the mix (Algorithm 1, Section 3.1).
 
-    A column of zeros is owned by the first slice and has nothing outside it.
+    A column of zeros is owned by the first slice and has no energy outside it.
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
@@ -87,9 +87,9 @@ def fusion_ranks(terms: Canonical) -> Fusion:
 
 
 def initial_blocks(terms: Canonical) -> BlockTerms:
-    """Returns the blocks that a canonical decomposition starts: Algorithm 1 after its first line.
+    """Returns the initial blocks of a canonical decomposition: Algorithm 1 after its first line.
 
-    The largest value of each column of the mix goes to `left`, the columns are sorted by owner, and the mix becomes
+    The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
     """
     fusion = fusion_ranks(terms)
@@ -100,14 +100,14 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
 
 
 def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
-    """Returns the best blocks of `rank` terms in all among those with the identity as mix."""
+    """Returns the best blocks with `rank` terms in total and the identity as mix."""
     return initial_blocks(water_filled(tensor, rank))
 
 
 def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms:
     """Returns the best blocks of the given ranks with the identity as mix: the truncated SVD of every slice.
 
-    Raises InvalidInput unless there is one rank for each slice, within what the slice has, and not all are zero.
+    Raises InvalidInput unless there is one rank per slice, each at most the rank of the slice, and not all are zero.
     """
     rows, columns, slices = tensor.shape
     most = min(rows, columns, tensor.left.shape[1])
@@ -115,22 +115,22 @@ def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms
         raise InvalidInput(f"ranks {list(ranks)}: give {slices}, each from 0 to {most}, not all zero.")
     left, strength, right = tensor.svd()
     owner = torch.repeat_interleave(torch.arange(slices), torch.tensor(ranks)).to(left.device)
-    place = torch.cat([torch.arange(rank) for rank in ranks]).to(left.device)
+    index = torch.cat([torch.arange(rank) for rank in ranks]).to(left.device)
     return BlockTerms(
-        left[owner, :, place].T * strength[owner, place],
-        right[owner, :, place].T,
+        left[owner, :, index].T * strength[owner, index],
+        right[owner, :, index].T,
         torch.eye(slices, dtype=torch.float64, device=left.device),
         owner,
     )
 
 
 def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, tolerance: float = 1e-8) -> BlockTerms:
-    """Improves all blocks together by alternating least squares; the error never goes up.
+    """Improves all blocks jointly by alternating least squares; the error never increases.
 
     Blocks are a canonical decomposition whose terms of one block are tied to one column of the mix, C = mix E with E
     the one-hot owners: left and right have the same updates, and mix = (G_C E^T)(E Gamma_C E^T)^-1 is one small solve.
-    It replaces Algorithms 2 and 3, which improve one block after the other. Owners and ranks stay. The columns of
-    mix come out with length one. Stops as `als` does.
+    This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
+    columns of mix have unit length. Stops as `als` does.
     """
     check_sweeps(sweeps, tolerance)
     check_blocks(tensor, start)
@@ -152,7 +152,7 @@ def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, to
 
 
 def check_blocks(tensor: FactoredTensor, blocks: BlockTerms) -> None:
-    """Raises InvalidInput if the blocks are not of the shape of the tensor."""
+    """Raises InvalidInput if the shape of the blocks is not that of the tensor."""
     shape = len(blocks.left), len(blocks.right), len(blocks.mix)
     if shape != tensor.shape:
         raise InvalidInput(f"blocks of shape {shape} do not fit a tensor of shape {tensor.shape}.")
@@ -178,7 +178,7 @@ def _sweep(
 
 
 def _solve_mix(normal: Tensor, products: Tensor, mix: Tensor) -> Tensor:
-    # A block without terms has no equation: its column stays.
+    # A block without terms has no equation, so its column is unchanged.
     energy = normal.diagonal()
     scale = torch.where(energy > 0, energy, torch.ones_like(energy)).rsqrt()
     solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale

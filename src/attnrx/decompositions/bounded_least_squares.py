@@ -1,4 +1,4 @@
-"""Least squares the other way round: the smallest solution whose squared error stays within a bound."""
+"""Norm-minimizing least squares: the smallest solution whose squared error is within a bound."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from attnrx.shapes import Float, Tensor
 
-# Smaller than this share of the largest eigenvalue, a normal matrix carries rounding only.
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-14
 _STEPS = 60
 
@@ -19,16 +19,17 @@ def bounded_update(
     square: float,
     bound: float,
 ) -> Float[Tensor, "size rank"]:
-    """Returns the X of least || X diag(weights)^(1/2) ||^2 with square - 2 <X, products> + <X normal, X> <= bound.
+    """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
 
-    A bounded least-squares problem with one scalar unknown eta >= 0: X = products (normal + eta diag(weights))^-1.
-    `square` and `bound` are squared norms, `weights` squared too. Where the bound cannot be kept, the nearest: the
-    least-squares X; where X = 0 keeps it, zero. The root is approached from the side that keeps the bound.
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. One scalar eta >= 0 is unknown: X = products
+    (normal + eta diag(weights))^-1. `square`, `bound` and `weights` are squared quantities. If no X satisfies the
+    bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
+    side.
     """
     scale = torch.where(weights > 0, weights, torch.inf).rsqrt()
     values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
-    seen = values > _NULL * values[-1].clamp_min(0)
-    values, vectors = values[seen], vectors[:, seen] * scale[:, None]
+    significant = values > _NULL * values[-1].clamp_min(0)
+    values, vectors = values[significant], vectors[:, significant] * scale[:, None]
     rotated = products @ vectors
     energy = rotated.square().sum(0)
     slack = bound - (square - float((energy / values).sum()))
@@ -39,7 +40,7 @@ def bounded_update(
 
 
 def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
-    """The largest eta found with phi(eta) <= slack; phi rises from 0 at 0."""
+    """Returns the largest eta found with phi(eta) <= slack; phi increases from 0 at eta = 0."""
     # (e + eta)^2 >= e^2 gives a point below the root.
     low = (slack / float((energy / values**3).sum())) ** 0.5
     high = 4 * low
@@ -53,7 +54,7 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
         low, high = (middle, high) if phi <= slack else (low, middle)
         if 0 <= slack - phi <= 1e-12 * slack or high <= low * (1 + 1e-15):
             break
-        # Newton on log phi over log eta, nearly straight; aimed a hair below the root, and bisection where it leaves.
+        # Newton on log phi over log eta, which is nearly linear, aimed slightly below the root; else bisection.
         middle = middle * math.exp(math.log(slack * (1 - 5e-13) / phi) * phi / log_slope)
         if not low < middle < high:
             middle = math.sqrt(low * high)
@@ -61,7 +62,7 @@ def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float
 
 
 def _phi_and_slope(energy: np.ndarray, values: np.ndarray, eta: float) -> tuple[float, float]:
-    """Returns phi(eta) = sum g eta^2 / (e (e + eta)^2), the error above the least-squares one, and eta phi'(eta)."""
+    """Returns phi(eta) = sum g eta^2 / (e (e + eta)^2), the error above the least-squares error, and eta phi'(eta)."""
     both = values + eta
     parts = energy / values * (eta / both) ** 2
     return float(parts.sum()), float((2 * parts * values / both).sum())

@@ -9,18 +9,18 @@ from attnrx.decompositions.factored import FactoredTensor, as_matrix, solve_norm
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 
-# Water-filling can start at a saddle: where heads are equal, no sweep moves a term to another one. A random start can
-# end in a worse minimum. "best" runs both and keeps the smaller error.
+# Water-filling can start at a saddle: if heads are equal, no sweep moves a term to another head. A random start can end
+# in a worse minimum. "best" runs both and keeps the smaller error.
 STARTS = ("best", "water_filling", "random")
-# Below this relative error the fast formula of the error carries too much rounding to compare sweeps with.
+# Below this relative error, the fast error formula has too much rounding to compare sweeps.
 _NEARLY_EXACT = 1e-4
 
 
 @dataclass(frozen=True)
 class Trace:
-    """How an iteration went: the relative errors (and, if it had one, the objective) at the start and per sweep.
+    """The history of an iteration: relative errors (and objectives, if any) at the start and after each sweep.
 
-    `converged` is True when it stopped because a sweep gained less than the tolerance, False when sweeps ran out.
+    `converged` is True if it stopped because a sweep gained less than the tolerance, False if all sweeps were used.
     """
 
     errors: tuple[float, ...] = ()
@@ -32,7 +32,7 @@ class Trace:
 class Canonical:
     """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
 
-    Raises InvalidInput on factors of different ranks, empty ones and values that are not finite.
+    Raises InvalidInput for factors that are empty, not finite or of different ranks.
     """
 
     left: Float[Tensor, "rows rank"]
@@ -45,7 +45,7 @@ class Canonical:
             object.__setattr__(self, name, as_matrix(getattr(self, name), name))
         if len({factor.shape[1:] for factor in self.factors}) != 1 or self.left.ndim != 2:
             shapes = [tuple(factor.shape) for factor in self.factors]
-            raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three of one rank.")
+            raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three matrices of one rank.")
 
     @property
     def factors(self) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices rank"]]:
@@ -63,8 +63,7 @@ class Canonical:
         return self.left.norm(dim=0) * self.right.norm(dim=0) * self.mix.norm(dim=0)
 
     def balanced(self) -> "Canonical":
-        """Returns the same tensor in the scaling of least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each
-        term."""
+        """Returns the same tensor, scaled for least sensitivity: |a|^2 : |b|^2 : |c|^2 = I : J : K in each term."""
         sizes = [factor.shape[0] for factor in self.factors]
         scale = (self.strength / math.sqrt(math.prod(sizes))) ** (1 / 3)
         left, right, mix = (
@@ -73,15 +72,15 @@ class Canonical:
         return replace(self, left=left, right=right, mix=mix)
 
     def dense(self) -> Float[Tensor, "rows columns slices"]:
-        """Forms the tensor: for tests, and for nothing else."""
+        """Returns the dense tensor; for tests only."""
         return torch.einsum("ir,jr,hr->ijh", *self.factors)
 
 
 def term_sensitivity(terms: Canonical) -> float:
     """Returns sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
 
-    The expected squared change of the tensor, per variance of an independent error in every entry of the factors, as
-    that variance goes to zero. It depends on the scaling of the terms; `balanced` makes it least.
+    This is the expected squared change of the tensor, per variance of an independent error in every entry of the
+    factors, in the limit of zero variance. It depends on the scaling of the terms; `balanced` minimizes it.
     """
     left, right, mix = (factor.square().sum(0) for factor in terms.factors)
     rows, columns, slices = (factor.shape[0] for factor in terms.factors)
@@ -95,16 +94,16 @@ def least_sensitivity(terms: Canonical) -> float:
 
 
 def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
-    """Returns the `rank` strongest singular triples of all slices together, each owned by its slice.
+    """Returns the `rank` strongest singular triples of all slices, each owned by its slice.
 
-    The best approximation with one owner a term: its squared error is the energy of the triples left out. Terms come
-    by falling strength, at equal strength the earlier slice first.
+    This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
+    Terms are sorted by descending strength; on ties the earlier slice comes first.
     """
     check_rank(tensor, rank)
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
-    chosen = strength.flatten().sort(descending=True, stable=True).indices[:rank]
-    owner, triple = chosen // triples, chosen % triples
+    selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
+    owner, triple = selected // triples, selected % triples
     mix = torch.zeros(slices, rank, dtype=torch.float64, device=strength.device)
     mix[owner, torch.arange(rank, device=owner.device)] = strength[owner, triple]
     return Canonical(left[owner, :, triple].T, right[owner, :, triple].T, mix)
@@ -119,12 +118,12 @@ def als(
     tolerance: float = 1e-8,
     seed: int = 0,
 ) -> Canonical:
-    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never goes up.
+    """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never increases.
 
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
-    returns the result with the smaller error. `seed` draws the random terms. Stops after `sweeps`, or when a sweep
-    lowers the relative error by less than `tolerance` of itself. The columns of left and right come out with length
-    one, the strength in mix. Raises InvalidInput on knobs out of range, UnknownName on another start.
+    returns the result with the smaller error. `seed` is that of the random terms. Stops after `sweeps`, or when a sweep
+    lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
+    length; mix contains the strength. Raises InvalidInput for options out of range, UnknownName for another start.
     """
     check_sweeps(sweeps, tolerance)
     if start == "best":
@@ -141,7 +140,7 @@ def als(
         left, right, mix, projection, square = _sweep(tensor, right, projection, mix)
         error = error_of(tensor, (left, right, mix), square)
         converged = errors[-1] - error <= tolerance * errors[-1]
-        # Where nothing but rounding is left to gain, the last sweep may be a hair worse.
+        # Near convergence, rounding can make the last sweep slightly worse.
         if error <= errors[-1]:
             best = left, right, mix
             errors.append(error)
@@ -163,14 +162,14 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
         return water_filled(tensor, rank)
     if start == "random":
         generator = torch.Generator().manual_seed(seed)
-        drawn = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
-        left, right, mix = (factor.to(tensor.left.device) for factor in drawn)
+        samples = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
+        left, right, mix = (factor.to(tensor.left.device) for factor in samples)
         return Canonical(left, right, mix)
     raise UnknownName("start", start, STARTS)
 
 
 def check_fit(tensor: FactoredTensor, terms: Canonical) -> None:
-    """Raises InvalidInput if the terms are not of the shape of the tensor."""
+    """Raises InvalidInput if the shape of the terms is not that of the tensor."""
     shape = tuple(factor.shape[0] for factor in terms.factors)
     if shape != tensor.shape:
         raise InvalidInput(f"terms of shape {shape} do not fit a tensor of shape {tensor.shape}.")
@@ -185,13 +184,13 @@ def check_rank(tensor: FactoredTensor, rank: int) -> None:
 
 
 def check_sweeps(sweeps: int, tolerance: float) -> None:
-    """Raises InvalidInput on knobs of an iteration that are out of range."""
+    """Raises InvalidInput for options of an iteration that are out of range."""
     if sweeps < 0 or not 0 <= tolerance < 1:
         raise InvalidInput(f"sweeps={sweeps}, tolerance={tolerance}: give sweeps >= 0 and 0 <= tolerance < 1.")
 
 
 def error_of(tensor: FactoredTensor, factors: tuple[Tensor, Tensor, Tensor], square: float) -> float:
-    """Turns a squared residual into a relative error, or measures it anew where rounding has eaten its digits."""
+    """Returns the relative error for a squared residual; recomputes it if rounding dominates the residual."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
@@ -200,7 +199,7 @@ def error_of(tensor: FactoredTensor, factors: tuple[Tensor, Tensor, Tensor], squ
 def _sweep(
     tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    # Unit columns of the factors that a step holds fixed put ones on the diagonal of its normal matrix.
+    # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
     mix = unit_columns(mix)[0]
     mix_gram = mix.T @ mix
     products = tensor.left_products(projection, mix)

@@ -1,4 +1,4 @@
-"""Block terms one after the other: Algorithms 2 and 3 as printed, and the warm start that cannot make things worse."""
+"""Block terms fitted one at a time: Algorithms 2 and 3 as published, and a warm start that never increases the error."""
 
 from dataclasses import dataclass, replace
 
@@ -26,11 +26,11 @@ def block_terms(
 ) -> BlockTerms:
     """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
 
-    "tied" improves all blocks together (`tied_als`, with the least-squares knobs of the schedule), "warm" and
-    "literal" one after the other (`deflate`, "literal" as Algorithms 2 and 3 are printed). With the start "random" or
-    "water_filling" the owners are those of the CPD-EPC from there; a random one leaves them to the fit. "best" also
-    improves the water-filled blocks themselves and returns the result with the smaller error, so that "tied" and "warm"
-    are never worse than water-filling; "literal", whose error can rise, has the random start alone.
+    "tied" improves all blocks jointly (`tied_als`, with the least-squares options of the schedule); "warm" and
+    "literal" improve one block at a time (`deflate`; "literal" follows Algorithms 2 and 3 as published). With the start
+    "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
+    the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
+    and "warm" are never worse than water-filling; "literal", whose error can rise, uses only the random start.
     """
     schedule = schedule or CorrectionSchedule()
     if form not in FORMS:
@@ -60,15 +60,15 @@ def deflate(
     inner_sweeps: int = 5,
     tolerance: float = 0.0,
 ) -> BlockTerms:
-    """Fits each block in turn to what the others leave (Algorithm 3), by `inner_sweeps` of Algorithm 2.
+    """Fits each block in turn to the residual of the others (Algorithm 3), by `inner_sweeps` of Algorithm 2.
 
-    `literal` starts the mix of a block from the leading eigenvector of what is left, every time, as Algorithm 2 is
-    printed: a block can so move to another slice, and the error can rise. Otherwise the mix starts from where it is,
-    and the error never goes up. The trace holds the error of every sweep, rising ones included. Stops after `sweeps`
-    or when one changes the error by at most `tolerance` of itself.
+    `literal` starts the mix of a block from the leading eigenvector of the residual every time, as in the published
+    Algorithm 2: a block can move to another slice, and the error can rise. Otherwise the mix starts from its current
+    value, and the error never increases. The trace has the error of every sweep, including increases. Stops after
+    `sweeps`, or when a sweep changes the error by at most `tolerance` of itself.
 
-    The slices are never formed; their sum weighted by the mix of the block, one rows x columns matrix, is, because
-    its truncated SVD is the step.
+    The slices are never formed, only their sum weighted by the mix of the block, one rows x columns matrix, because a
+    step is its truncated SVD.
     """
     check_sweeps(sweeps, tolerance)
     check_blocks(tensor, start)
@@ -101,21 +101,21 @@ class _Residual:
         return self.blocks.owner != self.block
 
     @property
-    def taken(self) -> tuple[Tensor, Tensor, Tensor]:
+    def other_factors(self) -> tuple[Tensor, Tensor, Tensor]:
         """The terms of the other blocks, as three factors."""
         others = self.others
         return self.blocks.left[:, others], self.blocks.right[:, others], self.blocks.canonical.mix[:, others]
 
     def leading_mix(self) -> Float[Tensor, "slices"]:
         """The leading eigenvector of X'_(3) X'_(3)^T."""
-        left, right, mix = self.taken
+        left, right, mix = self.other_factors
         cross = self.products(left, right, of_tensor=True) @ mix.T
         gram = self.slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
         return torch.linalg.eigh(gram).eigenvectors[:, -1]
 
     def mixed(self, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
-        """X' x_3 mix^T: the slices of what is left, summed with the weights of `mix`."""
-        left, right, others = self.taken
+        """X' x_3 mix^T: the slices of the residual, summed with the weights of `mix`."""
+        left, right, others = self.other_factors
         weighted = (self.tensor.left * mix[:, None, None]).flatten(0, 1)
         return weighted.T @ self.tensor.right.flatten(0, 1) - (left * (mix @ others)) @ right.T
 
@@ -126,7 +126,7 @@ class _Residual:
         whole = self.tensor.mix_products(self.tensor.project_left(left), self.tensor.project_right(right))
         if of_tensor:
             return whole
-        other_left, other_right, other_mix = self.taken
+        other_left, other_right, other_mix = self.other_factors
         return whole - other_mix @ ((other_left.T @ left) * (other_right.T @ right))
 
 
@@ -152,14 +152,14 @@ def _refit(residual: _Residual, literal: bool, inner_sweeps: int) -> BlockTerms:
 
 
 def _leading(matrix: Float[Tensor, "rows columns"], rank: int) -> tuple[Tensor, Tensor]:
-    """The leading singular directions on both sides; columns of zeros where the matrix has no more."""
+    """Returns the leading singular vectors of both sides, padded with zero columns if the matrix has fewer."""
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     missing = max(rank - left.shape[1], 0)
     return pad(left[:, :rank], (0, missing)), pad(right[:rank].T, (0, missing))
 
 
 def _slice_gram(tensor: FactoredTensor) -> Float[Tensor, "slices slices"]:
-    """The inner products <X_g, X_h> of the slices."""
+    """Returns the inner products <X_g, X_h> of the slices."""
     slices, inner, _ = tensor.left.shape
     left, right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
     return ((left @ left.T) * (right @ right.T)).view(slices, inner, slices, inner).sum((1, 3))

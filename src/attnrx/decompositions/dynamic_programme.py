@@ -1,4 +1,4 @@
-"""Sharing out a total rank by measured losses: the best of all allocations, whatever shape the losses have."""
+"""Rank allocation by measured losses: the exact optimum for losses of any shape."""
 
 import numpy as np
 import torch
@@ -9,28 +9,27 @@ from attnrx.shapes import Float, Tensor
 
 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
-    """Returns every unit a rank so that the ranks sum to `total` and the sum of `loss[unit, rank]` is the least.
+    """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
 
-    A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far: the losses may rise
-    and fall as they were measured. `loss` has one column per rank, 0 to the number of directions. Among allocations of
-    equal loss, the first units get the larger ranks.
+    A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far; the losses need not be
+    monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
+    with larger ranks in the first units is returned.
 
     Args:
-        loss: of each unit at each rank, in any unit that adds up, such as a KL divergence.
+        loss: of each unit at each rank, in an additive unit such as nats of KL divergence.
         total: the sum of all ranks, exactly.
         multiple: every rank is a multiple of it; it must divide the number of directions.
         minimum: the smallest rank of a unit, rounded up to `multiple`.
 
     Raises:
-        InvalidInput: for a total that is out of reach, a multiple that divides nothing, losses that are not finite.
+        InvalidInput: The total is out of range, `multiple` does not divide, or losses are not finite.
     """
     units, most = loss.shape[0], loss.shape[1] - 1
     floor = -(-minimum // max(multiple, 1))
     _require_sensible(loss, total, multiple, minimum)
     if not units * floor * multiple <= total <= units * most:
         raise InvalidInput(
-            f"a total rank of {total} is out of reach: the units take between {units * floor * multiple} "
-            f"and {units * most}."
+            f"a total rank of {total} is out of range: give between {units * floor * multiple} and {units * most}."
         )
     choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]
     steps = _cheapest(choices.numpy(), total // multiple - units * floor)
@@ -38,21 +37,21 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
 
 def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
-    """Spends exactly `budget` steps over the units of a loss [units, steps + 1] at the least sum."""
+    """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
     widest = loss.shape[1] - 1
     best = np.full(budget + 1, np.inf)
     best[0] = 0.0
-    chosen = []
+    best_steps = []
     for own in loss:
-        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin takes the first of
-        # equals, where torch's may take any.
+        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the
+        # first of equal values, torch's may return any of them.
         padded = np.concatenate([np.full(widest, np.inf), best])
         sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + own
-        chosen.append(sums.argmin(1))
+        best_steps.append(sums.argmin(1))
         best = sums.min(1)
     steps = []
-    for taken in reversed(chosen):
-        steps.append(int(taken[budget]))
+    for unit_steps in reversed(best_steps):
+        steps.append(int(unit_steps[budget]))
         budget -= steps[-1]
     return steps[::-1]
 
@@ -66,4 +65,4 @@ def _require_sensible(loss: Tensor, total: int, multiple: int, minimum: int) -> 
     require_multiple(multiple, most, "the directions of a unit")
     require_multiple(multiple, total, "the total rank")
     if not 0 <= minimum <= most:
-        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested of them.")
+        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested.")

@@ -1,4 +1,4 @@
-"""The error-preserving correction of a canonical decomposition (CPD-EPC): terms that cancel less, at the same error."""
+"""The error-preserving correction of a canonical decomposition (CPD-EPC): less cancellation at the same error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from attnrx.decompositions.factored import FactoredTensor
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
 
-# The smallest relative error that a bound can name: its square must stand clear of the rounding of || Y ||^2.
+# The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
 SMALLEST_BOUND = 1e-6
 _MARGIN = 64 * torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
 class _Objective:
-    """What is made small: its value, and the squared weight of each column of a factor, the other two held fixed."""
+    """The minimized quantity: its value, and the squared weight of each column of a factor for two fixed factors."""
 
     value: Callable[[Canonical], float]
     column_weights: Callable[[Tensor, Tensor], Float[Tensor, "rank"]]
@@ -53,11 +53,11 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class CorrectionSchedule:
-    """The knobs of CPD-EPC: alternating least squares, a correction, and least squares again from there.
+    """The options of CPD-EPC: alternating least squares, a correction, and least squares from the corrected terms.
 
     `sweeps` and `tolerance` are those of each least-squares run, `correction_sweeps` and `correction_tolerance` those
-    of the correction of `objective`. With `finish` a last correction follows: the terms least hurt by rounding and
-    easiest to train on, at the final error.
+    of the correction of `objective`. With `finish` a last correction follows: at the final error, its terms are the
+    least sensitive to rounding and the easiest to train.
     """
 
     sweeps: int = 200
@@ -91,10 +91,10 @@ def epc(
 ) -> Canonical:
     """Lowers the objective while the relative error stays at or below `bound`, by default the error of the start.
 
-    No update is taken that raises the objective, none that leaves the bound. The result is balanced; its trace holds
-    errors and objectives per sweep. Stops after `sweeps`, or when one lowers the objective
-    by less than `tolerance` of itself. An error below SMALLEST_BOUND may rise to it. Raises InvalidInput on a bound
-    that the start does not keep or that rounding hides, and UnknownName on another objective.
+    No update is accepted that raises the objective or violates the bound. The result is balanced; its trace has the
+    errors and objectives per sweep. Stops after `sweeps`, or when a sweep lowers the objective by less than `tolerance`
+    of itself. An error below SMALLEST_BOUND may rise to it. Raises InvalidInput for a bound below the error of the
+    start or below SMALLEST_BOUND, and UnknownName for another objective.
     """
     check_fit(tensor, start)
     check_sweeps(sweeps, tolerance)
@@ -125,7 +125,7 @@ def cpd_epc(
 ) -> Canonical:
     """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
 
-    `start` and `seed` are those of `als`. The trace is that of the last run. The error is at most that of the first one
+    `start` and `seed` are those of `als`. The trace is that of the last run. The error is at most that of the first run
     (or SMALLEST_BOUND).
     """
     schedule = schedule or CorrectionSchedule()
@@ -139,7 +139,7 @@ def _sweep(
     tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float, goal: _Objective
 ) -> tuple[Canonical, Tensor, float]:
     left, right, mix = terms.factors
-    # Rounding of the squared error, which may not use up the bound, grows with what cancels.
+    # The margin is the rounding of the squared error, which grows with the terms that cancel.
     bound = bound - _MARGIN * (tensor.square + _squared_strength(terms))
     left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), (tensor.square, bound), goal)
     left_projection = tensor.project_left(left)
@@ -154,7 +154,7 @@ def _sweep(
 def _updated(
     old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float], goal: _Objective
 ) -> tuple[Tensor, float]:
-    """Returns the factor after its bounded update, unless that raises the objective, and the squared error with it."""
+    """Returns the factor after its bounded update, unchanged if that raises the objective, and the squared error."""
     (other, another), (square, bound) = others, squares
     normal, weights = (other.T @ other) * (another.T @ another), goal.column_weights(other, another)
     new = bounded_update(normal, products, weights, square, bound)

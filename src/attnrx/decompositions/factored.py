@@ -1,4 +1,4 @@
-"""A third-order tensor held as the products of thin factors, slice by slice, and what a decomposition needs of it."""
+"""A third-order tensor stored as products of thin factors per slice, with the operations of the decompositions."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,19 +8,19 @@ import torch
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# Below this relative error, the difference of large squares has lost too many digits to be trusted.
+# Below this relative error, too many digits of the difference of large squares cancel.
 _RESOLVED = 1e-3
-# Smaller than this share of the largest eigenvalue, a normal matrix carries rounding only.
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-13
 
 
 @dataclass(frozen=True)
 class FactoredTensor:
-    """Slices Y_h = left_h^T right_h, of shape rows x columns, that are never formed.
+    """Slices Y_h = left_h^T right_h of shape rows x columns, which are never formed.
 
-    Computed in float64, without gradients. Ranks may differ from slice to slice: rows of zeros in `left` and `right`
-    add nothing. The cost of a product with R terms is one matrix product of rows x (slices * inner) x R. Raises
-    InvalidInput on shapes that do not fit, empty factors and values that are not finite.
+    Computed in float64, without gradients. Slices may have different ranks: zero rows in `left` and `right` contribute
+    nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises InvalidInput for
+    shapes that do not fit, empty factors and values that are not finite.
     """
 
     left: Float[Tensor, "slices inner rows"]
@@ -86,9 +86,9 @@ class FactoredTensor:
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
     ) -> float:
-        """Returns || Y - [[A, B, C]] || / || Y ||, accurate however small it is; 0 if both are zero.
+        """Returns || Y - [[A, B, C]] || / || Y ||, accurate for small errors too; 0 if both are zero.
 
-        A zero tensor has no relative error: for terms that are not zero the answer is then infinite.
+        If only the tensor is zero, the result is infinite.
         """
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
         square = self.square - 2 * self.inner_product(left, right, mix) + terms
@@ -105,7 +105,7 @@ class FactoredTensor:
     ]:
         """Returns the singular value decomposition of every slice, from two thin QRs and one small SVD.
 
-        As many triples as the smallest of inner, rows and columns, largest first.
+        There are min(inner, rows, columns) triples per slice, in descending order.
         """
         basis_left, small_left = torch.linalg.qr(self.left.mT)
         basis_right, small_right = torch.linalg.qr(self.right.mT)
@@ -113,7 +113,7 @@ class FactoredTensor:
         return basis_left @ left, strength, basis_right @ right.mT
 
     def dense(self) -> Float[Tensor, "rows columns slices"]:
-        """Forms the tensor: for tests, and for nothing else."""
+        """Returns the dense tensor; for tests only."""
         return torch.einsum("hdi,hdj->ijh", self.left, self.right)
 
     @property
@@ -125,7 +125,7 @@ class FactoredTensor:
         return self.right.flatten(0, 1)
 
     def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
-        # Orthogonal reduction instead of squares: the digits that cancel are never formed.
+        # Orthogonal reduction instead of squares, so that no digits cancel.
         slices = mix.shape[0]
         rows = torch.cat([self.left.mT, left.expand(slices, -1, -1)], -1)
         columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
@@ -139,7 +139,7 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
     if values.numel() == 0:
         raise InvalidInput(f"{name} is empty (shape {tuple(values.shape)}); give at least one row, column and term.")
     if not bool(torch.isfinite(values).all()):
-        raise InvalidInput(f"{name} holds values that are not finite; look where they came from.")
+        raise InvalidInput(f"{name} holds values that are not finite; check how it was computed.")
     return values
 
 
@@ -148,20 +148,20 @@ def solve_normal(
 ) -> Float[Tensor, "size rank"]:
     """Returns products normal^-1 for a positive semidefinite matrix: a least-squares step.
 
-    Cholesky where it is safe, otherwise the smallest solution by eigenvalues. Nothing is added to the diagonal, so
-    that the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
+    Uses Cholesky if it is numerically safe, otherwise the smallest solution by eigenvalues. Nothing is added to the
+    diagonal, so the step is the exact minimum. Expects a diagonal near one: rescale the columns first.
     """
     lower, failed = torch.linalg.cholesky_ex(normal)
     pivots = lower.diagonal()
     if not int(failed) and float(pivots.min()) ** 2 > _NULL * float(pivots.max()) ** 2:
         return torch.cholesky_solve(products.T, lower).T
     values, vectors = torch.linalg.eigh(normal)
-    seen = values > _NULL * values[-1].clamp_min(0)
-    return (products @ vectors[:, seen] / values[seen]) @ vectors[:, seen].T
+    significant = values > _NULL * values[-1].clamp_min(0)
+    return (products @ vectors[:, significant] / values[significant]) @ vectors[:, significant].T
 
 
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
-    """Returns the columns at length one and their lengths; a column of zeros stays, with length zero."""
+    """Returns the columns at unit length and their lengths; a zero column is unchanged and has length zero."""
     length = matrix.norm(dim=0)
     return matrix / torch.where(length > 0, length, torch.ones_like(length)), length
 

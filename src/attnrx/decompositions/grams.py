@@ -1,16 +1,16 @@
-"""Second moments as they come from data: checked, and as a factor whose square they are."""
+"""Second moments (Gram matrices): validation, spectra and factors."""
 
 import torch
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# The largest asymmetry or negative eigenvalue of a Gram, as a share of its size, that is rounding (float32 sums).
+# Asymmetries and negative eigenvalues up to this share of a Gram's size are rounding (float32 sums).
 TOLERANCE = 1e-5
 
 
 def checked_gram(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "heads d d"]:
-    """Returns the symmetric part in float64; raises InvalidInput where it is not finite, square or symmetric."""
+    """Returns the symmetric part in float64; raises InvalidInput if it is not finite, square or symmetric."""
     require_finite(gram, what)
     if gram.shape[-1] != gram.shape[-2]:
         raise InvalidInput(f"the {what} must be square, found {list(gram.shape)}.")
@@ -31,7 +31,7 @@ def gram_spectrum(
 
 
 def gram_factor(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "heads d d"]:
-    """Returns R with R^T R = gram, by the eigenvectors of its correlations: badly scaled features keep their digits."""
+    """Returns R with R^T R = gram, from the correlations, so that badly scaled features keep their precision."""
     epsilon = torch.finfo(gram.dtype).eps
     gram = checked_gram(gram, what)
     if gram.numel() == 0:
@@ -46,9 +46,9 @@ def gram_factor(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "h
 
 
 def require_finite(values: Tensor, what: str) -> None:
-    """Raises InvalidInput where a value is infinite or not a number."""
+    """Raises InvalidInput if a value is infinite or NaN."""
     if not bool(torch.isfinite(values).all()):
-        raise InvalidInput(f"the {what} holds values that are not finite; look for an overflow where it was made.")
+        raise InvalidInput(f"the {what} holds values that are not finite; check its computation for an overflow.")
 
 
 def _require_semidefinite(values: Float[Tensor, "heads d"], gram: Float[Tensor, "heads d d"], what: str) -> None:
@@ -57,5 +57,5 @@ def _require_semidefinite(values: Float[Tensor, "heads d"], gram: Float[Tensor, 
 
 
 def _size(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads 1"]:
-    """Returns the largest entry of each Gram, 0 where it has none."""
+    """Returns the largest entry of each Gram, 0 if it is empty."""
     return gram.abs().flatten(1).amax(1, keepdim=True) if gram.numel() else gram.new_zeros(gram.shape[0], 1)

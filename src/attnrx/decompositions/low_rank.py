@@ -1,4 +1,4 @@
-"""A linear map as two thinner ones: the best of every rank, on the weights or on the data that goes through it."""
+"""Low-rank linear maps as two factors: the optimum of every rank, for the weights or for the data."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,18 @@ from attnrx.decompositions.grams import checked_gram, gram_spectrum, require_fin
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# A direction with less than this share of the strongest one's strength is rounding.
+# A direction with less than this share of the largest strength is rounding.
 NULL_SHARE = 1e-13
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The map x -> second @ (first @ x) + bias that stands for x -> weight @ x + bias; float64, nested in the rank.
+    """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias; float64, nested in the rank.
 
-    `strength` is what each direction adds in the metric of the method, descending, zero where it sees nothing. All
-    min(outputs, inputs) are listed whatever the rank: the squared error in that metric is the sum of their squares
-    beyond the rank. The bias follows the rank where a mean is matched: it is center + second @ shift.
+    `strength` is the contribution of each direction in the metric of the method, descending, zero for directions
+    without energy in it. All min(outputs, inputs) strengths are listed for every rank: the squared error in that metric
+    is the sum of their squares beyond the rank. If a mean is matched, the bias depends on the rank: it is center +
+    second @ shift.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -34,26 +35,26 @@ class LowRank:
 
     @property
     def weight(self) -> Float[Tensor, "outputs inputs"]:
-        """The matrix that the two factors stand for."""
+        """The product of the two factors."""
         return self.second @ self.first
 
     @property
     def bias(self) -> Float[Tensor, "outputs"] | None:
-        """The bias that goes with this rank, None where the original has none and no mean was matched."""
+        """The bias for this rank, None if the original has none and no mean was matched."""
         if self.center is None or self.shift is None:
             return self.center
         return self.center + self.second @ self.shift
 
     def truncated(self, rank: int) -> "LowRank":
-        """Keeps the first `rank` directions; raises InvalidInput for more than there are, or for fewer than none."""
+        """Returns the map with the first `rank` directions; raises InvalidInput for a rank out of range."""
         if not 0 <= rank <= self.rank:
-            raise InvalidInput(f"rank {rank} was requested of a map that holds {self.rank} directions.")
+            raise InvalidInput(f"rank {rank} was requested, but this map has {self.rank} directions.")
         shift = None if self.shift is None else self.shift[:rank]
         return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.center, shift)
 
 
 def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
-    """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias stays."""
+    """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias is unchanged."""
     weight, bias = checked_map(weight, bias)
     left, strength, right = torch.linalg.svd(weight, full_matrices=False)
     return LowRank(strength[:, None] * right, left, strength, bias)
@@ -67,13 +68,12 @@ def activation_aware(
 ) -> LowRank:
     """Returns the map of every rank with the least E |y - y'|^2 over inputs of this second moment.
 
-    The outputs are projected on the leading eigenvectors V of W M W^T: y' = V V^T W x + b. With the mean of the
-    inputs, their covariance takes the place of M and the mean of the outputs is matched by the bias:
-    y' = V V^T (W x + b - mu) + mu with mu = W mean + b, the best affine map of the rank. M may be singular: full rank
-    is the original map all the same, for any input.
+    The outputs are projected on the leading eigenvectors V of W M W^T: y' = V V^T W x + b. With the mean of the inputs,
+    their covariance replaces M, and the bias matches the mean of the outputs: y' = V V^T (W x + b - mu) + mu with mu =
+    W mean + b, the best affine map of the rank. M may be singular: full rank is still the original map for any input.
 
     Raises:
-        InvalidInput: for shapes that do not match, and moments that are not finite, symmetric and semidefinite.
+        InvalidInput: Shapes do not match, or moments are not finite, symmetric and semidefinite.
     """
     weight, bias = checked_map(weight, bias)
     moment = _checked_moment(moment, weight.shape[1], "moment of the inputs")
@@ -92,11 +92,11 @@ def output_pca(
 ) -> LowRank:
     """Returns the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
 
-    y' = V V^T (W x + b - mu) + mu, with V the leading eigenvectors of the covariance. What the statistics hold outside
-    the range of W, where no output can go, is left out.
+    y' = V V^T (W x + b - mu) + mu, with V the leading eigenvectors of the covariance. Statistics outside the range of
+    W, which no output can have, are discarded.
 
     Raises:
-        InvalidInput: for shapes that do not match, and covariances that are not finite, symmetric and semidefinite.
+        InvalidInput: Shapes do not match, or the covariance is not finite, symmetric and semidefinite.
     """
     weight, bias = checked_map(weight, bias)
     covariance = _checked_moment(covariance, weight.shape[0], "covariance of the outputs")
@@ -109,12 +109,12 @@ def output_pca(
 
 
 def pays(rank: int, outputs: int, inputs: int) -> bool:
-    """Says whether two factors of this rank have fewer entries, and multiply-adds, than the matrix they stand for."""
+    """Whether two factors of this rank have fewer entries and MACs than the matrix that they replace."""
     return rank < break_even_rank(outputs, inputs)
 
 
 def break_even_rank(outputs: int, inputs: int) -> float:
-    """Returns the rank at which two factors cost what the matrix costs, outputs * inputs / (outputs + inputs)."""
+    """Returns the rank at which two factors cost as much as the matrix: outputs * inputs / (outputs + inputs)."""
     if outputs < 1 or inputs < 1:
         raise InvalidInput(f"a matrix needs a positive number of outputs and inputs, found {outputs} and {inputs}.")
     return outputs * inputs / (outputs + inputs)
@@ -123,7 +123,7 @@ def break_even_rank(outputs: int, inputs: int) -> float:
 def checked_map(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs"] | None]:
-    """Returns both in float64; raises InvalidInput unless they are finite, not empty, and match."""
+    """Returns both in float64; raises InvalidInput if they are empty, not finite or of different sizes."""
     if weight.ndim != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
         found = "no bias" if bias is None else f"a bias {list(bias.shape)}"
         raise InvalidInput(f"a map needs a weight [outputs, inputs], found {list(weight.shape)} with {found}.")
@@ -137,9 +137,9 @@ def checked_map(
 def reachable(
     weight: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
-    """Returns an orthonormal basis of all outputs that a matrix can make, and the matrix in that basis.
+    """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
 
-    A square rotation in that basis rewrites the matrix exactly, for any data; one of a larger space would not.
+    A square rotation in that basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
     """
     outputs, inputs = weight.shape
     if outputs > inputs:
@@ -151,12 +151,14 @@ def reachable(
 def order_unseen(
     vectors: Float[Tensor, "most most"], strength: Float[Tensor, "most"], inner: Float[Tensor, "most inputs"]
 ) -> Float[Tensor, "most most"]:
-    """Turns the directions that a metric does not see, so that they descend in what they add to the matrix itself."""
-    seen = int((strength > NULL_SHARE * strength[0]).sum())
-    if seen == len(strength):
+    """Rotates the null directions of a metric so that they descend in their contribution to the matrix itself."""
+    num_significant = int((strength > NULL_SHARE * strength[0]).sum())
+    if num_significant == len(strength):
         return vectors
-    null = vectors[:, seen:]
-    return torch.cat([vectors[:, :seen], null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1)
+    known, null = vectors[:, :num_significant], vectors[:, num_significant:]
+    return torch.cat(
+        [vectors[:, :num_significant], null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1
+    )
 
 
 def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor | None) -> LowRank:
@@ -169,10 +171,9 @@ def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor
 
 
 def _directions(moment: Tensor, bound: Tensor, inner: Tensor) -> tuple[Float[Tensor, "most"], Float[Tensor, "most _"]]:
-    """Returns strengths and directions of outputs of this moment, whose rounding is that of numbers as large as
-    `bound`.
+    """Returns the strengths and directions of outputs of this moment.
 
-    A strength that is no larger than this rounding is zero.
+    Strengths within the rounding of numbers as large as `bound` are zero.
     """
     values, vectors = gram_spectrum(moment[None], "moment of the data")
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound

@@ -1,4 +1,4 @@
-"""Published ways to factor a linear map, to be compared with: ASVD, FWSVD and SVD-LLM, from their equations."""
+"""Published low-rank factorizations as baselines: ASVD, FWSVD and SVD-LLM, from their equations."""
 
 import torch
 
@@ -7,7 +7,7 @@ from attnrx.decompositions.low_rank import LowRank, checked_map, order_unseen, r
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# Features that were never seen get this share of the largest scale, so that every scale has an inverse.
+# The smallest scale, as a share of the largest: features that are always zero need an invertible scale, too.
 SMALLEST_SCALE = 1e-6
 
 
@@ -23,12 +23,12 @@ def asvd(
 
     Args:
         weight: the matrix of the map.
-        bias: its bias, which stays.
+        bias: its bias, which is unchanged.
         magnitude: the mean of |x| of every input feature, over calibration data.
         alpha: 0 is the plain SVD.
 
     Raises:
-        InvalidInput: for magnitudes that are negative, not finite or of another number than the inputs.
+        InvalidInput: Magnitudes are negative, not finite or not one per input.
     """
     weight, bias = checked_map(weight, bias)
     scale = _scales(magnitude, weight.shape[1], "mean magnitude of the inputs").pow(alpha)
@@ -44,18 +44,18 @@ def fwsvd(
 ) -> LowRank:
     """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
 
-    Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). That paper writes a layer as x W + b, with a matrix
-    [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. So `side` is "inputs":
-    here, where a weight is [outputs, inputs], the sums run over the outputs and D scales the inputs. "outputs" is the
-    other reading, of rows of the weight as it is stored. Of all maps of the rank it has the least |(W - W') D|, or
-    |D (W - W')| for "outputs".
+    Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b, with a matrix
+    [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. The default `side="inputs"`
+    follows it: for a weight [outputs, inputs] the sums run over the outputs, and D scales the inputs. "outputs" sums
+    the rows of the weight as stored. Of all maps of the rank it has the least |(W - W') D|, or |D (W - W')| for
+    "outputs".
 
     Raises:
-        InvalidInput: for another side, and information that is negative, not finite or of another shape.
+        InvalidInput: Another side, or information that is negative, not finite or of another shape.
     """
     weight, bias = checked_map(weight, bias)
     if side not in ("outputs", "inputs"):
-        raise InvalidInput(f'side says what a row is, "outputs" or "inputs", found {side!r}.')
+        raise InvalidInput(f'side={side!r}: choose "outputs" or "inputs".')
     if fisher.shape != weight.shape:
         raise InvalidInput(f"the Fisher information must be {list(weight.shape)}, found {list(fisher.shape)}.")
     rows = fisher.detach().double().sum(1 if side == "outputs" else 0)
@@ -73,11 +73,11 @@ def svd_llm(
 ) -> LowRank:
     """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
 
-    SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it is the optimum of `activation_aware` without a
-    mean, by a longer way; a singular one gets a ridge of 1e-12 of its trace, where the optimum needs none.
+    SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware` without
+    a mean; a singular M gets a ridge of 1e-12 of its trace, which that optimum does not need.
 
     Raises:
-        InvalidInput: for moments that are not finite, symmetric and semidefinite, or zero.
+        InvalidInput: The moment is zero, or not finite, symmetric and semidefinite.
     """
     weight, bias = checked_map(weight, bias)
     moment = checked_gram(moment[None], "moment of the inputs")[0]
@@ -98,7 +98,7 @@ def _scaled_inputs(weight: Tensor, bias: Tensor | None, scale: Tensor) -> LowRan
     basis, inner = reachable(weight)
     vectors, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
     turn = order_unseen(vectors, strength, inner)
-    # U^T W is diag(s) V^T S^-1 without the division: full rank stays exact however small a scale is.
+    # U^T W equals diag(s) V^T S^-1 without the division, so full rank is exact for any scale.
     return LowRank(turn.mT @ inner, basis @ turn, strength, bias)
 
 

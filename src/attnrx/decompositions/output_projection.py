@@ -1,4 +1,4 @@
-"""The readout of concatenated heads, W o + b, with fewer features a head: directions, then W refit for all heads."""
+"""Output projections with fewer features per head: directions of every head, then a joint refit of the weight."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from attnrx.decompositions.grams import checked_gram, require_finite
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
 
-# Kept features are copies of one another where their correlations have eigenvalues below this share of the largest,
-# and still where their energy is below this share of what the features they are made of have.
+# Kept features are duplicates if the eigenvalues of their correlations are below this share of the largest one, or if
+# their energy is below this share of the energy of the features that they combine.
 COPY_SHARE = 1e-12
 
 
 @dataclass(frozen=True)
 class Circuit:
-    """A readout y = weight @ o + bias of the concatenated outputs o of `heads` heads, and the statistics of o.
+    """An output projection y = weight @ o + bias of `heads` concatenated head outputs o, and the statistics of o.
 
-    `covariance` is E (o - mean)(o - mean)^T over all heads together, features ordered head by head. Everything becomes
-    float64. Raises InvalidInput for shapes that do not match, and for statistics that are not finite or symmetric.
+    `covariance` is E (o - mean)(o - mean)^T over all heads together, features ordered head by head. Stored in float64.
+    Raises InvalidInput for shapes that do not match, and for statistics that are not finite or symmetric.
     """
 
     weight: Float[Tensor, "width features"]
@@ -33,8 +33,8 @@ class Circuit:
         shapes = [tuple(self.covariance.shape), tuple(self.mean.shape)]
         if shapes != [(features, features), (features,)] or self.heads < 1 or features % self.heads:
             raise InvalidInput(
-                f"a readout of {features} features needs a covariance and a mean of as many, and heads that divide "
-                f"them, found {shapes} and {self.heads} heads."
+                f"an output projection of {features} features needs a covariance and a mean of as many, and heads "
+                f"that divide them, found {shapes} and {self.heads} heads."
             )
         if self.bias is not None and self.bias.shape != (width,):
             raise InvalidInput(f"the bias must be [{width}], found {list(self.bias.shape)}.")
@@ -52,16 +52,16 @@ class Circuit:
 
     @property
     def energy(self) -> float:
-        """The mean squared distance of y from its mean: the error of a readout that keeps nothing but the mean."""
+        """The mean squared distance of y from its mean: the error of a projection that keeps only the mean."""
         return float((self.weight @ self.covariance @ self.weight.mT).trace())
 
 
 @dataclass(frozen=True)
 class Readout:
-    """A readout of fewer features: y' = weight @ p + bias, where p holds projection[h] @ o[h], head after head.
+    """An output projection of fewer features: y' = weight @ p + bias, where p concatenates projection[h] @ o[h].
 
-    `error` is E |y - y'|^2 over the statistics that it was made from. The projection of a head goes into what made
-    its output (rows of a value projection), as it is linear.
+    `error` is E |y - y'|^2 over the statistics of the fit. The projection of a head is linear and can be folded into
+    the rows of its value projection.
     """
 
     projection: tuple[Float[Tensor, "_ size"], ...]
@@ -71,10 +71,10 @@ class Readout:
 
 
 def readout_directions(circuit: Circuit) -> Balanced:
-    """Returns the directions of every head alone: balanced between the covariance of its output and its part of W.
+    """Returns the directions of every head, balanced between the covariance of its output and its columns of W.
 
-    Keeping the first r of a head is the best rank r for W^h o_h by itself, with an error of the squared strengths left
-    out. Errors of different heads need not add up, as heads are correlated: that is what `read_out` makes use of.
+    The first r directions of a head are the best rank r for W^h o_h alone, with the sum of the discarded squared
+    strengths as error. Errors of different heads need not add up, because heads are correlated; `read_out` uses that.
     """
     parts = circuit.weight.unflatten(1, (circuit.heads, -1)).transpose(0, 1)
     blocks = circuit.covariance.unflatten(0, (circuit.heads, -1)).unflatten(2, (circuit.heads, -1))
@@ -84,15 +84,14 @@ def readout_directions(circuit: Circuit) -> Balanced:
 def read_out(
     circuit: Circuit, directions: Balanced, keep: Bool[Tensor, "heads directions"], *, joint: bool = True
 ) -> Readout:
-    """Keeps some directions of every head, and refits W to them by least squares over all heads at once.
+    """Keeps some directions of every head and refits W by least squares over all heads jointly.
 
-    With K the kept projections side by side and W0 what each head by itself makes of them,
-    W' = W0 + (W - W0 K) C K^T (K C K^T)^+ is a minimum of E |W o - W' K o - constant|^2, and the one nearest to W0
-    where kept features are copies: so nothing moves when everything is kept. The mean is matched in the bias. With
-    `joint` off, W' = W0.
+    With K the concatenated kept projections and W0 the weight of every head fitted alone, W' = W0 + (W - W0 K) C K^T (K
+    C K^T)^+ is a minimum of E |W o - W' K o - constant|^2, the one nearest to W0 if kept features are duplicates: so
+    nothing changes if everything is kept. The bias matches the mean. With `joint=False`, W' = W0.
 
     Raises:
-        InvalidInput: for directions or a choice of other shape than the circuit.
+        InvalidInput: Directions or `keep` of another shape than the circuit.
     """
     shape = (circuit.heads, circuit.size)
     if tuple(directions.strength.shape) != shape or tuple(keep.shape) != shape:
@@ -124,7 +123,7 @@ def _regression(
     moved = given @ covariance
     moment = moved @ given.mT
     energy = moment.diagonal().clamp_min(0)
-    # A feature that the data never moves has rounding for its energy, in proportion to what could have moved it.
+    # The energy of a constant feature is rounding, in proportion to the energy of the features that it combines.
     alive = energy > COPY_SHARE * (given.square() @ covariance.diagonal().clamp_min(0))
     unit = torch.where(alive, energy.rsqrt(), 0)
     inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)

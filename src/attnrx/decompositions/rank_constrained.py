@@ -1,4 +1,4 @@
-"""Ranks by constrained training (Eq. 7): a mix that is never negative and, in the end, has one owner a column."""
+"""Ranks by constrained training (Eq. 7): a nonnegative mix that ends with one owner per column."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from attnrx.shapes import Float, Tensor
 
 @dataclass(frozen=True)
 class ConstrainedFit:
-    """The knobs of `constrained_blocks`: steps of Adam, their size, and the weight that the penalty grows to."""
+    """The options of `constrained_blocks`: steps of Adam, learning rate, and the final weight of the penalty."""
 
     steps: int = 400
     learning_rate: float = 3e-3
@@ -25,10 +25,10 @@ class ConstrainedFit:
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
-    """Returns the nearest mix whose columns have no negative value and length one; for after each training step.
+    """Returns the nearest mix whose columns are nonnegative and of unit length; for use after each training step.
 
-    With length one and nothing negative, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A
-    column with nothing positive becomes its largest value alone.
+    For such a mix, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A column without a positive
+    value becomes one-hot at its largest value.
     """
     positive = mix.clamp_min(0)
     largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
@@ -39,18 +39,18 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
 def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
     """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
 
-    Zero if and only if each column has at most one value that is not zero; at most rank * (slices - 1). The length of
-    the columns does not matter.
+    Zero if and only if each column has at most one nonzero value; at most rank * (slices - 1). The length of the
+    columns has no effect.
     """
     square = mix.square().sum(0)
-    seen = square > 0
-    return (mix.abs().sum(0)[seen].square() / square[seen] - 1).sum()
+    nonzero = square > 0
+    return (mix.abs().sum(0)[nonzero].square() / square[nonzero] - 1).sum()
 
 
 def owned_blocks(tensor: FactoredTensor, terms: Canonical) -> BlockTerms:
-    """Ends the constrained training: hard owners by the largest value, then the best terms of each slice anew.
+    """Returns the blocks after constrained training: owners by the largest value, then the best terms of each slice.
 
-    A slice that owns more terms than it can use gets all that it can, so that the ranks may sum to less.
+    The rank of a slice is limited to the rank at which it is exact, so the ranks may sum to less.
     """
     check_fit(tensor, terms)
     rows, columns, _ = tensor.shape
@@ -61,14 +61,14 @@ def owned_blocks(tensor: FactoredTensor, terms: Canonical) -> BlockTerms:
 def constrained_blocks(tensor: FactoredTensor, start: Canonical, *, knobs: ConstrainedFit | None = None) -> BlockTerms:
     """Solves Eq. 7 for the error of the tensor alone, as a reference: gradient steps, projection, growing penalty.
 
-    The loss is the squared relative error plus the mean penalty of a column, whose weight grows linearly to
-    `knobs.penalty`. Ends with `owned_blocks`. Can never beat the water-filled blocks of the same total rank, which
-    are the best with one owner a term: on the weights alone those are the better and cheaper choice.
+    The loss is the squared relative error plus the mean penalty per column, whose weight grows linearly to
+    `knobs.penalty`. Ends with `owned_blocks`. The result is never better than the water-filled blocks of the same total
+    rank, which are optimal with one owner per term and cheaper to compute.
     """
     knobs = knobs or ConstrainedFit()
     check_fit(tensor, start)
     if tensor.square == 0:
-        raise InvalidInput("a tensor of zeros has no owners to be found.")
+        raise InvalidInput("a tensor of zeros has no owners; give a tensor with a nonzero entry.")
     left, right, mix = (factor.requires_grad_() for factor in _signed(start, tensor.norm))
     optimizer = torch.optim.Adam([left, right, mix], lr=knobs.learning_rate)
     for step in range(knobs.steps):
@@ -84,7 +84,7 @@ def constrained_blocks(tensor: FactoredTensor, start: Canonical, *, knobs: Const
 
 
 def _signed(start: Canonical, norm: float) -> list[Tensor]:
-    # The sign and the length of a column of the mix may go to the left: then clamping loses least.
+    # The sign and the length of each mix column move to `left`, so that clamping loses least.
     peak = start.mix.gather(0, start.mix.abs().argmax(0)[None])[0]
     sign = torch.where(peak < 0, -1.0, 1.0).to(peak.dtype)
     mix, length = unit_columns(start.mix * sign)
@@ -93,7 +93,7 @@ def _signed(start: Canonical, norm: float) -> list[Tensor]:
 
 
 def _squared_error(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) -> Float[Tensor, ""]:
-    """The squared relative error of terms that are scaled by the norm of the tensor."""
+    """Returns the squared relative error of terms that are scaled by the norm of the tensor."""
     products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
     terms = (left.T @ left) * (right.T @ right) * (mix.T @ mix)
     return 1 - 2 * (products * mix).sum() / tensor.norm + terms.sum()

@@ -1,11 +1,11 @@
-"""Least-squares strengths: the weights of given rank-one terms that come nearest to attention scores, over samples."""
+"""Least-squares strengths: the weights of given rank-one terms that best approximate attention scores over samples."""
 
 import torch
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
 
-# Smaller than this share of the largest eigenvalue, a normal matrix that was summed from float32 holds rounding only.
+# Eigenvalues of a normal matrix summed from float32 that are below this share of the largest one are rounding.
 _NULL = 1e-6
 
 
@@ -13,9 +13,9 @@ class StrengthFit:
     """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
 
     T are the scores of a reference and a_i = softmax(T_i) its attention. To second order the sum is twice the KL
-    divergence of the attention from the reference's: a constant per query is invisible to a softmax, and an error at a
-    key without attention is harmless. Memory is one square matrix of the number of terms per head, whatever the number
-    of samples.
+    divergence of the attention from the reference's: softmax ignores a constant per query, and errors at keys without
+    attention have no effect. Memory is one square matrix of the number of terms per head, independent of the number of
+    samples.
     """
 
     def __init__(self, heads: int, terms: int):
@@ -31,9 +31,9 @@ class StrengthFit:
         target: Float[Tensor, "batch heads queries keys"],
         scale: float,
     ) -> None:
-        """Adds one batch: the terms of every token, and the scores that they have to come near to."""
+        """Adds one batch: the terms of every token, and the target scores."""
         for sample in range(left.shape[0]):
-            # One sample at a time: its products are queries x keys x terms numbers.
+            # One sample at a time, to bound memory: its products have queries x keys x terms entries.
             lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)
             attention = target[sample].softmax(-1)
             root = attention.sqrt()
@@ -49,14 +49,12 @@ class StrengthFit:
     def solve(
         self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
     ) -> Float[Tensor, "heads terms"]:
-        """Returns the best strengths of the kept terms, zero elsewhere; what no sample determines stays as in `start`.
+        """Returns the best strengths of the kept terms, zero elsewhere; undetermined strengths remain as in `start`.
 
         The error is never above that of `start`, head by head.
         """
         if self.samples == 0:
-            raise InvalidInput(
-                "the least-squares strengths were requested before any sample was seen; give calibration data."
-            )
+            raise InvalidInput("the least-squares strengths need at least one observed sample; give calibration data.")
         start = torch.where(keep, start, 0).to(self.normal)
         strength = start.clone()
         for head, kept in enumerate(keep):
@@ -68,9 +66,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the square root of the sum, relative to that of strengths of zero, on the samples seen; zero where
-        the target is constant.
-        """
+        """Returns the root of the sum, relative to that of zero strengths, on the samples; zero for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

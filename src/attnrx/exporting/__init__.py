@@ -13,15 +13,13 @@ from torch import nn
 
 from attnrx.data import ImageData
 from attnrx.exporting import exported as _exported
-from attnrx.exporting.aot import AOTInductor
 from attnrx.exporting.exported import Exported, Images, is_exported
-from attnrx.exporting.format import Format
+from attnrx.exporting.format import Format, parse_format_text
 from attnrx.exporting.onnx import Onnx
 from attnrx.exporting.openvino import OpenVINO
 from attnrx.exporting.parity import Parity
-from attnrx.exporting.program import Program
+from attnrx.exporting.program import AOTInductor, Program
 from attnrx.exporting.quantized import Int8
-from attnrx.exporting.text import parse_format_text
 from attnrx.exporting.writing import DYNAMIC, ExportSubject, bare_subject, captured, write_exported
 from attnrx.model_data import images_for
 

@@ -1,13 +1,14 @@
-"""The base class of export formats, which write a captured program to a file and open the file."""
+"""The base class of export formats, and their text form."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 from attnrx.shapes import Float, Tensor
 
 Run = Callable[[Tensor], Tensor]
@@ -80,3 +81,21 @@ def to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+LANGUAGE = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=", InvalidInput)
+
+
+def parse_format_text(text: str, registry: Mapping[str, type[Format]]) -> Format:
+    """Parses one format; `registry` maps their names to classes."""
+    reader = _Reader(text)
+    name = reader.expect("name", "the name of a format")
+    if name.text not in registry:
+        raise UnknownName("format", name.text, registry)
+    knobs = reader.read_knobs(name, knobs_of(registry[name.text]))
+    reader.expect("end", "the end")
+    return registry[name.text](**knobs)
+
+
+class _Reader(KnobReader):
+    language = LANGUAGE

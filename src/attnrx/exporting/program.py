@@ -1,5 +1,6 @@
-"""A torch.export program, run by PyTorch without attnrx."""
+"""Formats of torch: torch.export programs and AOTInductor packages."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from attnrx.errors import NotSupported
 from attnrx.exporting.format import ROUNDING, Format, Run
 from attnrx.shapes import Tensor
 
@@ -27,3 +29,32 @@ class Program(Format):
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
         return torch.export.load(path).module()
+
+
+@dataclass(frozen=True)
+class AOTInductor(Format):
+    """An AOTInductor package: compiled for this kind of machine, loads in seconds, and also runs from C++.
+
+    Export needs a C++ compiler; the runtime needs the same version of PyTorch.
+    """
+
+    name: ClassVar[str] = "aotinductor"
+    suffix: ClassVar[str] = ".pt2"
+    writes_out: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
+    on_cuda: ClassVar[bool] = True
+    is_native_code: ClassVar[bool] = True
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        from torch._inductor import aoti_compile_and_package, config
+
+        compilers = [name for name in config.cpp.cxx if name]
+        if not any(shutil.which(name) for name in compilers):
+            raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")
+        aoti_compile_and_package(program, package_path=str(path))
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Loads the package; it uses torch's threads."""
+        from torch._inductor import aoti_load_package
+
+        return aoti_load_package(str(path))

@@ -1,5 +1,7 @@
 """The costs of an adopted model in closed form."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +10,38 @@ from torch import nn
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput
 from attnrx.models.adopted import Adopted
-from attnrx.models.counting import matrices, mlp_costs, norm_features, params
 from attnrx.models.low_rank_linear import rank_of
 from attnrx.models.token_costs import priced_tokens
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
+
+
+def params(module: nn.Module, without: tuple[str, ...] = ()) -> int:
+    """Returns the parameters of a module, except those of the submodules `without`."""
+    rest = sum(params(module.get_submodule(name)) for name in without)
+    return sum(parameter.numel() for parameter in module.parameters()) - rest
+
+
+def matrices(module: nn.Module) -> int:
+    """Returns the entries of all linear maps in a module: its MACs for one token."""
+    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def norm_features(module: nn.Module) -> int:
+    """Returns the features that a norm normalizes for one token; 0 for any other module."""
+    return math.prod(getattr(module, "normalized_shape", (0,)))
+
+
+def mlp_costs(mlp: nn.Module, tokens: int, changes: Iterable[tuple[nn.Module, int | None]] = ()) -> PartCosts:
+    """Returns the costs of an MLP, optionally with some of its maps in another rank (None: one matrix)."""
+    saved = sum(matrices(linear) - _entries(linear, rank) for linear, rank in changes)
+    return PartCosts(params(mlp) - saved, tokens * (matrices(mlp) - saved))
+
+
+def _entries(linear: nn.Module, rank: int | None) -> int:
+    inputs, outputs = int(linear.in_features), int(linear.out_features)  # type: ignore[arg-type]
+    return inputs * outputs if rank is None else rank * (inputs + outputs)
+
 
 Ranks = tuple[tuple[int | None, int | None], ...]
 

@@ -16,8 +16,8 @@ from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import TokenReduction, attach_tokens_, family_of
 from attnrx.models.blocks import block_names
 from attnrx.models.last_layer import last_layer_of
+from attnrx.planning.cost_correction import never_slower, never_slower_mlp
 from attnrx.planning.cost_table import CostTable
-from attnrx.planning.monotone_fit import never_slower, never_slower_mlp
 from attnrx.planning.space import TOKENS, Choices, Space
 from attnrx.progress import Log
 from attnrx.realization import realize

@@ -1,21 +1,19 @@
-"""Sensitivities: the divergence of the outputs caused by each choice of a plan, measured for one layer at a time.
-
-A plan adds up the sensitivities of its choices.
-"""
+"""Sensitivities: the effect of each choice alone on the outputs, measured from the changed layer on."""
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from attnrx.checks.fidelity import divergence
 from attnrx.models import Family, attach_tokens_, evaluating, family_of
 from attnrx.models.blocks import block_names
-from attnrx.planning.partial_forward import as_output, recorded, resumed
 from attnrx.planning.reference_outputs import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision
@@ -23,6 +21,58 @@ from attnrx.progress import Log
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import ALL_LAYERS, TokenPolicy
+
+
+@contextmanager
+def resumed(model: nn.Module, family: Family, given: Any, layer: int) -> Iterator[None]:
+    """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
+
+    With 0 the whole model runs. Hooks on the blocks still run.
+    """
+    blocks = [model.get_submodule(name) for name in block_names(model, family)[:layer]]
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            # `given` contains the whole batch: a hook on a block disables chunking.
+            stack.callback(block.register_forward_hook(_no_hook).remove)
+            stack.enter_context(_replaced(block, given if index == layer - 1 else None))
+        yield
+
+
+def _no_hook(module: nn.Module, given: Any, output: Any) -> None:
+    pass
+
+
+@contextmanager
+def _replaced(block: nn.Module, given: Any) -> Iterator[None]:
+    def forward(tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tokens if given is None else given
+
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward  # restores the method of the class
+
+
+@contextmanager
+def recorded(model: nn.Module, family: Family) -> Iterator[list[tuple[Any, Any]]]:
+    """Yields a list of (input, output) of every block, filled by forward passes; the caller must clear it."""
+    found: list[tuple[Any, Any]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found.append((args[0] if args else kwargs["hidden_states"], output))
+
+    with ExitStack() as stack:
+        for name in block_names(model, family):
+            handle = model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield found
+
+
+def as_output(tokens: Tensor, output: Any) -> Any:
+    """Returns tokens in the format of a block's output: a tensor, or the first element of a tuple."""
+    return tokens if isinstance(output, torch.Tensor) else (tokens, *output[1:])
+
 
 Weights = Mapping[str, np.ndarray]
 Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]

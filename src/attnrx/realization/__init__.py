@@ -1,8 +1,7 @@
 """Realizes prescriptions: the only package that changes a model."""
 
+from attnrx.realization.directions import compressed_spec
 from attnrx.realization.fitting import refitted
-from attnrx.realization.realizing import BY, NORMS, realize
-from attnrx.realization.shapes import compressed_spec
-from attnrx.realization.tokens import prescribed_tokens, realize_tokens_
+from attnrx.realization.realizing import BY, NORMS, prescribed_tokens, realize, realize_tokens_
 
 __all__ = ["BY", "NORMS", "compressed_spec", "prescribed_tokens", "realize", "realize_tokens_", "refitted"]

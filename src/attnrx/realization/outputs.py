@@ -9,7 +9,7 @@ from attnrx.attention import Attention
 from attnrx.errors import InvalidInput
 from attnrx.models import LowRankLinear
 from attnrx.prescription import OutputDecision
-from attnrx.realization.own_directions import value_features
+from attnrx.realization.directions import value_features
 from attnrx.shapes import Float, Tensor
 
 

@@ -1,7 +1,7 @@
-"""Realizes prescriptions as a mask or as a smaller model."""
+"""Realizes a prescription: ranks layer by layer, then the token policy."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,14 +11,65 @@ from attnrx.data import ImageData
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import LINEAR_MAPS
 from attnrx.model_data import images_for
-from attnrx.models import Family, family_of, model_fingerprint, require_all_tokens, shape_of
-from attnrx.prescription import LayerPrescription, Prescription
+from attnrx.models import (
+    Family,
+    TokenReduction,
+    attach_tokens_,
+    family_of,
+    model_fingerprint,
+    reduction_of,
+    require_all_tokens,
+    shape_of,
+)
+from attnrx.prescription import LayerPrescription, Prescription, TokenPrescription
+from attnrx.realization.directions import (
+    compressed_spec,
+    copy_own_,
+    copy_rewritten_,
+    copy_values_,
+    head_order,
+    mask_own_,
+    mask_rewritten_,
+)
 from attnrx.realization.fitting import nearest_candidate, refitted
 from attnrx.realization.outputs import compress_values_, compressed_linear, mask_linear_, mask_values_
-from attnrx.realization.own_directions import copy_own_, copy_values_, mask_own_
-from attnrx.realization.rewritten_directions import copy_rewritten_, mask_rewritten_
-from attnrx.realization.shapes import compressed_spec, head_order
-from attnrx.realization.tokens import realize_tokens_
+from attnrx.shapes import Tensor
+
+
+def prescribed_tokens(model: nn.Module) -> TokenPrescription:
+    """Returns the policy attached to a model as a prescription, with copies of its predictors where they are learned.
+
+    Predictors trained in one model can thus be realized together with other ranks.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model prunes and merges no tokens, so it has no policy to return.")
+    learned = {name: tensor.detach().cpu().clone() for name, tensor in reduction.stages.state_dict().items()}
+    return TokenPrescription.of(reduction.policy, learned if reduction.policy.reducer.learned else None)
+
+
+def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription, by: str, heads: int) -> None:
+    """Attaches the prescribed token policy to the model, in place."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tokens.seed)
+        reduction = attach_tokens_(model, family, tokens.policy, by, heads)
+    if tokens.predictors is not None:
+        _load_(reduction, tokens.predictors)
+
+
+def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in reduction.stages.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in predictors.items()}
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if wrong:
+        shape, first = reduction.shape, wrong[0]
+        raise InvalidInput(
+            f"the predictors of {reduction.policy} were made for another model: this one has width {shape.width} and "
+            f"{shape.heads} heads, so {first} is {expected.get(first, 'absent')}, and the prescription's is "
+            f"{found.get(first, 'absent')}. Train predictors for this model, or omit them for fresh ones."
+        )
+    reduction.stages.load_state_dict(dict(predictors))
+
 
 BY = ("mask", "compress")
 NORMS = ("renormalized", "exact", "refit")

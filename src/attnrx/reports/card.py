@@ -9,7 +9,7 @@ from attnrx.errors import InvalidInput
 from attnrx.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
-from attnrx.reports.sections.findings import has_severity
+from attnrx.reports.sections.section import has_severity
 from attnrx.reports.sections.verdict import sentence
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators

@@ -6,11 +6,9 @@ from typing import ClassVar
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_share
-from attnrx.rules.preconditions import read, read_spectrum
+from attnrx.rules.decisions import fewest_holding, keep_only
+from attnrx.rules.preconditions import read, read_spectrum, require_share
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import fewest_holding
 from attnrx.shapes import Float, Tensor
 
 

@@ -1,4 +1,4 @@
-"""Decisions and their reasons: one sentence per head, with the relevant numbers."""
+"""Decisions from masks: selected directions with their reasons and the bound of the masked scores."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,60 @@ import torch
 
 from attnrx.diagnostics.spectral_shape import energy
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.bounds import score_bound
-from attnrx.shapes import Bool, Float, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.spectrum import Spectrum
+
+# Sums of shares have rounding errors of about 1e-15. Without this tolerance 0.07 of 100 equal directions would be 8.
+TOLERANCE = 1e-12
+
+
+def rank_positions(
+    amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
+) -> Int[Tensor, "heads directions"]:
+    """Returns every direction's rank in its head: 0 for the largest amount, ties by index, padding last."""
+    order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1)
+
+
+def largest(
+    amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
+) -> Bool[Tensor, "heads directions"]:
+    """Returns a mask of the `ranks` directions of each head with the largest amount; all where a head has fewer."""
+    return (rank_positions(amount, used) < ranks[:, None]) & used
+
+
+def fewest_holding(
+    share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
+) -> Bool[Tensor, "heads directions"]:
+    """Returns a mask of the smallest set of each head that holds this share of the head's amount (Eq. 45 for the
+    energy).
+
+    Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
+    """
+    if share == 1:
+        ranks = ((amount > 0) & used).sum(-1)
+    else:
+        held = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
+        ranks = (held < (share - TOLERANCE) * held[:, -1:]).sum(-1) + 1
+    return largest(amount, used, ranks.clamp(min=1))
+
+
+def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
+    """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (Theorem 1, Eq. 12).
+
+    The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
+    removed. It is infinite for dense attention with any change (its rows have any length), for directions that all
+    heads share, and for a removed head.
+    """
+    if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
+        return torch.full((len(decision.heads),), math.inf, dtype=torch.float64)
+    prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
+    change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
+    # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
+    bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
+    holds = decision.heads if spectrum.has_norms else decision.heads & (bound == 0)
+    return torch.where(holds, bound, math.inf)
+
 
 NO_STRENGTH = "all strengths are zero"
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import spectral_shape
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
+from attnrx.rules.decisions import keep_only, largest
 from attnrx.rules.preconditions import read_learned_spectrum
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest
 
 ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
 

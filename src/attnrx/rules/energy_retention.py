@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics.spectral_shape import energy
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_share
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.decisions import fewest_holding, keep_only
+from attnrx.rules.preconditions import read_learned_spectrum, require_share
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import fewest_holding
 
 
 @dataclass(frozen=True)

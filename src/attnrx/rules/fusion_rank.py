@@ -10,12 +10,10 @@ from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.joint import JointForm
-from attnrx.rules.knobs import rank_among, require_count, require_rank
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.decisions import keep_only, largest
+from attnrx.rules.metrics import JointForm
+from attnrx.rules.preconditions import rank_among, read_learned_spectrum, require_count, require_rank
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest
 
 METRIC = "augmented"
 

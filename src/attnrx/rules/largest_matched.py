@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_rule
-from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
+from attnrx.rules.decisions import keep_only, rank_positions
+from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions, require_rule
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import rank_positions
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,14 @@
-"""Rules as text: `energy_retention:0.90`, `threshold:0.1 & remove_heads`, `random_matched(top_rank:32):seed=3`.
-
-    maps    = map "=" rule { map "=" rule } | rule          a rule without a map applies to qk
-    rule    = all { "|" all }              all   = single { "&" single }
-    single  = "(" rule ")" | name [ "(" rule { ";" rule } ")" ] [ ":" knob { "," knob } ]
-    knob    = [ name "=" ] number
-
-Numbers without a name set the knobs in their order. Invariant: parse_rule(str(rule)) == rule.
-"""
+"""Rules as text: parsing, and templates with an open share."""
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from attnrx.errors import InvalidRule, UnknownName
-from attnrx.maps import MAPS
+from attnrx.errors import InvalidInput, InvalidRule, UnknownName
+from attnrx.maps import MAPS, TOKENS
+from attnrx.rules.by_layer import ByLayer
 from attnrx.rules.rule import And, Or, Rule, option_fields
 from attnrx.serialization.text_parsing import Language, Reader, Token, share
 
@@ -155,3 +149,50 @@ class _Reader(Reader):
 
 def _holds_rules(field: "dataclasses.Field[Any]") -> bool:
     return field.type in (Rule, tuple[Rule, ...])
+
+
+SHARE = "{share}"
+
+
+@dataclass(frozen=True)
+class Template:
+    """The rule texts by map, with the placeholder {share} for one common share.
+
+    For example "qk=total_rank:{share} fc1=uniform_rank:{share}".
+    """
+
+    texts: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> "Template":
+        """Parses the rules of several maps from one text."""
+        return cls(split_maps(text))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={text}" for name, text in self.texts.items())
+
+    @property
+    def has_token_share(self) -> bool:
+        """Whether the share also applies to the tokens."""
+        return SHARE in self.texts.get(TOKENS, "")
+
+    @property
+    def varies(self) -> bool:
+        """Whether any rule depends on the share."""
+        return any(SHARE in text for text in self.texts.values())
+
+    def require_varying(self) -> None:
+        """Raises InvalidInput if no rule depends on the share."""
+        if not self.varies:
+            raise InvalidInput(
+                f"{str(self) or 'no rule'} has no share to choose: write {SHARE}, e.g. qk=total_rank:{SHARE}."
+            )
+
+    def at(self, share: float) -> dict[str, str]:
+        """Returns the texts with one share inserted."""
+        return {name: text.replace(SHARE, repr(share)) for name, text in self.texts.items()}
+
+
+def by_layer(rules: Sequence[Rule]) -> Rule:
+    """Returns one rule from the rules of all layers: that rule itself if all are equal, else a ByLayer."""
+    return rules[0] if all(rule == rules[0] for rule in rules) else ByLayer(tuple(rules))

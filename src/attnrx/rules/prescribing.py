@@ -10,12 +10,10 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription
 from attnrx.maps import OUTPUT_MAPS
 from attnrx.prescription import Decision, LayerPrescription, Prescription, ScoreDecision, TokenPrescription
-from attnrx.rules.bounds import score_bound
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.metrics import OWN
+from attnrx.rules.decisions import keep_only, score_bound
+from attnrx.rules.metrics import OWN, rewritten
 from attnrx.rules.outputs import decide_outputs, metric_reasons, output_metric
 from attnrx.rules.registry import RulesLike, parse_rules
-from attnrx.rules.rewriting import rewritten
 from attnrx.rules.rule import Rule, in_metric, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 

@@ -7,11 +7,9 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import Basis, ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_count, require_rule
-from attnrx.rules.preconditions import read_spectrum
+from attnrx.rules.decisions import keep_only, largest
+from attnrx.rules.preconditions import read_spectrum, require_count, require_rule
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
 

@@ -8,8 +8,7 @@ import torch
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_share
-from attnrx.rules.preconditions import read, read_spectrum
+from attnrx.rules.preconditions import read, read_spectrum, require_share
 from attnrx.rules.rule import Rule
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum

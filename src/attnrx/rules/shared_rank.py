@@ -10,9 +10,8 @@ from attnrx.decompositions.canonical import STARTS, als
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import UnknownName
 from attnrx.prescription import Basis, ScoreDecision
-from attnrx.rules.joint import JointForm
-from attnrx.rules.knobs import rank_among, require_count, require_rank
-from attnrx.rules.preconditions import read_spectrum
+from attnrx.rules.metrics import JointForm
+from attnrx.rules.preconditions import rank_among, read_spectrum, require_count, require_rank
 from attnrx.rules.rule import Rule
 
 FORMS = ("cp", "epc", "tied", "warm", "literal")

@@ -6,8 +6,7 @@ from typing import ClassVar
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import give_strengths
-from attnrx.rules.knobs import require_positive
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.preconditions import read_learned_spectrum, require_positive
 from attnrx.rules.rule import Rule
 
 

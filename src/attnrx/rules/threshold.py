@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_positive
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.preconditions import read_learned_spectrum, require_positive
 from attnrx.rules.rule import Rule
 
 

@@ -9,12 +9,10 @@ from attnrx.decompositions import allocate_by_loss, water_fill
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_count, require_rank
+from attnrx.rules.decisions import keep_only, largest
 from attnrx.rules.metrics import OWN
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.preconditions import read_learned_spectrum, require_count, require_rank
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest
 from attnrx.spectrum import Spectrum
 
 SCOPES, BY = ("layer", "model"), ("energy", "divergence")

@@ -6,11 +6,9 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_rule
-from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions
+from attnrx.rules.decisions import keep_only, largest, rank_positions
+from attnrx.rules.preconditions import read_learned_spectrum, require_own_directions, require_rule
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest, rank_positions
 from attnrx.shapes import Bool, Int, Tensor
 from attnrx.spectrum import Spectrum
 

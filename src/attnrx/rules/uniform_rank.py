@@ -5,11 +5,9 @@ from typing import ClassVar
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.prescription import ScoreDecision
-from attnrx.rules.decisions import keep_only
-from attnrx.rules.knobs import require_count, require_rank
-from attnrx.rules.preconditions import read_learned_spectrum
+from attnrx.rules.decisions import keep_only, largest
+from attnrx.rules.preconditions import read_learned_spectrum, require_count, require_rank
 from attnrx.rules.rule import Rule
-from attnrx.rules.selection import largest
 
 
 @dataclass(frozen=True)

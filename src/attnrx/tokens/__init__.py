@@ -12,10 +12,9 @@ from attnrx.tokens.dynamicvit import DynamicViT
 from attnrx.tokens.evit import EViT
 from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
-from attnrx.tokens.image_chunks import CACHED, Part, chunks_of, images_of
-from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.pitome import PiToMe
 from attnrx.tokens.policy import TokenPolicy
+from attnrx.tokens.predictors import sampled_keep
 from attnrx.tokens.random import Random, image_keys
 from attnrx.tokens.reducer import (
     ALL_LAYERS,
@@ -28,11 +27,10 @@ from attnrx.tokens.reducer import (
     Selecting,
     Shape,
 )
-from attnrx.tokens.sampling import sampled_keep
 from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.spvit import SPViT
-from attnrx.tokens.state import MapMoments, TokenState
+from attnrx.tokens.state import CACHED, MapMoments, Part, TokenLayout, TokenState, chunks_of, images_of
 from attnrx.tokens.text import parse_policy_text, parse_reducer_text
 from attnrx.tokens.tome import ToMe
 from attnrx.tokens.ward import Ward

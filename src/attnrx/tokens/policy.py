@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, replace
 
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.tokens.layout import TokenLayout
 from attnrx.tokens.reducer import Reducer
+from attnrx.tokens.state import TokenLayout
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import nn
 
 from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.layout import TokenLayout
-from attnrx.tokens.state import TokenState
+from attnrx.tokens.state import TokenLayout, TokenState
 
 LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}

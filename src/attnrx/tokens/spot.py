@@ -7,10 +7,9 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.image_chunks import chunks_of, images_of
 from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
 from attnrx.tokens.reducer import Predicting, Shape
-from attnrx.tokens.state import TokenState
+from attnrx.tokens.state import TokenState, chunks_of, images_of
 
 SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
 

@@ -1,4 +1,4 @@
-"""The input of a token reducer: the tokens, and statistics of the attention in the previous layers."""
+"""The tokens of a batch with their statistics, their layout, and chunks of images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,47 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.image_chunks import Part
+
+CACHED = 2**20
+"""Bytes of the attention map of all heads in one chunk on a CPU."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images from `start` to `stop` of a batch of `batch` images."""
+
+    start: int
+    stop: int
+    batch: int
+
+    @property
+    def images(self) -> slice:
+        """Their indices in the batch."""
+        return slice(self.start, self.stop)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last chunk."""
+        return self.stop == self.batch
+
+
+def images_of(part: Part | None) -> slice:
+    """Returns the indices of a chunk's images; all where it is None."""
+    return slice(None) if part is None else part.images
+
+
+def chunks_of(like: Tensor, heads: int, queries: int, keys: int) -> tuple[Part | None, ...]:
+    """Splits a batch into chunks whose attention maps [heads, queries, keys] fit the cache; `like` is any tensor of it.
+
+    Returns (None,), the whole batch, where gradients are enabled, during compilation, and on devices other than a CPU.
+    """
+    if like.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return (None,)
+    batch = like.shape[0]
+    most = max(CACHED // max(heads * queries * keys * like.element_size(), 1), 1)
+    if most >= batch:
+        return (None,)
+    return tuple(Part(start, min(start + most, batch), batch) for start in range(0, batch, most))
 
 
 @dataclass
@@ -147,3 +187,23 @@ class TokenState:
     def there(self) -> Float[Tensor, "batch patches"]:
         """1 for every remaining patch, 0 for a pruned one."""
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """`prefix` tokens (class, distillation, registers) precede the `patches` and are never pruned.
+
+    `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier: "class" for prefix
+    tokens only, "mean" for the mean of the patches, "max" for the maximum over the patch logits; "mean" and "max" with
+    or without prefix tokens.
+    """
+
+    prefix: int
+    patches: int
+    class_token: bool
+    pooled: str
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of an image."""
+        return self.prefix + self.patches

@@ -1,11 +1,19 @@
-"""Atomic training checkpoints: each folder is complete or absent."""
+"""The stored state of a run: tensors, random states, settings, versions, and the checkpoints that hold them."""
 
+import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from attnrx.data import Splits
 from attnrx.errors import CheckpointError
+from attnrx.models import described_tokens, family_of
+from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import (
     check_schema,
     file_sha256,
@@ -16,6 +24,14 @@ from attnrx.serialization.storage import (
     write_tensors,
 )
 from attnrx.shapes import Tensor
+from attnrx.training.config import TrainingConfig
+from attnrx.training.optimization import load_optimizer_, optimizer_tensors
+from attnrx.training.sharding import all_whole, put_
+from attnrx.training.step import Learner
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 KIND, SCHEMA = "attnrx training state", 1
 KEPT = 2
@@ -70,3 +86,96 @@ class Checkpoints:
         except CheckpointError as error:
             before = f"from {found[-2].name}" if len(found) > 1 else "from the beginning"
             raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error
+
+
+def state_tensors(learner: Learner, sums: Tensor) -> dict[str, Tensor]:
+    """Returns weights, running mean, optimizer state and the sums of the epoch so far, gathered in the first process.
+
+    All processes must call this, because each may hold a shard; in the others the result is empty. Random generators
+    need no state: every step derives its seed from the config's seed and its number.
+    """
+    parts: dict[str, Mapping[str, Tensor]] = {
+        "model": learner.model.state_dict(),
+        "mean": learner.mean.tensors if learner.mean else {},
+        "optimizer": optimizer_tensors(learner.model, learner.optimizer),
+        "meter": {"sums": sums},
+    }
+    named_tensors = {f"{part}/{name}": tensor for part, group in parts.items() for name, tensor in group.items()}
+    return all_whole(named_tensors, keep=learner.accelerator.is_main_process)
+
+
+def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
+    """Restores the output of `state_tensors`; the sums, which are those of all processes, go to the first process."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        part, _, name = key.partition("/")
+        parts.setdefault(part, {})[name] = tensor
+    load_whole_(learner.model, parts["model"])
+    load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
+    if learner.mean is not None:
+        learner.mean.load_(parts["mean"])
+    if learner.accelerator.is_main_process:
+        learner.meter.sums.copy_(parts["meter"]["sums"])
+
+
+def load_whole_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Loads whole tensors into a model that may be sharded."""
+    own = model.state_dict()
+    if own.keys() != tensors.keys():
+        differing = ", ".join(sorted(own.keys() ^ tensors.keys())[:4])
+        raise CheckpointError(f"the checkpoint is of another model: only one of the two has {differing}.")
+    for name, tensor in own.items():
+        put_(tensor, tensors[name])
+
+
+HARMLESS = {"config.checkpoint_every", "config.parallel"}  # may change when a run is resumed
+
+
+def identity(model: nn.Module, splits: Splits, config: TrainingConfig) -> dict[str, Any]:
+    """Returns the model, the data and the config of a run as JSON-ready values."""
+    return {
+        "config": to_dict(config),
+        "data": {"name": splits.name, "train": splits.train.fingerprint, "validation": splits.validation.fingerprint},
+        "model": family_of(model).describe(model),
+        "tokens": described_tokens(model),
+    }
+
+
+def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError if the run differs from the saved one, with a list of the differences."""
+    before, now = dict(_flat(saved)), dict(_flat(requested))
+    differing = [
+        f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in HARMLESS
+    ]
+    if differing:
+        shown = "; ".join(differing[:8]) + (f"; and {len(differing) - 8} more" if len(differing) > 8 else "")
+        raise CheckpointError(
+            f"{folder} holds another run: {shown}. Train with the same settings to resume it, or choose another folder."
+        )
+
+
+def _flat(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(record, Mapping):
+        for key, value in record.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(record, list | tuple):
+        for index, value in enumerate(record):
+            yield from _flat(value, f"{prefix}.{index}")
+    else:
+        yield prefix, record
+
+
+def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
+    """Returns the versions, the device and the number of processes and threads of a run."""
+    device = accelerator.device
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("attnrx", "torch", "accelerate")},
+        },
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
+        "processes": accelerator.num_processes,
+        "threads": torch.get_num_threads(),
+    }

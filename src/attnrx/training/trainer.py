@@ -17,19 +17,23 @@ from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.shapes import Tensor
-from attnrx.training.checkpoints import Checkpoints
+from attnrx.training.checkpoints import (
+    Checkpoints,
+    identity,
+    load_state_,
+    load_whole_,
+    require_same_run,
+    state_tensors,
+    training_provenance,
+)
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import evaluate
-from attnrx.training.history import History
-from attnrx.training.identity import identity, require_same_run
+from attnrx.training.evaluation import History, evaluate
 from attnrx.training.indicators import Probe
 from attnrx.training.interruption import Interruption, interruptible
 from attnrx.training.preparation import make_accelerator, prepare, require_fit, require_steps
-from attnrx.training.provenance import training_provenance
 from attnrx.training.randomness import EPOCH, derived_seed, reproducible
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
-from attnrx.training.state import load_state_, load_whole_, state_tensors
 from attnrx.training.step import Learner
 
 KIND, SCHEMA = "attnrx training run", 1

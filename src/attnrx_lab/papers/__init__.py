@@ -10,8 +10,7 @@ from attnrx_lab.papers.spot_experiment import SpotExperiment, SpotRun
 from attnrx_lab.papers.spot_methods import TokenMethod
 from attnrx_lab.papers.spot_speed import SpeedExperiment, SpeedRun
 from attnrx_lab.papers.spot_transfer import SpotTransferExperiment, SpotTransferRun
-from attnrx_lab.papers.spread import spread_over_epochs
-from attnrx_lab.papers.svda import run_svda
+from attnrx_lab.papers.svda import run_svda, spread_over_epochs
 from attnrx_lab.papers.svda_experiment import SvdaExperiment, SvdaRun
 from attnrx_lab.papers.table import ReproducedTable, make_table
 

@@ -14,7 +14,7 @@ from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of, model_fingerprint
 from attnrx.progress import Log, no_log
-from attnrx.rules.joint import JointForm
+from attnrx.rules.metrics import JointForm
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import file_sha256, write_json, write_tensors
 from attnrx.shapes import Tensor

@@ -1,4 +1,4 @@
-"""Methods, protocols and columns shared by the tables and figures of the IrrAtt paper."""
+"""Protocols and columns of the IrrAtt paper's tables and figures."""
 
 from attnrx_lab.papers.fusion_experiment import FusionExperiment, rule_of
 from attnrx_lab.papers.irratt_experiment import IrrattExperiment

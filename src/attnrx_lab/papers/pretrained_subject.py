@@ -10,7 +10,7 @@ from attnrx.api import load
 from attnrx.data import Splits
 from attnrx.models import build_model, family_of
 from attnrx.spec import AttentionSpec
-from attnrx_lab.papers.generated_data import generated_splits
+from attnrx_lab.papers.short_training import generated_splits
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 

@@ -1,12 +1,14 @@
-"""A model and a short training for any dataset, for the demonstration."""
+"""A model and a short training for any dataset, and generated images."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
-from attnrx.data import Splits
+from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.models import SCENARIOS, build_model
+from attnrx.shapes import Int, Tensor, UInt8
 from attnrx.training import TrainingConfig
 
 STEPS = 400  # for datasets that are not listed here, in whole epochs
@@ -81,3 +83,40 @@ def patch_size(side: int) -> int:
     """Returns the divisor of the side that is nearest to an eighth of it, and to 16 for large images."""
     wanted = min(side / 8, MOST_PATCH)
     return min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - wanted))
+
+
+SIZES = {"train": 96, "validation": 32, "test": 64}
+
+
+def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
+    """Returns images whose class is the position of a bright square in noise: easy to learn, and deterministic."""
+    scale = Normalization.half(channels)
+    parts = {}
+    for number, (split, count) in enumerate(SIZES.items()):
+        labels = torch.arange(count) % classes
+        parts[split] = from_tensors(
+            f"{name}-generated/{split}", _pictures(labels, (channels, side), classes, number), labels, scale
+        )
+    return Splits(
+        f"{name}-generated",
+        **parts,
+        class_names=tuple(f"place {number}" for number in range(classes)),
+        channels=channels,
+        image_size=side,
+        normalization=scale,
+        augmentation=Augmentation(padding=0, flip=False),
+        notes=("the images are generated; numbers measured on them do not transfer to real datasets",),
+    )
+
+
+def _pictures(
+    labels: Int[Tensor, "images"], shape: tuple[int, int], classes: int, seed: int
+) -> UInt8[Tensor, "images channels side side"]:
+    channels, side = shape
+    generator = torch.Generator().manual_seed(seed)
+    pictures = torch.randint(0, 128, (len(labels), channels, side, side), generator=generator, dtype=torch.uint8)
+    half = side // 2
+    for picture, label in zip(pictures, labels.tolist(), strict=True):
+        row, column = divmod(label % min(classes, 4), 2)
+        picture[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 127
+    return pictures

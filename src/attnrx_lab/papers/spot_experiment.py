@@ -17,8 +17,8 @@ from attnrx.progress import Log, no_log
 from attnrx.serialization.config import from_dict
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run, first_images
-from attnrx_lab.papers.generated_data import generated_splits
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of
+from attnrx_lab.papers.short_training import generated_splits
 from attnrx_lab.papers.spot_methods import TokenMethod
 
 DEVIATION = 0.02  # the default of attnrx models

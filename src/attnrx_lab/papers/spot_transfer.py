@@ -22,9 +22,9 @@ from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer
 from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
 from attnrx_lab.papers.experiment import Experiment, Run, first_images
-from attnrx_lab.papers.generated_data import generated_splits
 from attnrx_lab.papers.measures import Measure, plain_measure
 from attnrx_lab.papers.pretrained_subject import loaded, outline_of
+from attnrx_lab.papers.short_training import generated_splits
 
 ORIGINAL = "original"
 TINY = {"image_size": 16, "patch_size": 4, "width": 12, "depth": 12, "heads": 3, "classes": 4, "stem_channels": 4}

@@ -1,7 +1,8 @@
 """One run of the SVDA experiment, from training to numbers; an interrupted run continues on the next call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from attnrx.evidence import Evidence
 from attnrx.models import family_of, model_fingerprint
 from attnrx.prescription import Prescription
 from attnrx.progress import Log, no_log
+from attnrx.reports.numbers import MISSING, number
 from attnrx.rules import Rule
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
@@ -133,3 +135,26 @@ def _epoch(line: Mapping[str, Any], directions: int) -> dict[str, Any]:
         record[name] = sum(heads) / len(heads) if heads else None
     kept = record["retained_rank"]
     return {**record, "removed": None if kept is None else 100 * (1 - kept / directions)}
+
+
+COLUMNS = {
+    "removed": "% of directions that rho = 0.90 would remove",
+    "effective_rank": "effective rank",
+    "max_strength": "largest strength",
+    "selectivity": "selectivity",
+    "validation_accuracy": "validation accuracy",
+}
+
+
+def spread_over_epochs(runs: Sequence[SvdaRun]) -> str:
+    """Returns a Markdown table with one line per epoch: means over layers, heads and runs of the same length."""
+    lines = ["| epoch | " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
+    for epochs in zip(*(run.record["epochs"] for run in runs), strict=True):
+        cells = [_mean([epoch[name] for epoch in epochs]) for name in COLUMNS]
+        lines.append(f"| {epochs[0]['epoch']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return number(fmean(known)) if known else MISSING

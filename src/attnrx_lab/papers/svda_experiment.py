@@ -16,7 +16,7 @@ from attnrx.rules import EnergyRetention, Rule, TopRank
 from attnrx.serialization.config import from_dict
 from attnrx.training import Reporter, TrainingConfig
 from attnrx_lab.papers.experiment import Experiment, Run
-from attnrx_lab.papers.generated_data import generated_splits
+from attnrx_lab.papers.short_training import generated_splits
 
 KINDS = ("mask", "renormalized", "exact", "refit")
 

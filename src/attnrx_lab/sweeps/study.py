@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnrx.errors import CheckpointError
 from attnrx.optional import required_module
 from attnrx.serialization.atomic_writes import process_runs
-from attnrx_lab.sweeps.jobs import Job, Result
+from attnrx_lab.sweeps.grid import Job, Result
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

@@ -15,10 +15,9 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import Any
 
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx_lab.sweeps.grid import OUT
-from attnrx_lab.sweeps.jobs import Job, Result
-from attnrx_lab.sweeps.rows import rows_of
+from attnrx_lab.sweeps.grid import OUT, Job, Result
 from attnrx_lab.sweeps.study import SweepStudy
+from attnrx_lab.sweeps.summary import rows_of
 
 LOG = "log.txt"
 Work = Callable[[tuple[str, ...], int], dict[str, Any]]  # words and CPU threads -> a JSON-ready record; importable

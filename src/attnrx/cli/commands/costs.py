@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.cost_tables import parts_table, percent_table, price_record, priced, prices_table
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import RANK, SHARE_REMOVED
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.outcome import Outcome, parts_table, percent_table, price_record, priced, prices_table
 from attnrx.cli.parser import POLICY, Parser, add_trust
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log

@@ -6,8 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.findings import significant
-from attnrx.cli.outcome import Outcome, Table, as_percent
+from attnrx.cli.outcome import Outcome, Table, as_percent, significant
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.progress import Log

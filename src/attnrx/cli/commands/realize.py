@@ -5,11 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import attnrx as rx
-from attnrx.cli.candidate import REFINED_ON, made
-from attnrx.cli.cost_tables import priced, prices_table
-from attnrx.cli.inputs import model_argument, splits_argument
+from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
 from attnrx.cli.options import COUNT, STEPS
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.outcome import Outcome, priced, prices_table
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.errors import InvalidInput

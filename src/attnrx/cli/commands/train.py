@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.inputs import load_splits, splits_argument
-from attnrx.cli.losses import parse_losses
+from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
 from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, SEED
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.outputs import FOLDER

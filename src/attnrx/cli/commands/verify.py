@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
-from attnrx.cli.candidate import kind_of, made
-from attnrx.cli.findings import findings_table, robustness_tables
-from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
+from attnrx.cli.inputs import chosen_images, kind_of, made, model_argument, splits_argument
 from attnrx.cli.options import DRAWS, POINTS
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.outcome import Outcome, findings_table, robustness_tables
 from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log

@@ -1,11 +1,10 @@
 """Pictures for reports: plain values to SVG or PNG, independent of diagnoses and prescriptions."""
 
 from attnrx.reports.figures.curves import Chart, Curve, CurvePoint, marker_picture
+from attnrx.reports.figures.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay, span
 from attnrx.reports.figures.heatmap import LEVELS, HeatMap
 from attnrx.reports.figures.interval_row import IntervalRow, axis_picture
 from attnrx.reports.figures.patches import PatchPicture
-from attnrx.reports.figures.pixels import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
-from attnrx.reports.figures.scale import span
 from attnrx.reports.figures.spectrum_bars import SpectrumBars
 
 __all__ = [

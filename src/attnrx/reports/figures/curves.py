@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.figures.scale import AxisScale, log_span, span
+from attnrx.reports.figures.drawing import AxisScale, Drawing, log_span, span
 from attnrx.reports.numbers import Number, number
 
 MOST_MARKERS = 12  # the largest number of markers on a curve

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnrx.reports.figures.drawing import Drawing
-from attnrx.reports.figures.scale import AxisScale
+from attnrx.reports.figures.drawing import AxisScale, Drawing
 from attnrx.reports.numbers import Number, number
 
 WIDTH, HEIGHT, MARGIN = 300.0, 26.0, 14.0

@@ -7,12 +7,11 @@ from attnrx.reports.sections.attention import attention
 from attnrx.reports.sections.comparison import comparison
 from attnrx.reports.sections.controls import controls
 from attnrx.reports.sections.costs import costs
-from attnrx.reports.sections.findings import findings
 from attnrx.reports.sections.maps import maps
 from attnrx.reports.sections.provenance import provenance_section
 from attnrx.reports.sections.ranks import ranks
 from attnrx.reports.sections.robustness import robustness
-from attnrx.reports.sections.section import Section
+from attnrx.reports.sections.section import Section, findings
 from attnrx.reports.sections.spectra import spectra
 from attnrx.reports.sections.tokens import tokens
 from attnrx.reports.sections.trade_off import trade_off

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnrx.reports.content import ReportContent
-from attnrx.reports.sections.findings import described
-from attnrx.reports.sections.section import Section
+from attnrx.reports.sections.section import Section, described
 
 
 def provenance_section(content: ReportContent) -> Section | None:

@@ -4,8 +4,7 @@ from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import Chart, Curve, CurvePoint, marker_picture
 from attnrx.reports.numbers import interval, known, number
-from attnrx.reports.sections.findings import grouped, has_severity
-from attnrx.reports.sections.section import Figure, Section
+from attnrx.reports.sections.section import Figure, Section, grouped, has_severity
 
 
 def robustness(content: ReportContent) -> Section | None:

@@ -1,0 +1,178 @@
+"""Realizes decisions about query-key directions: shapes, the model's own rows, and rewritten rows."""
+
+from dataclasses import replace
+
+import torch
+
+from attnrx.attention import Attention
+from attnrx.attention.head_linear import HeadLinear
+from attnrx.errors import NotSupported
+from attnrx.prescription import Basis, LayerPrescription, OutputDecision, ScoreDecision
+from attnrx.shapes import Float, Int, Tensor
+from attnrx.spec import BIASES, AttentionSpec
+
+
+def head_order(decision: ScoreDecision) -> list[int]:
+    """Returns the kept heads in the order in which the compressed layer stores them: by descending rank."""
+    heads = torch.nonzero(decision.heads).flatten().tolist()
+    return sorted(heads, key=lambda head: -decision.ranks[head])
+
+
+def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
+    """Returns the spec of the compressed layer.
+
+    Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of
+    the output projection absorbs it.
+    """
+    order = head_order(layer.qk)
+    heads = tuple(spec.heads[head] for head in order)
+    small = _with_values(_with_directions(spec, layer.qk, order, norms), layer.outputs.get("vo"), order)
+    return replace(small, heads=heads)
+
+
+def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int], norms: str) -> AttentionSpec:
+    heads = tuple(spec.heads[head] for head in order)
+    if layer.is_shared:
+        rank = int(layer.keep[order].any(0).sum()) if order else 0
+        shared = replace(spec, form="shared", original_rank=len(spec.heads) * spec.original_rank)
+        return _without(shared.with_ranks((rank,) * len(order), heads, "none"), "key")
+    ranks = tuple(layer.ranks[head] for head in order)
+    if spec.shares_directions and not bool(layer.keep[order].all()):  # no longer shared: each head stores its own rows
+        return replace(spec, form="dense").with_ranks(ranks, heads, "none")
+    if layer.basis is not None:
+        return _without(spec.with_ranks(ranks, heads, spec.norms), "key")
+    loses = any(0 < layer.ranks[head] < spec.ranks[head] for head in order)
+    if norms != "exact" or not spec.has_norms or spec.keeps_original_norms or not loses:
+        return spec.with_ranks(ranks, heads, spec.norms)
+    if any(rank < spec.original_rank for rank in spec.ranks):
+        raise NotSupported(
+            f"norms='exact' needs the norms of all {spec.original_rank} original directions, but this layer was "
+            f"compressed to ranks {spec.ranks} before; realize the prescription from the original model, "
+            "or use 'renormalized'."
+        )
+    return spec.with_ranks(ranks, heads, "original")
+
+
+def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list[int]) -> AttentionSpec:
+    if values is None:
+        return spec
+    if len(order) != len(values.ranks):
+        raise NotSupported(
+            "the values are prescribed for all heads together, and some heads are removed: realize the removal first, "
+            "and diagnose the smaller model."
+        )
+    value_ranks = tuple(values.ranks[head] for head in order)
+    present = (*spec.biases, "output")
+    biases = tuple(name for name in BIASES if name in present and name != "value")
+    return replace(spec, value_ranks=value_ranks, biases=biases)
+
+
+def _without(spec: AttentionSpec, bias: str) -> AttentionSpec:
+    return replace(spec, biases=tuple(name for name in spec.biases if name != bias))
+
+
+def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
+    """Writes zeros into the strengths or, for forms without strengths, into the query rows."""
+    strength = torch.where(layer.keep & layer.heads[:, None], layer.strength, 0)
+    attention.scores.set_strengths_([row[:rank] for row, rank in zip(strength, attention.spec.ranks, strict=True)])
+
+
+def copy_own_(target: Attention, source: Attention, layer: ScoreDecision, order: list[int]) -> None:
+    """Copies the kept rows into a layer of matching shape, its heads in this order."""
+    spec, small = source.spec, target.spec
+    keep_all = small.keeps_original_norms and not spec.keeps_original_norms
+    if small.shares_directions:
+        rows = torch.arange(sum(spec.rows))
+    elif spec.shares_directions:  # a direction kept by two heads is stored twice
+        rows = torch.cat([torch.nonzero(layer.keep[head]).flatten() for head in order])
+    else:
+        rows = _direction_rows(spec, layer, order, keep_all)
+    _copy_rows_(target.scores.query, source.scores.query, rows)
+    _copy_rows_(target.scores.key, source.scores.key, rows)
+    keep = torch.ones_like(layer.keep) if small.shares_directions else layer.keep
+    target.scores.set_strengths_([layer.strength[head, keep[head]] for head in order])
+
+
+def value_features(spec: AttentionSpec, order: list[int]) -> Int[Tensor, "features"]:
+    """Returns the indices of the value features of these heads, in this order."""
+    features = torch.arange(sum(spec.reads)).split(spec.reads)
+    return torch.cat([torch.zeros(0, dtype=torch.long), *(features[head] for head in order)])
+
+
+def copy_values_(target: Attention, source: Attention, order: list[int]) -> None:
+    """Copies the values and output columns of the kept heads into a layer of matching shape."""
+    features = value_features(source.spec, order)
+    _copy_rows_(target.value, source.value, features)
+    target.output.weight.copy_(source.output.weight[:, features])
+    if target.output.bias is not None and source.output.bias is not None:
+        target.output.bias.copy_(source.output.bias)
+
+
+def _direction_rows(spec: AttentionSpec, layer: ScoreDecision, order: list[int], keep_all: bool) -> Int[Tensor, "rows"]:
+    """Returns the stored rows of query and key, kept directions first; with `keep_all` the others follow, for the
+    norms.
+    """
+    starts = torch.tensor([0, *spec.rows]).cumsum(0)
+    rows = [torch.zeros(0, dtype=torch.long)]
+    for head in order:
+        own = torch.arange(spec.rows[head])
+        kept = torch.zeros(spec.rows[head], dtype=torch.bool)
+        kept[: spec.ranks[head]] = layer.keep[head, : spec.ranks[head]]
+        needed = (keep_all or spec.keeps_original_norms) and bool(kept.any())
+        rows.append(starts[head] + torch.cat([own[kept], own[~kept]] if needed else [own[kept]]))
+    return torch.cat(rows)
+
+
+def _copy_rows_(target: HeadLinear, source: HeadLinear, rows: Int[Tensor, "rows"]) -> None:
+    target.weight.copy_(source.weight[rows])
+    if target.bias is not None and source.bias is not None:
+        target.bias.copy_(source.bias[rows])
+
+
+def mask_rewritten_(attention: Attention, layer: ScoreDecision, basis: Basis) -> None:
+    """Writes the kept directions into the rows of their head, and zeros into the rest; keeps every shape."""
+    spec = attention.spec
+    if basis.shared:
+        raise NotSupported(
+            "directions that all heads share (CP SlimAtt) have no mask: the original layer has no rows for them. "
+            "Realize the prescription by='compress'."
+        )
+    root = torch.where(layer.keep, layer.strength, 0.0).sqrt()[..., None]
+    for side, table in ((attention.scores.query, basis.left), (attention.scores.key, basis.right)):
+        rows = root * _combined(side, spec, table, shared=False)
+        _write_(side, torch.cat([own[:rank] for own, rank in zip(rows, spec.rows, strict=True)]))
+
+
+def copy_rewritten_(target: Attention, source: Attention, layer: ScoreDecision, basis: Basis, order: list[int]) -> None:
+    """Writes the kept directions into a layer of matching shape; either side is scaled by the root of the strength."""
+    shared = target.spec.form == "shared"
+    kept = layer.keep[order].any(0) if order else layer.keep.any(0) & False
+    for name, table in (("query", basis.left), ("key", basis.right)):
+        rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
+        _write_(getattr(target.scores, name), rows[0, kept] if shared else _kept_rows(rows, layer, order))
+    if shared:
+        fusion = torch.where(layer.keep, layer.strength, 0.0)[order][:, kept]
+        target.scores.get_parameter("strength").copy_(fusion)
+
+
+def _combined(
+    side: HeadLinear, spec: AttentionSpec, table: Tensor, *, shared: bool
+) -> Float[Tensor, "owners directions augmented"]:
+    """Returns the new rows with their bias, in float64 on the CPU."""
+    stored = side.augmented()
+    most = table.shape[-1] // len(spec.rows) if shared else table.shape[-1]
+    padded = stored.new_zeros(len(spec.rows), most, stored.shape[1])
+    for own, rows in zip(padded, stored.split(spec.rows), strict=True):
+        own[: rows.shape[0]] = rows
+    return table @ (padded.flatten(0, 1) if shared else padded)
+
+
+def _kept_rows(rows: Tensor, layer: ScoreDecision, order: list[int]) -> Float[Tensor, "rows augmented"]:
+    parts = [layer.strength[head, layer.keep[head]].sqrt()[:, None] * rows[head, layer.keep[head]] for head in order]
+    return torch.cat([rows.new_zeros(0, rows.shape[-1]), *parts])
+
+
+def _write_(side: HeadLinear, augmented: Float[Tensor, "rows augmented"]) -> None:
+    side.weight.copy_(augmented[:, :-1])
+    if side.bias is not None:
+        side.bias.copy_(augmented[:, -1])
