@@ -10,7 +10,7 @@ import torch
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-QUICK_CASES = 12  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
+QUICK_CASES = 10  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

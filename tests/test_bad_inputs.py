@@ -753,6 +753,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *NAMES], ids=lambda text: text[:40])
+@pytest.mark.slow
 def test_a_bad_dataset_is_refused(files: Path, tmp_path: Path, kind: str) -> None:
     name = dataset(kind, tmp_path) if kind in KINDS else kind
     refused(["diagnose", str(files / "model"), "--data", name, "--out", str(tmp_path / "out.json")])

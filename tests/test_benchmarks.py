@@ -20,6 +20,7 @@ def run(name: str, *arguments: str) -> int:
     return runpy.run_path(str(BENCHMARKS / name))["main"]([*arguments, "--scenario", "digits", "--rounds", "2"])
 
 
+@pytest.mark.slow
 def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "latency.json"
     requested = ("--ranks", "16", "8", "--patterns", "ragged", "--batches", "2", "--precisions", "float32")
@@ -72,6 +73,7 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
         main([*requested, "--stages", "0.5@2", "--reducers", "spot"])
 
 
+@pytest.mark.slow
 def test_plan_measures_tells_how_far_few_images_say_what_many_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,6 +105,7 @@ def test_words_stand_out_from_the_page(opened, scheme: str, width: int):
 
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("scheme", ["light"])
+@pytest.mark.slow
 def test_contents_and_reasons_open(opened, scheme: str, width: int):
     page, _ = opened
     reason = page.locator("#prescription td.words").first

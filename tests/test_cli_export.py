@@ -87,6 +87,7 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
         ("bench dense:digits --methods a=uniform_rank:0.5 --runtime int8(images=0) --out {root}/x.json", "an image"),
     ],
 )
+@pytest.mark.slow
 def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str, said: str) -> None:
     before = sorted(made.root.iterdir())
     done = call(*(word.format(**vars(made)) for word in words.split()))

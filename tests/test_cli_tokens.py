@@ -82,6 +82,7 @@ def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None
     assert masked and all(each["value"] < 1e-4 or each["unit"] == "%" for each in masked)
 
 
+@pytest.mark.slow
 def test_methods_may_let_tokens_leave(made: SimpleNamespace) -> None:
     out = made.root / "comparison.json"
     texts = (

@@ -142,6 +142,7 @@ def test_compression_ratios_of_irratt_are_the_papers_but_for_one(runs: Path):
     assert {cell.verdict for cell in table.cells if cell not in ratios} == {"not at protocol", None}
 
 
+@pytest.mark.slow
 def test_numbers_of_others_are_quoted_and_not_measured(runs: Path):
     pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
     table = reproduce("irratt/table2", tiny=True, seeds=(SEED,), only="deit_base", folder=runs, reporter=Silent())

@@ -13,6 +13,7 @@ from tiny_runs import model, run, weights
 
 @pytest.mark.parametrize("mixing", [None, Mixing(cutmix=0.0), Mixing(mixup=0.0)])
 @pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.slow
 def test_a_step_in_parts_is_the_step_at_once(mixing: Mixing | None, parts: int, tmp_path: Path) -> None:
     teacher = model()
     with torch.no_grad():

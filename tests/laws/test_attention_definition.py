@@ -100,6 +100,7 @@ def test_an_observation_holds_the_factors_of_its_scores(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", IN_FLOAT32)
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.slow
 def test_outputs_in_float32_are_those_of_the_definition(name: str, backend: str) -> None:
     case = LAYERS[name]
     require_kernel(backend)

@@ -138,6 +138,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("name", VERBS)
+@pytest.mark.slow
 def test_a_kill_at_any_file_system_event_leaves_the_old_or_the_new_result(
     inputs: SimpleNamespace, tmp_path: Path, name: str
 ) -> None:

@@ -126,7 +126,7 @@ def test_a_teacher_of_another_task_is_refused(tmp_path: Path) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
     folder = save_model(tmp_path, model(replace(CONFIGS["svda"], classes=4)))
     given = LossContext(vit, inputs, torch.zeros(5, dtype=torch.long), vit(inputs), seed=0)
-    with pytest.raises(InvalidInput, match="4 classes and the model with 3"):
+    with pytest.raises(InvalidInput, match="4 classes and the model 3"):
         Distillation(str(folder))(given)
 
 

@@ -54,6 +54,7 @@ def disturbed(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2, registers", "hf vit"])
+@pytest.mark.slow
 def test_a_teacher_alone_needs_no_labels(name: str, tmp_path: Path) -> None:
     folder = str(save_model(tmp_path / "teacher", adopted_once(name)[2]))
     losses = (Distillation(folder, weight=1.0), FeatureDistillation(folder))

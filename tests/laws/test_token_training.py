@@ -123,6 +123,7 @@ def test_predictors_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reducer", [Spot(), ClassAttention()], ids=["spot", "class attention"])
+@pytest.mark.slow
 def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
     class Crash(Exception):
         pass
@@ -273,6 +274,7 @@ def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ratio", [0.1, 0.0625])
 @pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
+@pytest.mark.slow
 def test_a_low_keep_ratio_is_trained_with_one_token_at_least(reducer, ratio: float, tmp_path: Path) -> None:
     """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
     model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()

@@ -186,6 +186,7 @@ def test_a_record_that_is_not_whole_is_measured_anew(cache: Path, tmp_path: Path
         Autotuned(str(tmp_path / "named.json")).at(SPEC, OCCASION)
 
 
+@pytest.mark.slow
 def test_steps_of_a_broken_record_are_measured_anew(cache: Path) -> None:
     key = f"steps | width=8 | 5 cpu float32 | threads={torch.get_num_threads()}"
     for record in ({"four": 1.0}, {"4": None}, {"4": -1.0}):

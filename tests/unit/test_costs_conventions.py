@@ -165,7 +165,7 @@ def test_impossible_compressions_are_refused(
 
 
 def test_what_is_compressed_already_or_has_norms_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="price the original"):
+    with pytest.raises(InvalidInput, match="pass the original"):
         Compression("cp:2").spec(Compression("truncatt:2").spec(FULL))
     svda = AttentionSpec.full("svda", width=12, heads=3)
     with pytest.raises(NotSupported, match="prescription"):

@@ -146,7 +146,7 @@ def test_impossible_conditions_are_refused(knobs: dict[str, object], message: st
 def test_a_missing_gpu_is_refused_by_name() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(InvalidInput, match="sees no CUDA device"):
+    with pytest.raises(InvalidInput, match="finds no CUDA device"):
         Conditions(device="cuda")
 
 

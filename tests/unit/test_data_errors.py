@@ -35,6 +35,7 @@ def test_an_unknown_name_lists_the_nearest() -> None:
         load_data(Path("digits"))
 
 
+@pytest.mark.slow
 def test_corrupt_images_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
     content = rows(60)
     for row in (13, 25):

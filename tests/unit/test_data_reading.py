@@ -98,6 +98,7 @@ def test_validation_becomes_the_test(tmp_path: Path) -> None:
     assert any("validation images are used as the test" in note for note in splits.notes)
 
 
+@pytest.mark.slow
 def test_digits_need_nothing() -> None:
     splits = load_data("digits", validation_share=0.2)
     assert (splits.channels, splits.image_size, len(splits.class_names)) == (1, 16, 10)

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import pytest
 import torch
 
 from attnrx.diagnosis import Diagnosis
@@ -46,6 +47,7 @@ def test_a_prescription_and_the_model_made_by_it_tell_the_same_ranks() -> None:
     assert told[0].kept == sum(map(sum, given.ranks)) and told[0].full == 2 * 12
 
 
+@pytest.mark.slow
 def test_shared_directions_are_one_rank_for_all_heads() -> None:
     vit, found = diagnosed()
     given = prescribe_maps(found, SharedRank(5, form="tied", joint="centered", sweeps=5))

@@ -151,6 +151,7 @@ def test_whole_numbers_are_labelled_by_whole_numbers() -> None:
     assert AxisScale(0.5, 12.5, 0, 100, whole=True).ticks() == [5, 10]
 
 
+@pytest.mark.slow
 def test_the_command_shows_tokens(tmp_path: Path) -> None:
     model = build_model("dense:digits", channels=3, classes=3).float()
     data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})

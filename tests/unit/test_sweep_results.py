@@ -108,6 +108,7 @@ def test_where_the_seed_changes_nothing_the_interval_is_that_of_the_measurement(
     assert (mean.value, mean.low, mean.high, mean.runs) == (4.0, 1.0, 9.0, 3)
 
 
+@pytest.mark.slow
 def test_a_store_as_table_markdown_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = str(store(tmp_path, {0: 1.0, 1: 2.0}))
     assert main(["sweep", "results", place, "--format", "csv"]) == 0

@@ -17,7 +17,7 @@ from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
 
 MOST_PLANS = 64
-"""Occasions that a layer remembers; a model that meets more, such as images of many sizes, begins anew."""
+"""Cached plans per layer. A full cache is cleared, e.g. after images of many sizes."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,22 @@ class Attention(nn.Module):
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
     def forward(
-        self, tokens: Float[Tensor, "batch tokens width"], among: Float[Tensor, "batch keys width"] | None = None
+        self,
+        tokens: Float[Tensor, "batch tokens width"],
+        key_tokens: Float[Tensor, "batch keys width"] | None = None,
     ) -> Float[Tensor, "batch tokens width"]:
-        """Returns the mixed tokens. Keys and values are computed from the key/value tokens where they are given, else
-        from `tokens`.
+        """Returns the attention output of `tokens`.
+
+        Keys and values are computed from `key_tokens` if given, otherwise from `tokens`.
         """
         if not self.spec.heads:  # every head was removed: only the output bias is left
             return self.output(tokens[..., :0])
-        plan, scores = self.plan(tokens if among is None else among), self.scores
+        plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
-        if among is None:
+        if key_tokens is None:
             query, key, value = self._fused_qkv(tokens, sides)
         else:
-            query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(among, sides[1:])
+            query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
@@ -95,7 +98,7 @@ class Attention(nn.Module):
         return self.scores(self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows), buckets)
 
     def spectrum(self) -> Spectrum:
-        """Reads the score directions of the layer, one table per owner, biases as the last column, in float64."""
+        """Returns the score directions, one table per owner with the biases as last column, in float64."""
         spec = self.spec
         ranks, most = spec.ranks, max((*spec.ranks, 1))
         used = torch.arange(most) < torch.tensor(ranks)[:, None] if ranks else torch.zeros(0, most, dtype=torch.bool)
@@ -111,8 +114,7 @@ class Attention(nn.Module):
         """Returns the factors of the plain SVD of every head's values, in float64.
 
         value_factor and readout_factor [heads, _, reads] are R of V = Q R, where V are the transposed value rows of a
-        head
-        or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
+        head or its columns of the output projection, padded with zeros; value_bias is [heads, reads].
         """
         reads, most = self.spec.reads, max((*self.spec.reads, 1))
         rows = _table(self.value, reads, reads, most)

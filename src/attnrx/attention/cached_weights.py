@@ -29,9 +29,8 @@ class CachedWeights(Generic[Value]):
     """A value that `build` computes from parameters, cached until one of them, or `key`, changes.
 
     With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be detected, it is
-    computed
-    every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step of any
-    optimizer and after a pass with gradients. A copy of the owning module has its own cache.
+    computed every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step
+    of any optimizer and after a pass with gradients. A copy of the owning module has its own cache.
     """
 
     def __init__(self):

@@ -1,5 +1,4 @@
-"""The call context: input shape, device, dtype, threads and recording state, on which the choice of a kernel
-depends."""
+"""The call context: the properties of one call on which the choice of a backend depends."""
 
 from typing import NamedTuple
 
@@ -12,8 +11,7 @@ class AttentionContext(NamedTuple):
     """The shape, device and recording state of one call.
 
     A call is free if nothing of it is recorded: no gradients, no captured graph. Only then may buffers be reused and
-    the
-    batch be computed in chunks. In an export for batches of any size the number of images is unknown.
+    the batch be computed in chunks. In an export for batches of any size the number of images is unknown.
     """
 
     images: int | torch.SymInt
@@ -39,8 +37,7 @@ class AttentionContext(NamedTuple):
         """Whether all images together are known to have fewer tokens.
 
         False during export: the result would hold for batches of one size only, and in a strict export (Dynamo) a
-        symbolic
-        size is an int.
+        symbolic size is an int.
         """
         if torch.compiler.is_exporting():
             return False

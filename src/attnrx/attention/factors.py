@@ -1,4 +1,4 @@
-"""The score factors that every form passes to a backend."""
+"""The interface between forms and backends: the two factors of the scores."""
 
 from dataclasses import dataclass, replace
 

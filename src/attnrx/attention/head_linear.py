@@ -63,8 +63,7 @@ class FusedQKV:
     """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
     One wide product is faster than several narrow ones, especially for few tokens. Its weight is a copy of theirs,
-    which
-    is cached.
+    which is cached.
     """
 
     def __init__(self):

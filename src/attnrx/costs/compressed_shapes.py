@@ -15,14 +15,11 @@ class Compression:
 
     `qk` is "full", "truncatt:R" (R directions for each head), "cp:R" (R directions that all heads share) or "irratt:R"
     (R directions in all, spread over the heads). `vo` is the value dimension of each head, `mlp` the rank of both maps
-    of
-    the MLP, each as two factors; None means unchanged.
+    of the MLP, each as two factors; None means unchanged.
 
     A compressed pathway keeps no useless bias: the query's is stored at the compressed width, the key's is dropped (it
-    adds
-    a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions or
-    features
-    compresses nothing.
+    adds a constant to every row of scores), the value's is folded into the output's. A rank that keeps all directions
+    or features compresses nothing.
     """
 
     qk: str = "full"
@@ -34,7 +31,7 @@ class Compression:
         for name in ("vo", "mlp"):
             rank = getattr(self, name)
             if rank is not None and rank < 1:
-                raise InvalidInput(f"{name}={rank}: give a rank of at least 1, or none to leave it as it is.")
+                raise InvalidInput(f"{name}={rank}: give a rank of at least 1, or None for no compression.")
 
     @property
     def form(self) -> str:
@@ -51,7 +48,7 @@ class Compression:
         form, rank = _parsed(self.qk)
         if (form != "full" or self.vo is not None) and not full.is_full:
             raise InvalidInput(
-                f"ranks {full.ranks} and value ranks {full.reads}: compressed already; price the original."
+                f"ranks {full.ranks} and value ranks {full.reads}: compressed already; pass the original shape."
             )
         if form != "full" and full.has_strengths:
             raise NotSupported(
@@ -69,7 +66,7 @@ class Compression:
         return ((self.mlp, self.mlp),) * len(specs)
 
     def as_written(self, costs: ModelCosts) -> ModelCosts:
-        """Adds the fusion of the score maps, which the paper's IrrAtt has and the realized form does not need."""
+        """Adds the fusion of the score maps, which is part of the paper's IrrAtt and not of the realized form."""
         if self.form != "irratt":
             return costs
         return replace(costs, layers=tuple(with_fusion(layer) for layer in costs.layers))

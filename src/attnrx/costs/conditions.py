@@ -19,12 +19,10 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 class Conditions:
     """Device, precision, threads and compilation of both models.
 
-    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None leaves it unchanged.
+    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
     `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
-    the
-    recompilation limit. `graphs` compiles too, and replays the kernels as one CUDA graph: with few images, launching a
-    kernel
-    costs more than running it. A replay overwrites the previous output.
+    the recompilation limit. `graphs` compiles too, and replays the kernels as one CUDA graph: with few images,
+    launching a kernel costs more than running it. A replay overwrites the previous output.
     """
 
     device: str = "cpu"
@@ -37,9 +35,9 @@ class Conditions:
         if self.precision not in PRECISIONS:
             raise InvalidInput(f"precision={self.precision!r}: choose from {', '.join(PRECISIONS)}.")
         if self.threads is not None and self.threads < 1:
-            raise InvalidInput(f"threads={self.threads}: give at least one, or None to leave the number as it is.")
+            raise InvalidInput(f"threads={self.threads}: give at least one, or None for the current number.")
         if self.on_cuda and not torch.cuda.is_available():
-            raise InvalidInput(f"device={self.device!r}: torch sees no CUDA device here; measure on the CPU.")
+            raise InvalidInput(f"device={self.device!r}: torch finds no CUDA device here; measure on the CPU.")
         if self.graphs and not self.on_cuda:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 

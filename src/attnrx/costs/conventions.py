@@ -54,9 +54,8 @@ class Convention:
     """The counted operations besides the matrix products of patches and layers, which always count.
 
     `strengths`: one MAC per token and strength. `norms`: this many MACs per feature of a LayerNorm. `classifier`: its
-    product. `fusion`: IrrAtt as it is written, with a matrix that mixes the heads' score maps, though it can be
-    realized
-    without one (`attnrx.costs.with_fusion`).
+    product. `fusion`: IrrAtt as published, with a matrix that mixes the heads' score maps, though it can be
+    realized without one (`attnrx.costs.with_fusion`).
     """
 
     name: str

@@ -26,15 +26,16 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
     """Counts the MACs per image of every matrix product and convolution of one forward pass.
 
     Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
-    for a
-    fused kernel that this build of torch cannot count.
+    for a fused kernel that this build of torch cannot count.
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Operations() as operations:
         model(images)
     counts = counter.get_flop_counts()["Global"]
-    free = sorted(str(operation) for operation in operations.seen if _is_fused(operation) and not counts.get(operation))
+    free = sorted(
+        str(operation) for operation in operations.operations if _is_fused(operation) and not counts.get(operation)
+    )
     if free:
         raise NotSupported(
             f"torch {torch.__version__} does not count the operations of {', '.join(free)}: "
@@ -48,10 +49,10 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.seen: set[Any] = set()
+        self.operations: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.overloadpacket)
+        self.operations.add(func.overloadpacket)
         return func(*args, **(kwargs or {}))
 
 

@@ -55,8 +55,7 @@ def interleave(
     """Times every run once per round and returns the seconds by name.
 
     `clock` is one of CLOCKS. Every second round runs in reverse order, so that no run always follows the same one.
-    Garbage
-    is collected before the rounds, not during them.
+    Garbage is collected before the rounds, not during them.
     """
     if rounds < 1 or warmup < 0 or not runs:
         raise InvalidInput(f"{rounds} rounds after {warmup} of {len(runs)} runs: give at least one round and one run.")
@@ -118,8 +117,7 @@ class LatencyComparison:
     faster).
 
     A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
-    is
-    "native" (the C++ kernel) or "unfused".
+    is "native" (the C++ kernel) or "unfused".
     """
 
     candidate: Timing
@@ -142,8 +140,7 @@ class LatencyProtocol:
     """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
 
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
-    means
-    "cuda" on a CUDA device and "wall" elsewhere.
+    means "cuda" on a CUDA device and "wall" elsewhere.
     """
 
     conditions: Conditions = field(default_factory=Conditions)

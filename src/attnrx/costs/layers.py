@@ -12,8 +12,7 @@ def layer_costs(
     """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
 
     `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each. The MACs are those of the spec;
-    a
-    backend that pads heads to a common rank computes more.
+    a backend that pads heads to a common rank computes more.
     """
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.reads)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
@@ -41,11 +40,11 @@ def layer_costs(
 
 
 def with_fusion(layer: LayerCosts) -> LayerCosts:
-    """Returns the costs of the layer with IrrAtt as it is written (Algorithm 3): a heads x heads matrix mixes the score
-    maps.
+    """Returns the costs of the layer with the fusion of IrrAtt (Algorithm 3).
 
-    Realized heads keep their own maps, for which that matrix is the identity and costs nothing. Mixed maps are never
-    empty, so every head multiplies its values, even one without directions of its own.
+    A heads x heads matrix mixes the score maps. Realized heads have their own maps, for which that matrix is the
+    identity and costs nothing. Mixed maps are never empty, so every head multiplies its values, even one without
+    directions.
     """
     heads, pairs = len(layer.spec.heads), layer.tokens**2
     read_out = PartCosts(0, pairs * sum(layer.spec.reads))
@@ -69,8 +68,9 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
 
 
 def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
-    """Returns the costs of a linear map on every token, as one matrix or as two factors of a rank; the second has the
-    bias.
+    """Returns the costs of a linear map on every token, as one matrix or as two factors of a rank.
+
+    The second factor has the bias.
     """
     if rank is None:
         return linear_costs(inputs, outputs, tokens)

@@ -70,9 +70,7 @@ _FACTS = ("directions", "direction", "spec", "tokens")
 
 @dataclass(frozen=True)
 class Saving:
-    """The saving of a smaller model against a larger one, absolute and as a share; a mean over models may have
-    fractions.
-    """
+    """The absolute and relative saving of a smaller model; a mean over models may have fractions."""
 
     params: float
     macs: float
@@ -85,10 +83,8 @@ class ModelCosts:
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
     `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
-    tokens
-    between layers, so that the layers have different numbers of tokens. `classifier_macs` and the norms are known but
-    not
-    part of `macs`, as in the paper.
+    tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` and the norms are
+    known but not part of `macs`, as in the paper.
     """
 
     patches: PartCosts

@@ -70,9 +70,8 @@ def measured_steps(
     """Measures a map from `width` features to each size and back, on this many tokens; once per machine.
 
     Measurements are stored with those of `Autotuned` (ATTNRX_CACHE, or the file `table`). With the device, the
-    precision and
-    the threads of the later use, they show the ranks at which the latency of a factored map, or of a head, rises:
-    prescribe `Steps.rounded(rank)`.
+    precision and the threads of the later use, they show the ranks at which the latency of a factored map, or of a
+    head, rises: prescribe `Steps.rounded(rank)`.
 
     Raises:
         InvalidInput: No sizes, or measuring is disabled (ATTNRX_MEASURE=0) and there is no record.

@@ -27,8 +27,7 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     """Returns the costs of a policy in a model with these layers, before anything is built.
 
     Masked, all tokens stay in place, and every predictor runs on all of them. A stage that prunes nothing runs no
-    predictor,
-    but its predictor exists. Parameters are counted on the predictor itself.
+    predictor, but its predictor exists. Parameters are counted on the predictor itself.
 
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.
@@ -36,8 +35,8 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
     policy = policy.on(layout, depth)
     masked = by == "mask"
-    seen = (patches,) * len(policy.layers) if masked else policy.state(layout)
-    stages = zip(policy.layers, seen, policy.counts(patches), strict=True)
+    stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
+    stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
     at_work = [(layer, own, count) for layer, own, count in stages if count < patches]
     shown = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
     deciding = sum(

@@ -1,4 +1,4 @@
-"""The block-term decomposition BTD-(L, L, 1): every term belongs to one block, every block has one mix of the slices."""
+"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

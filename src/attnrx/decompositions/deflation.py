@@ -1,4 +1,4 @@
-"""Block terms fitted one at a time: Algorithms 2 and 3 as published, and a warm start that never increases the error."""
+"""Block terms fitted one at a time: Algorithms 2 and 3 as published, and a warm start whose error never rises."""
 
 from dataclasses import dataclass, replace
 

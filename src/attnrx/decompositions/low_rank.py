@@ -54,7 +54,7 @@ class LowRank:
 
 
 def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
-    """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936); the bias is unchanged."""
+    """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936), with the same bias."""
     weight, bias = checked_map(weight, bias)
     left, strength, right = torch.linalg.svd(weight, full_matrices=False)
     return LowRank(strength[:, None] * right, left, strength, bias)
@@ -156,9 +156,7 @@ def order_unseen(
     if num_significant == len(strength):
         return vectors
     known, null = vectors[:, :num_significant], vectors[:, num_significant:]
-    return torch.cat(
-        [vectors[:, :num_significant], null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1
-    )
+    return torch.cat([known, null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1)
 
 
 def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor | None) -> LowRank:

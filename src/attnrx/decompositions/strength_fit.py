@@ -66,7 +66,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the sum, relative to that of zero strengths, on the samples; zero for a constant target."""
+        """Returns the root of the sum relative to that of zero strengths, over all samples; 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

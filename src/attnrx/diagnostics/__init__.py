@@ -1,4 +1,4 @@
-"""Diagnostics: readings of the spectra of attention layers and of their intermediate results. They receive no model."""
+"""Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
 from attnrx.diagnostics.difference import Change, compare_diagnoses

@@ -2,8 +2,7 @@
 
 The moments are those of the rows as they enter the scores: divided by their norms if the form has norms, before the
 strength. Keys are centred over the tokens of their own image: a component common to all keys of an image adds a
-constant
-to a row of scores, which softmax ignores.
+constant to a row of scores, which softmax ignores.
 """
 
 import math
@@ -55,7 +54,7 @@ def alignment(
     """
     # The mean over all pairs of a dot product is the dot product of the two means.
     cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)
-    return cosine.mean(0).clamp(-1, 1)  # only rounding can leave the interval
+    return cosine.mean(0).clamp(-1, 1)  # only rounding can exceed the interval
 
 
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
@@ -68,7 +67,7 @@ def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[T
         return attention.new_zeros(attention.shape[1])
     logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
     entropy = -(attention * logs).sum(-1).mean((0, 2))
-    return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can leave the interval
+    return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can exceed the interval
 
 
 def query_grams(

@@ -1,4 +1,4 @@
-"""Whether images are on the scale that a model was trained with, judged by their values alone."""
+"""Whether images are on the scale that a model was trained with, by their pixel statistics."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from attnrx.shapes import Float, Tensor
 
 # Taken back to pixels, images on their model's scale fill [0, 1]: four or more of ImageNette, Tiny-ImageNet, CIFAR-10,
-# FashionMNIST or the digits always reached over 0.95 of it. Confused constants leave it (unnormalised bytes, or
+# FashionMNIST or the digits always reached over 0.95 of it. Wrong constants exceed it (unnormalised bytes, or
 # ImageNet's where 0.5 is meant: by 0.5 and more) or fill at most 0.62 of it (0.5 where ImageNet's or CLIP's are meant;
 # unnormalised: 0.5 and less). Means and standard deviations distinguish them less well: with the right constants eight
 # such images have standard deviations of 0.18 to 0.40, and half of that overlaps. Constants as near as ImageNet's and
@@ -55,7 +55,7 @@ class ImageScale:
 
     @property
     def leaves(self) -> bool:
-        """Whether a value is impossible for pixels on this scale, whatever later images contain."""
+        """Whether a value is impossible for pixels on this scale, independent of later images."""
         return bool(self.images) and not self._holds(self.own)
 
     @property

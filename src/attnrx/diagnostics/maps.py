@@ -11,7 +11,7 @@ from attnrx.shapes import Float, Tensor
 class MapWatch:
     """The moments of the inputs or outputs of one linear map, on the side with fewer features.
 
-    Memory is one square matrix of that side, whatever the number of images.
+    Memory is one square matrix of that side, independent of the number of images.
     """
 
     def __init__(self, inputs: int, outputs: int):
@@ -23,10 +23,10 @@ class MapWatch:
         self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
 
     def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDirections:
-        """Returns the directions of the outputs by descending strength: the leading ones are the best map of every
-        rank.
+        """Returns the directions of the outputs by descending strength.
 
-        The strength of a direction is the root of its mean square about the mean over all tokens.
+        The leading ones are the best map of every rank. The strength of a direction is the root of its mean square
+        about the mean over all tokens.
         """
         weight = weight.detach().cpu().double()
         bias = None if bias is None else bias.detach().cpu().double()

@@ -17,13 +17,11 @@ class Moments(Diagnostic):
     """Returns, besides the query_gram and key_covariance of `Geometry`, the moments of the other metrics.
 
     key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance under
-    the
-    attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature
-    of the softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads,
-    directions, heads * directions] are the query_gram and key_covariance of all heads together, for directions that
-    heads are to share. output_mean [heads, reads] and output_covariance [heads, reads,
-    heads * reads] describe the outputs of all heads together, over all tokens of all images, and readout_gram [heads,
-    reads, reads] the output projection.
+    the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature of the
+    softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads, directions, heads *
+    directions] are the query_gram and key_covariance of all heads together, for directions that heads are to share.
+    output_mean [heads, reads] and output_covariance [heads, reads, heads * reads] describe the outputs of all heads
+    together, over all tokens of all images, and readout_gram [heads, reads, reads] the output projection.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:

@@ -85,7 +85,7 @@ def _require_finite_readings(layer: int, readings: dict[str, Tensor]) -> None:
     for name, value in readings.items():
         if not bool(torch.isfinite(value).all()):
             raise InvalidInput(
-                f"the reading {name} of layer {layer} overflowed, though what the layer computed is finite: its "
+                f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
                 "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
             )
 

@@ -22,8 +22,7 @@ class PerturbationResponse(Diagnostic):
     """Returns perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (Eq. 33).
 
     `kind` is the perturbation delta: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along
-    the sign
-    of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
+    the sign of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
     perturbed, since each costs a second forward pass; by default, an eighth of all, at most 256. Its accumulator needs
     paired batches: images, then the same images perturbed.
     """
@@ -39,7 +38,7 @@ class PerturbationResponse(Diagnostic):
             raise InvalidInput(f"PerturbationResponse(size={self.size}): a perturbation needs a positive finite size.")
         if self.images is not None and self.images < 1:
             raise InvalidInput(
-                f"PerturbationResponse(images={self.images}): perturb at least one, or leave the diagnostic out."
+                f"PerturbationResponse(images={self.images}): perturb at least one image, or omit the diagnostic."
             )
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:

@@ -19,8 +19,7 @@ class Redundancy(Diagnostic):
     """Returns spectral_redundancy (Eq. 43) and output_similarity: [heads, heads], symmetric, ones on the diagonal.
 
     A head without energy, or one that adds the same to every token of every image, is similar to none, including
-    itself:
-    its row is zero.
+    itself: its row is zero.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
@@ -87,9 +86,8 @@ def output_similarity(
     """Returns the cosine between the contributions of every two heads to the residual stream, in [-1, 1].
 
     Head h adds output_h @ readout_h to each token. Its mean over all tokens of all images is excluded: it is a bias.
-    `moment`
-    is the centred second moment of the concatenated outputs, so nothing of the width of the residual stream is formed:
-    <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
+    `moment` is the centred second moment of the concatenated outputs, so nothing of the width of the residual stream is
+    formed: <a_g, a_h> = trace(readout_g^T moment_gh readout_h).
     """
     heads, head_dim, _ = readout.shape
     blocks = moment.view(heads, head_dim, heads, head_dim).transpose(1, 2)
@@ -100,4 +98,4 @@ def output_similarity(
 def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads heads"]:
     norms = products.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(norms > 0, 1 / norms, torch.zeros_like(norms))
-    return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can leave the interval
+    return (products * inverse[:, None] * inverse).clamp(-1, 1)  # only rounding can exceed the interval

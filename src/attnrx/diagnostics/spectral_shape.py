@@ -63,8 +63,7 @@ class _Shapes(Accumulator):
 def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
-    """Returns each direction's strength squared as a share of its head (p_r, Eq. 22); a head without energy has
-    zeros."""
+    """Returns each direction's share of its head's squared strengths (p_r, Eq. 22); zeros for a head without energy."""
     magnitude = _present(strength, used).abs()
     largest = magnitude.amax(-1, keepdim=True) if magnitude.shape[-1] else magnitude.sum(-1, keepdim=True)
     # Divided by the largest one first, so that squares neither overflow nor vanish.
@@ -123,9 +122,7 @@ def sparsity(
 def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale: an upper bound on how a change of query and key changes the scores (Proposition
-    4).
-    """
+    """Returns max|strength| * scale, which bounds the change of the scores per change of query and key (Prop. 4)."""
     magnitude = _present(strength, used).abs()
     return scale * (magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1))
 

@@ -2,8 +2,7 @@
 
 Token reducers keep the patches of the highest relevance. Section 8 of the SPOT paper models the relevance in one layer
 as the true relevance of the patch plus noise of variance sigma^2, weakly correlated between layers, so that the mean
-over
-l layers has the variance sigma^2 / l. The functions below measure both assumptions: the variance, and the
+over l layers has the variance sigma^2 / l. The functions below measure both assumptions: the variance, and the
 correlation.
 """
 
@@ -24,8 +23,7 @@ class RelevanceWatch:
     """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
 
     "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
-    all
-    tokens together: the scores of the reducers of these names while no token is pruned.
+    all tokens together: the scores of the reducers of these names while no token is pruned.
     """
 
     def __init__(self, layout: TokenLayout, depth: int):
@@ -59,8 +57,8 @@ def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, 
     if not 1 <= count <= relevance.shape[-1]:
         raise InvalidInput(f"{count} patches of {relevance.shape[-1]} to keep: give 1 to {relevance.shape[-1]}.")
     flat = relevance.reshape(-1, relevance.shape[-1])
-    chosen = best(flat, torch.ones_like(flat), count)
-    return torch.zeros_like(flat, dtype=torch.bool).scatter(1, chosen, True).view(relevance.shape)
+    selected = best(flat, torch.ones_like(flat), count)
+    return torch.zeros_like(flat, dtype=torch.bool).scatter(1, selected, True).view(relevance.shape)
 
 
 def overlap(first: Bool[Tensor, "*more patches"], second: Bool[Tensor, "*more patches"]) -> Float[Tensor, "*more"]:
@@ -80,8 +78,7 @@ def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor
     """Returns the variance of relevance over draws of noise, relative to its variance over the patches.
 
     Both are unbiased: the contribution of the noise to the variance of the mean over the draws is subtracted. Infinite
-    if
-    that leaves no difference between patches.
+    if no difference between patches remains.
     """
     noise = noise_variance(draws)
     spread = draws.mean(0).var(-1) - noise / len(draws)
@@ -107,11 +104,10 @@ def noise_correlation(draws: Float[Tensor, "draws images layers patches"]) -> Fl
 
 
 def averaging_shares(draws: Float[Tensor, "draws images layers patches"]) -> dict[str, Tensor]:
-    """Returns the noise variance of layer l that remains in the mean over layers 1..l, [images, layers], computed three
-    ways.
+    """Returns the share of layer l's noise variance that remains in the mean over layers 1..l, [images, layers].
 
-    "measured"; "independent", if the noise of the layers had their own variances and no correlation; and "claimed",
-    1 / l, which Section 8 derives from equal variances.
+    Computed three ways: "measured"; "independent", if the noise of the layers had their own variances and no
+    correlation; and "claimed", 1 / l, which Section 8 derives from equal variances.
     """
     each = noise_variance(draws)
     counts = torch.arange(1, each.shape[-1] + 1, dtype=each.dtype)

@@ -1,4 +1,4 @@
-"""Terms of the training objective, to be combined freely."""
+"""Terms of the training objective, which can be combined freely."""
 
 from attnrx.losses.distillation import Distillation
 from attnrx.losses.feature_distillation import FeatureDistillation

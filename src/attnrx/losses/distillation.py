@@ -15,8 +15,7 @@ class Distillation(Loss):
     """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
     The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
-    timm:NAME,
-    then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
+    timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
     """
 
     teacher: str
@@ -31,12 +30,12 @@ class Distillation(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         """Returns the mean divergence of the batch."""
-        answers = taught(context, self.teacher, self.weights).logits
-        if answers.shape != context.logits.shape:
+        teacher_logits = taught(context, self.teacher, self.weights).logits
+        if teacher_logits.shape != context.logits.shape:
             raise InvalidInput(
-                f"the teacher {self.teacher} answers with {answers.shape[1]} classes and the model with "
+                f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
                 f"{context.logits.shape[1]}; take a teacher of the same task."
             )
-        wanted = F.log_softmax(answers / self.temperature, dim=-1)
-        given = F.log_softmax(context.logits / self.temperature, dim=-1)
-        return F.kl_div(given, wanted, log_target=True, reduction="batchmean") * self.temperature**2
+        target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
+        predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
+        return F.kl_div(predicted, target, log_target=True, reduction="batchmean") * self.temperature**2

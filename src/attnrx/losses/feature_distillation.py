@@ -17,9 +17,8 @@ class FeatureDistillation(Loss):
     """The mean squared difference between the output tokens of the model's blocks and the teacher's.
 
     Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
-    (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times
-    larger than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last
-    one;
+    (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times larger
+    than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last one;
     None means all. The teacher must have equal depth, width and tokens.
     """
 
@@ -40,13 +39,13 @@ class FeatureDistillation(Loss):
         shapes = [[tuple(tokens.shape[1:]) for tokens in features] for features in (own, theirs)]
         if shapes[0] != shapes[1]:
             raise InvalidInput(
-                f"the blocks of the teacher {self.teacher} give (tokens, width) {shapes[1]} and those of the model "
+                f"the blocks of the teacher {self.teacher} have (tokens, width) {shapes[1]} and those of the model "
                 f"{shapes[0]}; take the model that this one was made from, or learn from its logits alone."
             )
         if self.last is not None and self.last > len(own):
             raise InvalidInput(f"{self}: the model has {len(own)} blocks only.")
-        chosen = slice(None) if self.last is None else slice(-self.last, None)
-        pairs = zip(own[chosen], theirs[chosen], strict=True)
+        selected = slice(None) if self.last is None else slice(-self.last, None)
+        pairs = zip(own[selected], theirs[selected], strict=True)
         return torch.stack([F.mse_loss(_whitened(mine), _whitened(other)) for mine, other in pairs]).mean()
 
 

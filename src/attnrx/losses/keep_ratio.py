@@ -24,8 +24,8 @@ class KeepRatio(Loss):
         reduction = reduction_of(context.model)
         if reduction is None or not reduction.run.sampled:
             raise NotSupported(
-                "KeepRatio needs tokens that a learned reducer lets leave (spot, dynamicvit), and this model has none; "
-                "attach a policy, or leave the loss out."
+                "KeepRatio needs a learned token reducer (spot, dynamicvit), and this model has none; attach a policy "
+                "or omit the loss."
             )
         wanted = reduction.policy.keep
         found = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)

@@ -20,8 +20,7 @@ class LossContext:
     `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
     images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
     block outputs of the model, if a loss needs them. `progress` is the completed share of the run. `memory` is shared
-    by
-    the losses of this step.
+    by the losses of this step.
     """
 
     model: nn.Module
@@ -72,4 +71,4 @@ class Loss(ABC):
 def require_weight(loss: Loss) -> None:
     """Raises InvalidInput for a weight that is zero, negative or not finite."""
     if not 0 < loss.weight < float("inf"):
-        raise InvalidInput(f"{loss}: weight must be positive and finite; leave the loss out to do without it.")
+        raise InvalidInput(f"{loss}: weight must be positive and finite; omit the loss to disable it.")

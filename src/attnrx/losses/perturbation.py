@@ -31,8 +31,8 @@ class PerturbationRobustness(Loss):
         """Returns the mean of |A(x) - A(x + noise)|^2."""
         changes: list[Tensor] = []
 
-        def observe(_: int, seen: Observation) -> None:
-            clean, noisy = seen.attention.chunk(2)
+        def observe(_: int, observation: Observation) -> None:
+            clean, noisy = observation.attention.chunk(2)
             changes.append((clean - noisy).square().sum((-2, -1)).mean())
 
         images = torch.cat([context.images, context.images + self.scale * context.noise()])

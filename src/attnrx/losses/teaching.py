@@ -28,12 +28,12 @@ def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
     """
     key = (teacher, weights)
     if key not in context.memory:
-        context.memory[key] = _ask(_load(teacher, weights, context.images.device, context.images.dtype), context)
+        context.memory[key] = _run(_load(teacher, weights, context.images.device, context.images.dtype), context)
     return context.memory[key]
 
 
 @torch.no_grad()
-def _ask(teacher: nn.Module, context: LossContext) -> Answer:
+def _run(teacher: nn.Module, context: LossContext) -> Answer:
     own, theirs = _scale(context.model), _scale(teacher)
     images = context.images if own == theirs else theirs.apply(own.invert(context.images))
     if not context.features:

@@ -31,7 +31,7 @@ class TokenSimilarity(Loss):
         """Returns the mean over the kept patches, over all images of the step."""
         reduction = reduction_of(context.model)
         if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
-            raise NotSupported("TokenSimilarity is about tokens that stay while others leave, and here none leave.")
+            raise NotSupported("TokenSimilarity needs token pruning, and this model has none; omit the loss.")
         theirs, own = taught(context, self.teacher, self.weights).features[-1], context.features[-1]
         if theirs.shape != own.shape:
             raise InvalidInput(

@@ -17,17 +17,18 @@ def faster(
     sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None,
     narrow: float = NARROW,
 ) -> Backend | None:
-    """Returns a backend that is faster than PyTorch's fused kernel in this context, or None; `sizes` as in
-    `Explicit`."""
+    """Returns a backend that is faster than PyTorch's fused kernel in this context, or None.
+
+    `sizes` is that of `Explicit`.
+    """
     if Native.runs(spec, context):
         return Native(sizes)
     return Explicit(sizes) if unfused_is_faster(spec, context, narrow) else None
 
 
 class Auto(Fused):
-    """For inference on a CPU the C++ kernel (`Native`), else unfused attention for narrow heads; otherwise the fused
-    kernel.
-    """
+    """Inference on a CPU: the C++ kernel (`Native`), or unfused attention for narrow heads; otherwise the fused
+    kernel."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns the backend for this layer and context."""

@@ -18,11 +18,11 @@ class Backend(ABC):
     """Whether a callback receives every call, which then must hold the whole batch."""
 
     takes_few_queries = False
-    """Whether it takes queries of fewer tokens than keys and values."""
+    """Whether queries may have fewer tokens than keys and values."""
 
     @abstractmethod
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Chooses which neighbouring heads are computed together, and at which padded rank."""
+        """Returns the neighbouring heads that are computed together, with their padded rank."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
         """Returns the backend that computes in this context: itself, unless it delegates."""

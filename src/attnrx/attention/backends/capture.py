@@ -19,11 +19,10 @@ from attnrx.tokens import Part, chunks_of, images_of
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """The captured attention of one layer: full maps or the rows of the first token, the mean of the heads' keys, and
-    the
-    norms of the values.
+    """The captured attention of one layer.
 
-    `part` are the images of the batch that it covers; None means all.
+    `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean of the heads' keys, and
+    `value_norms` the norms of the values. `part` are the images of the batch that they cover; None means all.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
@@ -46,17 +45,16 @@ class CapturedAttention:
 
 
 def _fused_qkv(parts: list[Tensor | None]) -> Tensor | None:
-    shown = [part for part in parts if part is not None]
-    return torch.cat(shown) if shown else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 class AttentionCapture(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
     `sizes` returns the size of every token, or None if all are 1; `show` receives the quantities in `wanted`:
-    "attention",
-    "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a fused kernel
-    is used. Full maps are captured in chunks of images that fit the cache.
+    "attention", "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a
+    fused kernel is used. Full maps are captured in chunks of images that fit the cache.
     """
 
     takes_few_queries = True

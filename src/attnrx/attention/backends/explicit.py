@@ -21,10 +21,8 @@ class Explicit(Backend):
     """Scores, softmax and weighted sum as three steps, with independent widths of queries and values.
 
     On a CPU, the fused kernels of PyTorch require equal widths. For narrower heads this backend does less arithmetic,
-    at
-    the cost of writing and reading the maps once, which is small in chunks that fit the cache. `sizes` returns the
-    number
-    of original tokens in every token, or None if each is 1.
+    at the cost of writing and reading the maps once, which is small in chunks that fit the cache. `sizes` returns the
+    number of original tokens in every token, or None if each is 1.
     """
 
     takes_few_queries = True
@@ -100,7 +98,7 @@ def chunked_attention(
 ) -> Float[Tensor, "batch queries features"]:
     """Returns the outputs of all heads, concatenated; computes as many images at once as have maps that fit the cache.
 
-    The maps of all heads are in one buffer, whatever their ranks, and one softmax processes them; the outputs are
+    The maps of all heads are in one buffer, for any ranks, and one softmax processes them; the outputs are
     written in the order of the output projection's inputs, so that no copy follows. Keys are weighted by `sizes`, if
     given; a key of size 0 has weight zero.
     """

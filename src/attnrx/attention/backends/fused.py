@@ -14,8 +14,7 @@ class Fused(Backend):
     """Fused attention: heads padded to one rank, query and key padded to the width of the values.
 
     The fused kernels of PyTorch require equal widths of query, key and value, and fall back to a slow path otherwise.
-    The
-    scale is always passed: its default would follow the padded rank.
+    The scale is always passed, because its default depends on the padded rank.
     """
 
     takes_few_queries = True

@@ -16,8 +16,7 @@ class Observed(Backend):
     """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
 
     A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
-    it
-    weights tokens by their size and captures the same quantities.
+    it weights tokens by their size and captures the same quantities.
     """
 
     watches = True

@@ -18,8 +18,7 @@ class Ragged(Backend):
     """Every head at its own rank, values of any width, all in one launch; for inference on CUDA.
 
     While gradients or a graph are recorded, for shared directions, in float64 and on a CPU, `Auto` runs in its place.
-    In
-    Triton's interpreter (TRITON_INTERPRET=1) it runs on any device, slowly; the tests use that.
+    In Triton's interpreter (TRITON_INTERPRET=1) it runs on any device, slowly; the tests use that.
     """
 
     def __init__(self, anywhere: bool = False):

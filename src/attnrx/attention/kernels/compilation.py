@@ -29,8 +29,8 @@ def native_library() -> ctypes.CDLL | None:
     """Returns the library of the kernels; builds it if no earlier process did.
 
     None if ATTNRX_BUILD is 0 or there is no compiler ($CXX, or c++, g++ or clang++ on the path); None with a
-    `KernelWarning`
-    if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in their place.
+    `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in
+    their place.
     """
     if (
         os.environ.get(BUILD, "1") == "0" or os.name != "posix"

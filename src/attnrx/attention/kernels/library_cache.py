@@ -2,8 +2,7 @@
 
 A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
 user, must not be symbolic links and must not be writable by other users; then the recorded hash can be trusted, and it
-is
-compared with the content of the file descriptor from which the library is loaded.
+is compared with the content of the file descriptor from which the library is loaded.
 """
 
 import ctypes
@@ -116,8 +115,7 @@ def _content(descriptor: int) -> bytes:
 
 
 def _library_path(folder: Path, recipe: LibraryRecipe, digest: str) -> Path:
-    """Returns a path that contains the hash of the library, so that concurrent builds do not replace each other's
-    file."""
+    """Returns a path with the hash of the library, so that concurrent builds use different files."""
     return folder / f"{recipe.name}-{digest[:16]}.so"
 
 

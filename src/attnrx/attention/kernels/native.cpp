@@ -1,8 +1,8 @@
-// Attention on a CPU, every head at its own rank and with values of its own width; nothing is padded to a common one.
+// Attention on a CPU, unpadded: every head has its own rank and value dimension.
 //
-// One head of one image is mixed at a time. Its keys are transposed into panels of two vectors once, its values copied
-// into panels; then so many queries as the registers hold are scored against all keys, their softmax is taken, and
-// values are summed, while those rows of the map lie in the first cache. No map is ever written to memory.
+// One head of one image is computed at a time. Its keys are transposed into panels of two vectors, its values copied
+// into panels. As many queries as fit the registers are multiplied with all keys, followed by softmax and the weighted
+// sum of the values, while those rows of the map are in the L1 cache. No map is written to memory.
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// As many floats as a vector has, and as many rows of two vectors each as the registers can sum.
+// Floats per vector, and rows of two vectors each whose sums fit the registers.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, ROWS = 14;
 #elif defined(__AVX__)
@@ -26,7 +26,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef float Anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 #define INLINED inline __attribute__((always_inline))
-// Sums stay in registers only where the loops over them are gone.
+// The compiler keeps sums in registers only if the loops over them are unrolled.
 #if defined(__clang__)
 #define UNROLLED _Pragma("clang loop unroll(full)")
 #else
@@ -40,10 +40,10 @@ INLINED Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
 int up(int count, int step) { return (count + step - 1) / step * step; }
 
-// 2^x for x <= 0 to two roundings: a power of two by its bits, times a polynomial on [-1/2, 1/2]. NaN stays NaN.
+// 2^x for x <= 0 to two roundings: a power of two by its bits, times a polynomial on [-1/2, 1/2]. Propagates NaN.
 INLINED Vector power_of_two(Vector x) {
   x = x < -126.f ? all(-126.f) : x;
-  const float rounding = 12582912.f + 127.f;  // 1.5 * 2^23 leaves the integer in the last bits, 127 is the exponent's
+  const float rounding = 12582912.f + 127.f;  // 1.5 * 2^23 puts the integer into the last bits, 127 is the exponent's
   Vector shifted = x + rounding, rest = x - (shifted - rounding);
   Vector sum = rest * 1.535336188319500e-4f + 1.339887440266574e-3f;
   sum = sum * rest + 9.618437357674640e-3f;
@@ -78,7 +78,7 @@ INLINED void transpose(Vector* x) {
   if constexpr (WIDTH > 8) exchange<8>(x, lanes);
 }
 
-// What Python describes every head by: where its parts begin, and the strides of images and tokens, in floats.
+// The description of a head, passed from Python: start addresses, and strides of images and tokens in floats.
 struct Head {
   int64_t query, query_image, query_token, key, key_image, key_token, value, value_image, value_token;
   int64_t output, output_image, output_token, rank, reads;
@@ -86,7 +86,7 @@ struct Head {
 
 const float* at(int64_t start, int64_t offset) { return (const float*)start + offset; }
 
-// Keys, values and scores of the head that a thread is at; kept from one call to the next.
+// Buffers of one thread for the keys, values and scores of its current head; reused between calls.
 struct Workspace {
   float* floats = nullptr;
   size_t size = 0;
@@ -103,7 +103,7 @@ struct Workspace {
 };
 thread_local Workspace workspace;
 
-// Keys times `factor`: panels of two vectors (the last one of one, where that is enough), [rank][keys of the panel].
+// Keys times `factor`: panels of two vectors (one in the last panel, if sufficient), [rank][keys of the panel].
 void pack_keys(const float* key, int64_t token, int keys, int rank, float factor, float* packed) {
   const int padded = up(keys, WIDTH);
   for (int first = 0; first < padded; first += WIDTH) {
@@ -182,7 +182,7 @@ INLINED void read_out(const float* map, int padded, const float* value, int keys
   }
 }
 
-// Turns a row of scores, which are logarithms to base 2, into weights, and returns one over their sum.
+// Replaces a row of scores (base-2 logarithms) by weights and returns one over their sum.
 INLINED float weigh(float* row, int padded) {
   Vector most = load(row), sum = {};
   for (int i = WIDTH; i < padded; i += WIDTH) most = larger(load(row + i), most);
@@ -197,7 +197,7 @@ INLINED float weigh(float* row, int padded) {
   return 1.f / total;
 }
 
-// What N queries read out.
+// The outputs of N queries.
 template <int N>
 void mix(const float* query, int64_t query_token, const float* key, const float* added, const float* value, float* map,
          float* output, int64_t output_token, Shape shape) {
@@ -225,7 +225,7 @@ Mix of_rows(int rows, std::integer_sequence<int, N...>) {
   return known[rows - 1];
 }
 
-// The queries from `first` to `last` of one head of one image; false where there was no memory.
+// Computes the queries from `first` to `last` of one head of one image; false if out of memory.
 bool mix_head(const Head& head, int image, int first, int last, int keys, const float* sizes, float scale) {
   const int padded = up(keys, WIDTH), rank = (int)head.rank, reads = (int)head.reads;
   const size_t wide = (size_t)up(reads, PANEL) * keys;
@@ -238,7 +238,7 @@ bool mix_head(const Head& head, int image, int first, int last, int keys, const 
   for (int i = 0; i < padded; i++) added[i] = i < keys ? (sizes ? std::log2(sizes[i]) : 0.f) : -INFINITY;
   const float* query = at(head.query, image * head.query_image);
   float* output = (float*)at(head.output, image * head.output_image);
-  // Tiles of nearly the same number of rows: a last one of a single row would take as long as one of four.
+  // Tiles of nearly equal numbers of rows: a last tile of a single row would take as long as one of four.
   const int tiles = (last - first + ROWS - 1) / ROWS;
   for (int tile = 0; tile < tiles; tile++) {
     const int64_t start = first + (int64_t)(last - first) * tile / tiles;
@@ -252,8 +252,8 @@ bool mix_head(const Head& head, int image, int first, int last, int keys, const 
 
 }  // namespace
 
-// softmax(scale * query @ key^T + log(sizes)) @ value for every head; `sizes` is null where every key counts once.
-// Queries of a head are split where there are too few heads for all threads. 0, or 1 where there was no memory.
+// softmax(scale * query @ key^T + log(sizes)) @ value for every head; `sizes` is null if every size is 1.
+// Queries of a head are split if there are fewer heads than threads. Returns 0, or 1 if out of memory.
 extern "C" int attnrx_attention(const int64_t* described, int heads, int images, int queries, int keys,
                                 const float* sizes, float scale, int threads) {
   const Head* all_heads = (const Head*)described;

@@ -29,8 +29,7 @@ def native_attention(
     """Returns softmax(scale * query @ key^T + log(sizes)) @ value of all heads, concatenated; float32, on a CPU.
 
     Every entry of the lists holds neighbouring heads of one shape; heads without query and key features return the mean
-    of
-    their values. Only for inference: gradients are not recorded.
+    of their values. Only for inference: gradients are not recorded.
 
     Raises:
         NotSupported: The kernel cannot be built here.

@@ -1,8 +1,7 @@
 """Attention of heads with different ranks in one launch, and the statistics of its maps, in Triton.
 
 Queries and keys of all heads are concatenated in one row per token, unpadded: head h has the features from `starts[h]`
-to
-`starts[h + 1]`; values likewise. A head of rank 0 has zero scores and attends uniformly. No map is stored: `forward`
+to `starts[h + 1]`; values likewise. A head of rank 0 has zero scores and attends uniformly. No map is stored: `forward`
 keeps a running maximum and sum per row (online softmax), and `statistics` recomputes the scores from the row sums of
 `forward`.
 """
@@ -84,7 +83,7 @@ def row_statistics(
     query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for some rows: the sum and the sum of squares over the patches, and the attention to the first token."""
+    """Writes for some rows: sum and sum of squares over the patches, and the attention to the first token."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
@@ -114,8 +113,7 @@ def column_statistics(
     query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes for some columns: the sum and the sum of squares over the patches, and the attention from the first
-    token."""
+    """Writes for some columns: sum and sum of squares over the patches, and the attention from the first token."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.load(starts + head)

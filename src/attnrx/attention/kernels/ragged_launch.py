@@ -24,8 +24,7 @@ def ragged_attention(
     """Returns the outputs of all heads, concatenated, and the base-2 logarithm of the sum of every row's scores.
 
     Head h has `ranks[h]` features of queries and keys and `reads[h]` of the values. Only for inference: gradients are
-    not
-    recorded.
+    not recorded.
 
     Raises:
         NotSupported: Triton is not installed.
@@ -51,11 +50,10 @@ def map_statistics(
     scale: float,
     prefix: int,
 ) -> Float[Tensor, "batch heads patches 6"]:
-    """Returns SPOT's six scalars per patch (Eqs. 3 to 8) without a map: the scores are recomputed by rows and by
-    columns
-    from the row sums of `ragged_attention`.
+    """Returns SPOT's six scalars per patch (Eqs. 3 to 8) without storing a map.
 
-    The attention of the class token to the patch and of the patch to the class token; mean and variance of the patch's
+    The scores are recomputed by rows and by columns from the row sums of `ragged_attention`. The scalars are the
+    attention of the class token to the patch and of the patch to the class token; mean and variance of the patch's
     attention to the patches, and of the attention it receives from them. The first `prefix` tokens are not patches.
     """
     batch, heads, tokens = log_sums.shape
