@@ -1,8 +1,8 @@
-"""How long one layer of attention takes fused, written out and in our kernel, by the ranks of its heads, on a CPU.
+"""The latency of one layer of attention: fused, unfused and in the C++ kernel, by the ranks of its heads, on a CPU.
 
-    python benchmarks/written_out.py timm:vit_tiny_patch16_224 --ranks 64,64,64 56,32,32 48,40,32 --tokens 197 133 91
+    python benchmarks/unfused.py timm:vit_tiny_patch16_224 --ranks 64,64,64 56,32,32 48,40,32 --tokens 197 133 91
 
-All take turns in one run; `fused` pads heads to one width, `written out` and `native` leave every head at its own. With
+All take turns in one run; `fused` pads heads to one width, `unfused` and `native` run every head at its own. With
 `--sizes` tokens count as often as their size says, as merged ones do. Weights are random: times do not depend on them.
 """
 
