@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "recipes" not in path.parts)
+RECIPES = sorted((ROOT / "src" / "attnrx_lab" / "recipes").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Commands share one interface: every module of one defines these two.
 OF_COMMANDS = {"add", "run"}
@@ -31,7 +32,7 @@ def test_every_class_and_public_function_has_a_name_of_its_own() -> None:
     assert not repeated
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *RECIPES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_words_are_those_of_the_field(path: Path) -> None:
     found = [
         f"{number}: {line.strip()}"

@@ -15,7 +15,7 @@ from attnrx.prescription import Basis, LayerPrescription, Prescription, ScoreDec
 from attnrx.realization import realize
 from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
-from attnrx.reports.ranks import Kept, prescribed_ranks
+from attnrx.reports.ranks import HeadRank, prescribed_ranks
 from attnrx.reports.sections.ranks import ranks
 from attnrx.rules import SharedRank, TotalRank, prescribe_maps
 from cases import CONFIGS, model
@@ -87,8 +87,8 @@ def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
 
 def test_the_picture_holds_every_number_in_its_colour() -> None:
     heads = tuple(f"head {head}" for head in range(12))
-    rows = tuple(tuple(Kept(layer * 5 + head % 5, 60) for head in range(12)) for layer in range(12))
-    whole = (Kept(3, 9), Kept(9, 9, whole=True))
+    rows = tuple(tuple(HeadRank(layer * 5 + head % 5, 60) for head in range(12)) for layer in range(12))
+    whole = (HeadRank(3, 9), HeadRank(9, 9, whole=True))
     content = ReportContent(
         "12 x 12",
         ranks=(PathwayRanks("Query and key", heads, rows), PathwayRanks("MLP", ("fc1", "fc2"), (whole,))),

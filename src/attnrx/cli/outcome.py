@@ -130,26 +130,26 @@ def _limit(finding: "rx.Finding") -> str:
     return "" if finding.limit is None else significant(finding.limit, finding.unit)
 
 
-def priced(
+def cost_changes(
     before: "rx.costs.ModelCosts", after: "rx.costs.ModelCosts", convention: "rx.costs.Convention | None" = None
 ) -> dict[str, Any]:
     """Returns the costs of both models as JSON-ready values, with savings in percent of the first."""
     original, smaller = _both(before, after, convention)
     saving = original.saving(smaller)
     return {
-        "original": price_record(original),
-        "compressed": price_record(smaller),
+        "original": cost_record(original),
+        "compressed": cost_record(smaller),
         "params_down_percent": 100 * saving.params_share,
         "macs_down_percent": 100 * saving.macs_share,
     }
 
 
-def price_record(price: "rx.costs.Price") -> dict[str, Any]:
+def cost_record(price: "rx.costs.Price") -> dict[str, Any]:
     """Returns the totals of one model as JSON-ready values."""
     return {"params": price.params, "macs": price.macs, "mhsa_macs_per_layer": price.mhsa_macs_per_layer}
 
 
-def prices_table(
+def convention_table(
     before: "rx.costs.ModelCosts", after: "rx.costs.ModelCosts", convention: "rx.costs.Convention | None" = None
 ) -> Table:
     """Returns the table of the costs of both models, with savings in percent."""

@@ -11,7 +11,7 @@ from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput
 from attnrx.models.adopted import Adopted
 from attnrx.models.low_rank_linear import rank_of
-from attnrx.models.token_costs import priced_tokens
+from attnrx.models.token_costs import costs_of_tokens
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 
@@ -66,7 +66,7 @@ def adopted_costs(
         )
     patches = family.patches(adopted.source)
     positions = family.positions(adopted)
-    token_costs = priced_tokens(adopted, family, tokens, specs, positions + family.prefix_tokens(adopted.source))
+    token_costs = costs_of_tokens(adopted, family, tokens, specs, positions + family.prefix_tokens(adopted.source))
     heads = [module for name, module in adopted.source.named_modules() if name in family.head_names]
     classifier = sum(params(module) for module in heads)
     before = params(adopted.source) - classifier - sum(params(layer) for layer in layers)

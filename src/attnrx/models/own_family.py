@@ -12,7 +12,7 @@ from attnrx.costs import ModelCosts, TokenCosts
 from attnrx.errors import InvalidInput
 from attnrx.models.family import Family
 from attnrx.models.low_rank_linear import rank_of
-from attnrx.models.token_costs import priced_tokens
+from attnrx.models.token_costs import costs_of_tokens
 from attnrx.models.transformer import Config, Transformer
 from attnrx.serialization.config import from_dict, to_dict
 from attnrx.spec import AttentionSpec
@@ -77,7 +77,7 @@ class OwnFamily(Family, Generic[Config]):
         """Returns the costs of the configuration, optionally with other specs, ranks and tokens in its layers."""
         config = self._own(model).config
         num_tokens = self.token_layout(model).tokens
-        token_costs = priced_tokens(model, self, tokens, attention or config.attention, num_tokens)
+        token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, num_tokens)
         return self.price(config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks), attention, token_costs)
 
     @abstractmethod

@@ -15,7 +15,7 @@ from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 
 
-def priced_tokens(
+def costs_of_tokens(
     model: nn.Module, family: Family, policy: TokenPolicy | None, specs: Sequence[AttentionSpec], tokens: int
 ) -> TokenCosts:
     """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.

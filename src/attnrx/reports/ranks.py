@@ -15,7 +15,7 @@ SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 
 
 @dataclass(frozen=True)
-class Kept:
+class HeadRank:
     """The kept rank of `full` directions of one part; None for a pruned head.
 
     `whole` marks a map that is one matrix and not factorized.
@@ -37,7 +37,7 @@ class PathwayRanks:
 
     name: str
     columns: tuple[str, ...]
-    layers: tuple[tuple[Kept, ...], ...]
+    layers: tuple[tuple[HeadRank, ...], ...]
 
     @property
     def kept(self) -> int:
@@ -76,13 +76,13 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     family = family_of(model)
     specs = [attention.spec for attention in family.attention(model)]
     heads = [spec.heads for spec in specs]
-    scores: list[Sequence[Kept]] = [
-        [Kept(spec.ranks[0], spec.original_rank)]
+    scores: list[Sequence[HeadRank]] = [
+        [HeadRank(spec.ranks[0], spec.original_rank)]
         if spec.shares_directions and spec.ranks
-        else [Kept(rank, spec.original_rank) for rank in spec.ranks]
+        else [HeadRank(rank, spec.original_rank) for rank in spec.ranks]
         for spec in specs
     ]
-    values = [[Kept(rank, spec.head_dim) for rank in spec.reads] for spec in specs]
+    values = [[HeadRank(rank, spec.head_dim) for rank in spec.reads] for spec in specs]
     found = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
     pairs = family.mlp(model)
     if pairs:
@@ -91,7 +91,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     return tuple(found)
 
 
-def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
+def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
     """Arranges the parts by the original index of their head; missing heads are marked as pruned."""
     columns = 1 + max((head for own in heads for head in own), default=0)
     most = max((part.full for row in rows for part in row), default=0)
@@ -100,30 +100,30 @@ def _pathway(name: str, rows: Sequence[Sequence[Kept]], heads: Sequence[tuple[in
         if len(row) == 1 and len(own) != 1:
             layers.append(tuple(row))
             continue
-        line = [Kept(None, most)] * columns
+        line = [HeadRank(None, most)] * columns
         for head, part in zip(own, row, strict=True):
             line[head] = part
         layers.append(tuple(line))
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
 
-def _scores(layer: ScoreDecision, used: Sequence[int] | None) -> list[Kept]:
+def _scores(layer: ScoreDecision, used: Sequence[int] | None) -> list[HeadRank]:
     if layer.is_shared:
-        return [Kept(layer.kept, layer.directions)]
+        return [HeadRank(layer.kept, layer.directions)]
     full = [layer.keep.shape[1]] * len(layer.heads) if used is None else used
     return [
-        Kept(rank if stays else None, most)
+        HeadRank(rank if stays else None, most)
         for rank, stays, most in zip(layer.ranks, layer.heads.tolist(), full, strict=True)
     ]
 
 
-def _values(layer: LayerPrescription, full: int) -> list[Kept]:
+def _values(layer: LayerPrescription, full: int) -> list[HeadRank]:
     stays, values = layer.qk.heads.tolist(), layer.outputs.get("vo")
     ranks = (full,) * len(stays) if values is None else values.ranks
-    return [Kept(rank if stay else None, full) for rank, stay in zip(ranks, stays, strict=True)]
+    return [HeadRank(rank if stay else None, full) for rank, stay in zip(ranks, stays, strict=True)]
 
 
-def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[Kept, ...]]:
+def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[HeadRank, ...]]:
     pairs = [tuple(layer.outputs.get(name) for name in LINEAR_MAPS) for layer in layers]
     sides = zip(*pairs, strict=True)
     full = [max((own.strength.shape[1] for own in side if own is not None), default=0) for side in sides]
@@ -131,11 +131,11 @@ def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[Kept, ...]]:
     return [tuple(_output(own, most) for own, most in zip(pair, full, strict=True)) for pair in pairs]
 
 
-def _output(output: OutputDecision | None, full: int) -> Kept:
-    return Kept(full, full, whole=True) if output is None else Kept(output.ranks[0], output.strength.shape[1])
+def _output(output: OutputDecision | None, full: int) -> HeadRank:
+    return HeadRank(full, full, whole=True) if output is None else HeadRank(output.ranks[0], output.strength.shape[1])
 
 
-def _linear(linear: Any) -> Kept:
+def _linear(linear: Any) -> HeadRank:
     full = min(linear.in_features, linear.out_features)
     rank = rank_of(linear)
-    return Kept(full, full, whole=True) if rank is None else Kept(rank, full)
+    return HeadRank(full, full, whole=True) if rank is None else HeadRank(rank, full)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import RANK, SHARE_REMOVED
-from attnrx.cli.outcome import Outcome, parts_table, percent_table, price_record, priced, prices_table
+from attnrx.cli.outcome import Outcome, convention_table, cost_changes, cost_record, parts_table, percent_table
 from attnrx.cli.parser import POLICY, Parser, add_trust
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
@@ -74,10 +74,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     record: dict[str, Any] = {"model": arguments.model, "convention": convention.name, **_record(costs, price)}
     if arguments.prescription is not None:
         after = _after(model, arguments)
-        prices = priced(costs, after, convention)
+        prices = cost_changes(costs, after, convention)
         smaller = _record(after, convention.price(after))
         record |= {**prices, "compressed": smaller, "norms": arguments.norms}
-        tables = (parts_table(price), prices_table(costs, after, convention))
+        tables = (parts_table(price), convention_table(costs, after, convention))
         return Outcome(record, (*tables, *_token_lines(after)))
     if arguments.removed_share is not None:
         return _priced_share(costs, price, record, arguments.removed_share)
@@ -129,11 +129,11 @@ def _priced_forms(
         "policy": None if policy is None else str(policy),
         **_record(after, price),
         **price.percent_of(original),
-        "original": price_record(original),
+        "original": cost_record(original),
     }
     if after != realized:
         plain = convention.price(realized)
-        record["realized"] = {**price_record(plain), **plain.percent_of(original)}
+        record["realized"] = {**cost_record(plain), **plain.percent_of(original)}
     return Outcome(record, (parts_table(price), percent_table(original, price), *_token_lines(after)))
 
 
@@ -189,4 +189,4 @@ def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
 def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:
     parts = {name: {"params": part.params, "macs": part.macs} for name, part in price.parts.items()}
     deciding = {"predictor_macs": price.parts["predictors"].macs}
-    return {**costs.to_record(), **price_record(price), **deciding, "parts": parts}
+    return {**costs.to_record(), **cost_record(price), **deciding, "parts": parts}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
 from attnrx.cli.options import COUNT, STEPS
-from attnrx.cli.outcome import Outcome, priced, prices_table
+from attnrx.cli.outcome import Outcome, convention_table, cost_changes
 from attnrx.cli.outputs import FOLDER
 from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
 from attnrx.errors import InvalidInput
@@ -70,8 +70,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     before, after = (rx.models.family_of(each).costs(each) for each in (model, slim))
-    record = {"model": str(folder), **how, **priced(before, after), "removed_share": prescription.removed_share}
-    return Outcome(record, (prices_table(before, after), f"model: {folder}"))
+    record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
+    return Outcome(record, (convention_table(before, after), f"model: {folder}"))
 
 
 def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":

@@ -5,7 +5,7 @@ from typing import Any
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap
 from attnrx.reports.numbers import number, percent
-from attnrx.reports.ranks import Kept, PathwayRanks, prescribed_ranks
+from attnrx.reports.ranks import HeadRank, PathwayRanks, prescribed_ranks
 from attnrx.reports.sections.section import Figure, Section
 
 DENSE = 9  # from this many columns on the cells are small
@@ -62,18 +62,18 @@ def _short_names(pathway: PathwayRanks) -> tuple[str, ...]:
     return tuple(name.removeprefix("head ") for name in pathway.columns)
 
 
-def _descriptions(pathway: PathwayRanks, layer: tuple[Kept, ...]) -> list[tuple[str, str]]:
+def _descriptions(pathway: PathwayRanks, layer: tuple[HeadRank, ...]) -> list[tuple[str, str]]:
     names = pathway.columns if len(layer) == len(pathway.columns) else ("all heads together",)
     return [(name, _words(part)) for name, part in zip(names, layer, strict=True)]
 
 
-def _short(part: Kept) -> str:
+def _short(part: HeadRank) -> str:
     if part.rank is None:
         return ""
     return "all" if part.whole else number(part.rank)
 
 
-def _words(part: Kept) -> str:
+def _words(part: HeadRank) -> str:
     if part.rank is None:
         return "removed"
     return f"all {number(part.full)}, one matrix" if part.whole else f"{number(part.rank)} of {number(part.full)}"
@@ -87,5 +87,5 @@ def _table(pathway: PathwayRanks) -> dict[str, Any]:
     return {"name": pathway.name, "columns": pathway.columns, "rows": rows}
 
 
-def _span(pathway: PathwayRanks, layer: tuple[Kept, ...]) -> int:
+def _span(pathway: PathwayRanks, layer: tuple[HeadRank, ...]) -> int:
     return len(pathway.columns) if len(layer) == 1 else 1
