@@ -6,7 +6,7 @@ Command: attnrx reproduce spot/table1 --only vit_tiny --weights vit_tiny_patch16
 Expected: 0.3 points of top-1 lost at most by SPOT on DeiT and 1.5 on LV-ViT-T, at 61 to 69 % of the GFLOPS; every
     number is in expected.json. GFLOPS follow in closed form, but for these: LV-ViT-T at a keep ratio of 0.7 costs 2.3
     (printed 2.0, which 0.5 gives), LV-ViT-S 4.7 (4.5, which it costs without the predictors), DynamicViT on DeiT-S 3.0
-    (2.9, without its predictors), and EViT, which prunes tokens inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6
+    (2.9, without its predictors), and EViT, pruning inside a layer as published, 2.9 on DeiT-S (3.0) and 4.6
     on LV-ViT-S (4.7). Every trained line learns by the same losses. A-ViT trains its halting scores by a
     ponder loss, which is not here: the halting rule alone has a row of its own, without numbers of the paper
 Not stated: weight decay, schedule, warm-up, augmentation, precision, seeds, and how the rows of other methods were
