@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "recipes" not in path.parts)
 RECIPES = sorted((ROOT / "src" / "attnrx_lab" / "recipes").rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Commands share one interface: every module of one defines these two.
 OF_COMMANDS = {"add", "run"}
 NOT_IN_USE = re.compile(

@@ -52,11 +52,6 @@ class Steps:
         ]
         return max(found, default=size)
 
-    def lowered(self, size: int) -> int:
-        """Returns the largest size, at most this one, after which the latency rises."""
-        below = [known for known in self.sizes if known <= size and self.rounded(known) == known]
-        return max(below, default=size)
-
 
 def measured_steps(
     width: int,

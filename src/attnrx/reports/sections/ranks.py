@@ -58,10 +58,6 @@ def _figure(pathway: PathwayRanks) -> Figure:
     return Figure(picture.draw(), pathway.name, note, f"{caption} {SHARED}".strip() if shared else caption)
 
 
-def _short_names(pathway: PathwayRanks) -> tuple[str, ...]:
-    return tuple(name.removeprefix("head ") for name in pathway.columns)
-
-
 def _descriptions(pathway: PathwayRanks, layer: tuple[HeadRank, ...]) -> list[tuple[str, str]]:
     names = pathway.columns if len(layer) == len(pathway.columns) else ("all heads together",)
     return [(name, _words(part)) for name, part in zip(names, layer, strict=True)]
