@@ -16,12 +16,12 @@ from attnrx.reports.figures import (
     CurvePoint,
     HeatMap,
     IntervalRow,
-    SpectrumBars,
     as_uri,
     colour,
     mosaic,
     overlay,
     span,
+    spectrum_bars,
 )
 from attnrx.reports.figures.drawing import AxisScale, log_span
 
@@ -81,23 +81,23 @@ def test_a_constant_heat_map_has_a_colour():
 
 
 def test_the_cut_is_marked_only_where_the_strongest_stay():
-    strongest = SpectrumBars("head", [0.1, 0.6, 0.3], [False, True, True])
-    assert strongest.kept_energy == pytest.approx(0.9)
-    [cut] = shapes(strongest.draw(), "cut")
+    strongest = spectrum_bars("head", [0.1, 0.6, 0.3], [False, True, True])
+    assert "2 of 3 directions kept, with 90.0\N{NO-BREAK SPACE}% of the energy." in strongest
+    [cut] = shapes(strongest, "cut")
     assert float(cut.get("x1", "")) == pytest.approx(200 * 2 / 3, abs=0.01)
-    assert not shapes(SpectrumBars("head", [0.1, 0.6, 0.3], [True, False, True]).draw(), "cut")
-    assert not shapes(SpectrumBars("head", [0.5, 0.5], [True, True]).draw(), "cut")
+    assert not shapes(spectrum_bars("head", [0.1, 0.6, 0.3], [True, False, True]), "cut")
+    assert not shapes(spectrum_bars("head", [0.5, 0.5], [True, True]), "cut")
 
 
 def test_bars_that_stay_and_go_are_all_drawn():
-    picture = SpectrumBars("head", [0.4, 0.3, 0.2, 0.1], [True, False, True, False]).draw()
+    picture = spectrum_bars("head", [0.4, 0.3, 0.2, 0.1], [True, False, True, False])
     assert shapes(picture, "kept")[0].get("d", "").count("z") == 2
     assert shapes(picture, "gone")[0].get("d", "").count("z") == 2
 
 
 def test_a_head_without_energy_or_directions_is_drawn():
     for energies in ([0.0, 0.0], []):
-        ElementTree.fromstring(SpectrumBars("head", energies, [False] * len(energies)).draw())
+        ElementTree.fromstring(spectrum_bars("head", energies, [False] * len(energies)))
 
 
 def test_charts_stay_in_their_frame():

@@ -16,7 +16,7 @@ from attnrx.realization import realize
 from attnrx.reports import PathwayRanks, ReportContent, model_ranks
 from attnrx.reports.page import render
 from attnrx.reports.ranks import HeadRank, prescribed_ranks
-from attnrx.reports.sections.ranks import ranks
+from attnrx.reports.sections.layers import ranks
 from attnrx.rules import SharedRank, TotalRank, prescribe_maps
 from cases import CONFIGS, model
 from pictures import speckles

@@ -14,7 +14,7 @@ import report_content
 from attnrx.errors import InvalidInput
 from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model
 from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
-from attnrx.reports.figures import PatchPicture
+from attnrx.reports.figures import patch_picture
 from attnrx.reports.figures.drawing import AxisScale
 from attnrx.reports.page import render
 from attnrx.tokens import AttentionReceived, ClassAttention, DynamicViT, EViT, Random, Reducer, TokenPolicy, ToMe
@@ -101,12 +101,12 @@ def test_stages_at_which_nothing_leaves_have_no_relevance() -> None:
 
 def test_a_picture_covers_what_left() -> None:
     left = torch.tensor([[True, False], [True, True]])
-    svg = PatchPicture("cat", "tokens-0", left).draw()
+    svg = patch_picture("cat", "tokens-0", left)
     veil, outline = re.findall(r'<path class="(?:veil|outline)" d="([^"]*)"', svg)
     assert veil == "M112.00 0.00h112.00v112.00h-112.00z"
     assert outline.count("M") == 2  # its left side and its lower side
     assert 'href="#tokens-0"' in svg
-    whole = PatchPicture("cat", "tokens-0", torch.ones(2, 2, dtype=torch.bool), "data:image/png;base64,AA").draw()
+    whole = patch_picture("cat", "tokens-0", torch.ones(2, 2, dtype=torch.bool), "data:image/png;base64,AA")
     assert "veil" not in whole and 'id="tokens-0"' in whole
 
 

@@ -9,10 +9,11 @@ from attnrx.errors import InvalidInput
 from attnrx.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence, Finding
 from attnrx.prescription import Prescription
 from attnrx.reports.numbers import interval, number, percent, plain, quantity, short
-from attnrx.reports.sections.section import has_severity
+from attnrx.reports.sections.evidence import by_severity
 from attnrx.reports.sections.verdict import sentence
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
+UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
 HUB_NAMES = {"license": re.compile(r"[a-z0-9][a-z0-9.-]*"), "base_model": re.compile(r"[\w.-]+/[\w.-]+")}
@@ -31,10 +32,13 @@ def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
     """Returns the card; `facts` become a table, and its "name" the heading."""
+    removed = ""
+    if prescription is not None:
+        removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, evidence),
-        f"# {_escaped(facts.get('name', 'Vision Transformer'))}",
-        *_introduction(evidence, prescription),
+        f"# {_escaped(facts.get('name', UNNAMED))}",
+        removed + _escaped(sentence(evidence)),
         _table(("", ""), ((name.replace("_", " "), _fact(value)) for name, value in facts.items() if name != "name")),
         "## How to use it",
         USE,
@@ -66,30 +70,16 @@ def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
     """Returns the YAML header for the hub; texts are quoted as JSON, a subset of YAML."""
     lines = ["library_name: attnrx", "pipeline_tag: image-classification"]
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
-    found = (
-        []
-        if evidence is None
-        else [each for each in evidence.of("accuracy") if each.details.get("model") == "candidate"]
-    )
-    if evidence is not None and found:
-        name, data = str(facts.get("name", "Vision Transformer")), str(evidence.about.get("data", "unnamed"))
-        lines += ["metrics:", "- accuracy", "model-index:", f"- name: {json.dumps(name)}", "  results:"]
-        lines += ["  - task:", "      type: image-classification", "    dataset:"]
-        lines += [
-            f"      name: {json.dumps(data)}",
-            f"      type: {json.dumps(data.partition(':')[0])}",
-            "    metrics:",
-        ]
-        lines += [f"    - type: accuracy\n      value: {found[0].value / 100:.6g}\n      name: top-1 accuracy"]
+    found = [] if evidence is None else evidence.of("accuracy")
+    accuracy = next((each.value for each in found if each.details.get("model") == "candidate"), None)
+    if evidence is not None and accuracy is not None:
+        data = str(evidence.about.get("data", "unnamed"))
+        lines += ["metrics:", "- accuracy", "model-index:"]
+        lines += [f"- name: {json.dumps(str(facts.get('name', UNNAMED)))}", "  results:", "  - task:"]
+        lines += ["      type: image-classification", "    dataset:", f"      name: {json.dumps(data)}"]
+        lines += [f"      type: {json.dumps(data.partition(':')[0])}", "    metrics:", "    - type: accuracy"]
+        lines += [f"      value: {accuracy / 100:.6g}", "      name: top-1 accuracy"]
     return "\n".join(["---", *lines, "---"])
-
-
-def _introduction(evidence: Evidence | None, prescription: Prescription | None) -> list[str]:
-    words = []
-    if prescription is not None:
-        words.append(f"{percent(prescription.removed_share)} of the original model's score directions were removed.")
-    words.append(_escaped(sentence(evidence)))
-    return [" ".join(words)]
 
 
 def _fact(value: Any) -> str:
@@ -112,13 +102,14 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
     compared = [(name, value) for name, value in evidence.about.items() if isinstance(value, str | int | float)]
     measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in compared)
-    shown = [finding for finding in evidence.findings if not has_severity(finding)]
-    more = len(evidence.findings) - len(shown)
+    shown, elsewhere = by_severity(evidence)
     return [
         "## Evidence",
         f"Measured with: {_escaped(measured)}." if measured else "",
         _table(columns, (_row(finding) for finding in shown)),
-        f"`evidence.json` holds all of it, with {more} findings for single corruptions and severities." if more else "",
+        f"`evidence.json` holds all of it, with {len(elsewhere)} findings for single corruptions and severities."
+        if elsewhere
+        else "",
     ]
 
 

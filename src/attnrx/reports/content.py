@@ -3,19 +3,21 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from attnrx.costs import LatencyComparison, ModelCosts
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
-from attnrx.reports.comparison import ComparisonRecord
 from attnrx.reports.ranks import PathwayRanks
+from attnrx.serialization.storage import check_schema, read_json
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens import TokenPolicy
 
 Interval = tuple[float, float]
+KIND, SCHEMA = "attnrx comparison", 2  # of the file of `attnrx compare`
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,107 @@ class TokenSamples:
                 f"{stages} stages and {patches} patches for a policy of {len(self.policy.layers)} stages and a grid "
                 f"of {rows} x {columns}: they must agree."
             )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value with its 95 % interval; None for fields that are not in the file."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class ComparedTrial:
+    """One method at one share: costs as shares of the original's, `change` in points, `divergence` in nats.
+
+    `reached` is False for a method that cannot be compressed to its target; `note` is the reason. Values that were not
+    measured are None.
+    """
+
+    method: str
+    share: float | None
+    params_share: float | None
+    macs_share: float | None
+    accuracy: Measured
+    change: Measured
+    agreement: Measured
+    divergence: Measured
+    reached: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ComparedPair:
+    """The second method minus the first at one budget: KL in nats and top-1 in points, p-values corrected (Holm)."""
+
+    first: str
+    second: str
+    share: float | None
+    target: float | None
+    divergence: Measured
+    divergence_p: float | None
+    accuracy: Measured
+    accuracy_p: float | None
+
+
+@dataclass(frozen=True)
+class ComparisonRecord:
+    """All trials, the accuracy of the original, the measurement settings, and the differences between methods."""
+
+    trials: tuple[ComparedTrial, ...]
+    accuracy: Measured
+    about: Mapping[str, Any]
+    differences: tuple[ComparedPair, ...] = ()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods in the order of the file."""
+        return tuple(dict.fromkeys(trial.method for trial in self.trials))
+
+    @classmethod
+    def load(cls, path: Path | str) -> "ComparisonRecord":
+        """Reads the file; unknown fields are ignored.
+
+        Raises:
+            CheckpointError: The file is not a comparison, is damaged, or contains no trial.
+        """
+        record = read_json(path)
+        check_schema(record, KIND, SCHEMA, path)
+        try:
+            trials = tuple(_trial(trial) for trial in record["trials"])
+            differences = tuple(_pair(pair) for pair in record.get("differences", ()))
+            found = cls(trials, _measured(record["accuracy"]), dict(record["about"]), differences)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not a whole comparison ({error!r}); it was edited or truncated."
+            ) from error
+        if not found.trials:
+            raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")
+        return found
+
+
+def _trial(record: Mapping[str, Any]) -> ComparedTrial:
+    fields = _numbers(record, "share", "params_share", "macs_share")
+    fields |= {name: _measured(record.get(name)) for name in ("accuracy", "change", "agreement", "divergence")}
+    reached, note = record.get("reached") is not False, str(record.get("note") or "")
+    return ComparedTrial(str(record["method"]), **fields, reached=reached, note=note)
+
+
+def _pair(record: Mapping[str, Any]) -> ComparedPair:
+    fields = _numbers(record, "share", "target", "divergence_p", "accuracy_p")
+    fields |= {name: _measured(record.get(name)) for name in ("divergence", "accuracy")}
+    return ComparedPair(str(record["first"]), str(record["second"]), **fields)
+
+
+def _measured(record: Mapping[str, Any] | None) -> Measured:
+    return Measured() if record is None else Measured(**_numbers(record, "value", "low", "high"))
+
+
+def _numbers(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    found = {name: record.get(name) for name in names}
+    return {name: None if value is None else float(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True)

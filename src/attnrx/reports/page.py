@@ -7,6 +7,7 @@ from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.content import ReportContent
+from attnrx.reports.numbers import fixed, interval, number, percent, quantity, short, with_unit
 from attnrx.reports.sections import SECTIONS, verdict
 from attnrx.serialization.storage import write_text
 
@@ -52,6 +53,8 @@ def render(content: ReportContent) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    for function in (fixed, interval, number, percent, quantity, short, with_unit):
+        environment.globals[function.__name__] = function
     sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
     return environment.get_template("report.html.j2").render(
         title=content.title,

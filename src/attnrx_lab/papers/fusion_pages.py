@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from attnrx.errors import InvalidInput
-from attnrx.reports.figures import Chart, Curve, CurvePoint, as_uri, colour, colour_ramp, marker_picture
+from attnrx.reports.figures import Chart, Curve, CurvePoint, as_uri, colour, colour_ramp
 from attnrx.reports.page import TEMPLATES
 from attnrx_lab.papers.experiment import Run
 from attnrx_lab.papers.fusion_experiment import FusionRun, Mix, fusion_of, rule_of
@@ -20,7 +20,7 @@ def ranks_page(runs: Sequence[Run], shares: Sequence[float]) -> str:
             curves = tuple(_curve(run, share, kind, place) for place, kind in enumerate(KINDS))
             heads = "heads of a layer, smallest rank first"
             chart = Chart(f"{run.experiment.scenario}, ranks of the heads", heads, "directions", curves, band=True)
-            legend = "".join(f"<li>{marker_picture(curve)} {escape(curve.name)}</li>" for curve in curves)
+            legend = "".join(f"<li>{picture} {escape(name)}</li>" for picture, name in chart.legend)
             words = "Lines are means over the layers, bands reach from the least to the most."
             parts.append(
                 _section(

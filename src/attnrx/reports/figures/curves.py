@@ -1,12 +1,13 @@
 """Curves over a common axis, with intervals or bands, each distinguished by its colour and by its marker."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from attnrx.reports.figures.drawing import AxisScale, Drawing, log_span, span
 from attnrx.reports.numbers import Number, number
 
+STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 MOST_MARKERS = 12  # the largest number of markers on a curve
 DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
 WIDTH, HEIGHT = 360.0, 230.0
@@ -43,6 +44,11 @@ class Curve:
     style: str
     marker: int | None = None
 
+    @classmethod
+    def numbered(cls, index: int, name: str, points: Iterable[CurvePoint]) -> "Curve":
+        """Returns a curve with the colour and the marker of its place in a chart."""
+        return cls(name, tuple(points), f"style-{index % STYLES}", index)
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -56,61 +62,54 @@ class Chart:
     level: Number | None = None
     band: bool = False
 
+    @property
+    def legend(self) -> tuple[tuple[str, str], ...]:
+        """A small picture of every curve's line and marker, with its name."""
+        return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
+
     def draw(self) -> str:
         """Returns the SVG picture."""
-        drawing = Drawing(WIDTH, HEIGHT, self.title, self._description())
-        x, y = self._scales()
+        points = [point for curve in self.curves for point in curve.points]
+        ends = (
+            f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
+            for curve in self.curves
+            if curve.points
+        )
+        drawing = Drawing(WIDTH, HEIGHT, self.title, f"Over {self.x_label}. {'; '.join(ends)}.")
+        x, y = self._scales(points)
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
             drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
-        for curve in self.curves:
-            if self.band:
-                _draw_band(drawing, curve, x, y)
+        for curve in self.curves if self.band else ():  # all bands lie below all lines
+            _draw_band(drawing, curve, x, y)
+        dodge = 0.0 if self.band or all(point.low is None for point in points) else DODGE
         for index, curve in enumerate(self.curves):
-            shift = 0.0 if self.band or not self._has_intervals else DODGE * (index - (len(self.curves) - 1) / 2)
+            shift = dodge * (index - (len(self.curves) - 1) / 2)
             shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
-            _draw_line(drawing, curve, shifted, y)
+            if len(curve.points) > 1:
+                line = _polyline([(shifted(point.x), y(point.y)) for point in curve.points])
+                drawing.add("path", f"curve {curve.style}", d=line)
             if not self.band:
                 _draw_intervals(drawing, curve, shifted, y)
             _draw_markers(drawing, curve, shifted, y)
         return drawing.svg()
 
-    def _scales(self) -> tuple[AxisScale, AxisScale]:
-        points = [point for curve in self.curves for point in curve.points]
-        heights = list(_heights(points))
+    def _scales(self, points: list[CurvePoint]) -> tuple[AxisScale, AxisScale]:
+        heights = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
         extra = () if self.level is None else (self.level,)
         low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
         left, right = span((point.x for point in points), room=0.04)
         whole = all(point.x == int(point.x) for point in points)
         return AxisScale(left, right, LEFT, RIGHT, whole=whole), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
 
-    @property
-    def _has_intervals(self) -> bool:
-        return any(point.low is not None for curve in self.curves for point in curve.points)
 
-    def _description(self) -> str:
-        ends = (
-            f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
-            for curve in self.curves
-            if curve.points
-        )
-        return f"Over {self.x_label}. " + "; ".join(ends) + "."
-
-
-def marker_picture(curve: Curve) -> str:
-    """Returns the small picture of a curve's line and marker for a legend."""
+def _marker_picture(curve: Curve) -> str:
     drawing = Drawing(26, 12, curve.name)
     drawing.add("path", f"curve {curve.style}", d="M1 6H25")
     if curve.marker is not None:
-        drawing.add(
-            "path", f"marker {curve.style}", d=MARKERS[curve.marker % len(MARKERS)], transform="translate(13 6)"
-        )
+        shape = MARKERS[curve.marker % len(MARKERS)]
+        drawing.add("path", f"marker {curve.style}", d=shape, transform="translate(13 6)")
     return drawing.svg()
-
-
-def _heights(points: Sequence[CurvePoint]) -> Iterator[Number]:
-    for point in points:
-        yield from (value for value in (point.y, point.low, point.high) if value is not None)
 
 
 def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, str]) -> None:
@@ -126,9 +125,7 @@ def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, 
 
 
 def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    bounded = [
-        (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
-    ]
+    bounded = [(own.x, own.low, own.high) for own in curve.points if own.low is not None and own.high is not None]
     if len(bounded) == 1:
         _draw_intervals(drawing, curve, x, y)
     if len(bounded) > 1:
@@ -136,11 +133,6 @@ def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> No
         # On a logarithmic axis the lower end may be zero or negative.
         lower = [(x(point_x), y(max(low, y.low))) for point_x, low, _ in reversed(bounded)]
         drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
-
-
-def _draw_line(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    if len(curve.points) > 1:
-        drawing.add("path", f"curve {curve.style}", d=_polyline([(x(point.x), y(point.y)) for point in curve.points]))
 
 
 def _draw_intervals(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
@@ -152,7 +144,7 @@ def _draw_intervals(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) 
 
 
 def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    every = math.ceil(len(curve.points) / MOST_MARKERS)
+    every = math.ceil(len(curve.points) / MOST_MARKERS)  # counted from the last point, which always has a marker
     for index, point in enumerate(curve.points):
         position = f"translate({x(point.x):.2f} {y(point.y):.2f})"
         if curve.marker is not None and (len(curve.points) - 1 - index) % every == 0:

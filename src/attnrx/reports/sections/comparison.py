@@ -1,15 +1,13 @@
-"""The comparison: the accuracy loss of every method over its costs, as curves with bands, and a table."""
+"""Comparisons: methods over their costs, and one prescription's trade-off over rho, as curves and tables."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.reports.comparison import ComparedPair, ComparedTrial, ComparisonRecord, Measured
-from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import Chart, Curve, CurvePoint, marker_picture
-from attnrx.reports.numbers import MISSING, interval, known, percent, plain, quantity, short, with_unit
+from attnrx.reports.content import ComparedTrial, ComparisonRecord, Measured, ReportContent, TradeOffPoint
+from attnrx.reports.figures import STYLES, Chart, Curve, CurvePoint
+from attnrx.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
 from attnrx.reports.sections.section import Figure, Section
 
-STYLES = 6
 # The charts: field, heading, axis label, unit, whether the scale may be logarithmic.
 MEASURES = (
     ("change", "Change of top-1 accuracy", "points", "points", False),
@@ -26,29 +24,33 @@ def comparison(content: ReportContent) -> Section | None:
     if found is None:
         return None
     charts = [chart for chart in (_chart(found, *measure) for measure in MEASURES) if chart.curves]
-    names = {name: curve for chart in charts for name, curve in ((curve.name, curve) for curve in chart.curves)}
+    legend = {name: picture for chart in charts for picture, name in chart.legend}
+    figures = [Figure(chart.draw(), chart.title, "logarithmic" if chart.logarithmic else "") for chart in charts]
     data = {
-        "figures": [Figure(chart.draw(), chart.title, _scale(chart)) for chart in charts],
-        "legend": [(marker_picture(curve), name) for name, curve in names.items()],
-        "rows": [_row(trial) for trial in found.trials],
-        "differences": [_difference(pair) for pair in found.differences],
+        "figures": figures,
+        "legend": [(picture, name) for name, picture in legend.items()],
+        "record": found,
         "notes": any(not trial.reached or trial.note for trial in found.trials),
-        "measured": comparison_settings(found),
+        "measured": _settings(found),
     }
     return Section("comparison", "Comparison", data)
 
 
-def comparison_settings(found: ComparisonRecord) -> list[tuple[str, str]]:
+def _settings(found: ComparisonRecord) -> list[tuple[str, str]]:
     """Returns the settings of the trials that the file records."""
     about, accuracy = found.about, found.accuracy
+    top_1 = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
+    pairs = [
+        ("top-1 of the original", f"{top_1} {interval(accuracy.low, accuracy.high)}"),
+        ("measured on", f"{plain(about.get('images'))} images, {plain(about.get('data'))}"),
+    ]
     diagnosed = about.get("diagnosis")
     images = diagnosed.get("data") if isinstance(diagnosed, Mapping) else None
-    pairs = [
-        ("top-1 of the original", f"{quantity(accuracy.value, '%', accuracy.low, accuracy.high)} {_within(accuracy)}"),
-        ("measured on", f"{plain(about.get('images'))} images, {plain(about.get('data'))}"),
-        ("diagnosed on", _images(images) if isinstance(images, Mapping) else ""),
-        ("seed", plain(about["seed"]) if "seed" in about else ""),
-    ]
+    if isinstance(images, Mapping):
+        name = images.get("fingerprint") or images.get("name")
+        pairs.append(("diagnosed on", f"{plain(images.get('images'))} images, {plain(name)}"))
+    if "seed" in about:
+        pairs.append(("seed", plain(about["seed"])))
     methods = about.get("methods")
     for method in methods if isinstance(methods, list) else ():
         knobs = {name: value for name, value in method.items() if name != "name" and value not in (None, "", 0)}
@@ -56,25 +58,14 @@ def comparison_settings(found: ComparisonRecord) -> list[tuple[str, str]]:
     return [(name, words.strip()) for name, words in pairs if words.strip()]
 
 
-def _images(data: Mapping[str, Any]) -> str:
-    return f"{plain(data.get('images'))} images, {plain(data.get('fingerprint') or data.get('name'))}"
-
-
 def _chart(found: ComparisonRecord, field: str, title: str, label: str, unit: str, logarithmic: bool) -> Chart:
     curves = []
     for index, name in enumerate(found.methods):
-        drawn = [
-            point
-            for trial in found.trials
-            if trial.method == name
-            for point in [_point(trial, getattr(trial, field), unit)]
-            if point is not None
-        ]
-        if drawn:
+        own = (_point(trial, getattr(trial, field), unit) for trial in found.trials if trial.method == name)
+        points = sorted((point for point in own if point is not None), key=lambda point: point.x)
+        if points:
             # After six methods the colours repeat, with other markers.
-            marker = (index + index // STYLES) % STYLES
-            drawn.sort(key=lambda point: point.x)
-            curves.append(Curve(name, tuple(drawn), f"style-{index % STYLES}", marker))
+            curves.append(Curve(name, tuple(points), f"style-{index % STYLES}", index + index // STYLES))
     values = [point.y for curve in curves for point in curve.points]
     suits = logarithmic and bool(values) and min(values) > NOUGHT and max(values) > LEAST_SPREAD * min(values)
     level = 0.0 if field == "change" else None
@@ -87,51 +78,41 @@ def _point(trial: ComparedTrial, value: Measured, unit: str) -> CurvePoint | Non
         return None
     low, high = known(value.low), known(value.high)
     words = f"{quantity(height, unit, low, high)} {interval(low, high)}".strip()
-    return CurvePoint(100 * share, height, low, high, f"{_name(trial)}: {percent(share)} of the MACs, {words}")
+    name = trial.method
+    if trial.share is not None:
+        name += f" at {with_unit(short(100 * trial.share), '%')}"
+    return CurvePoint(100 * share, height, low, high, f"{name}: {percent(share)} of the MACs, {words}")
 
 
-def _name(trial: ComparedTrial) -> str:
-    return trial.method if trial.share is None else f"{trial.method} at {_kept(trial)}"
+def trade_off(content: ReportContent) -> Section | None:
+    """Returns removed directions against accuracy and discrepancy for every kind of realization, and a table."""
+    points = content.trade_off
+    if not points:
+        return None
+    across = "% of directions removed"
+    changes, discrepancies = _trade_off_curves(points, "accuracy_change"), _trade_off_curves(points, "discrepancy")
+    positive = all(point.discrepancy > 0 for point in points)
+    charts = (
+        Chart("Change of accuracy over removed directions", across, "accuracy change in points", changes, level=0.0),
+        Chart(
+            "Relative logit discrepancy over removed directions",
+            across,
+            "logit discrepancy (Eq. 46)",
+            discrepancies,
+            positive,
+        ),
+    )
+    data: dict[str, Any] = {"figures": [Figure.of(chart) for chart in charts], "legend": charts[0].legend}
+    return Section("trade-off", "Trade-off", {**data, "points": points})
 
 
-def _kept(trial: ComparedTrial) -> str:
-    return MISSING if trial.share is None else with_unit(short(100 * trial.share), "%")
-
-
-def _scale(chart: Chart) -> str:
-    return "logarithmic" if chart.logarithmic else ""
-
-
-def _row(trial: ComparedTrial) -> dict[str, Any]:
-    missed = "" if trial.reached else "target not reached"
-    return {
-        "method": trial.method,
-        "kept": _kept(trial),
-        "macs": percent(trial.macs_share),
-        "params": percent(trial.params_share),
-        "accuracy": _cell(trial.accuracy, "%"),
-        "change": _cell(trial.change, "", signed=True),
-        "agreement": _cell(trial.agreement, "%"),
-        "divergence": _cell(trial.divergence, ""),
-        "note": ": ".join(part for part in (missed, trial.note) if part),
-    }
-
-
-def _difference(pair: ComparedPair) -> dict[str, Any]:
-    kept = "fixed rules" if pair.share is None else f"{percent(pair.share)} kept"
-    return {
-        "pair": f"{pair.second} minus {pair.first}",
-        "budget": kept if pair.target is None else f"{percent(pair.target)} of the MACs",
-        "divergence": _cell(pair.divergence, "", signed=True),
-        "divergence_p": MISSING if pair.divergence_p is None else f"{pair.divergence_p:.3g}",
-        "accuracy": _cell(pair.accuracy, "", signed=True),
-        "accuracy_p": MISSING if pair.accuracy_p is None else f"{pair.accuracy_p:.3g}",
-    }
-
-
-def _cell(value: Measured, unit: str, signed: bool = False) -> tuple[str, str]:
-    return quantity(value.value, unit, value.low, value.high, signed=signed), _within(value)
-
-
-def _within(value: Measured) -> str:
-    return interval(value.low, value.high)
+def _trade_off_curves(points: tuple[TradeOffPoint, ...], field: str) -> tuple[Curve, ...]:
+    """Returns a curve per kind of realization; `field` is "accuracy_change" or "discrepancy"."""
+    by_kind: dict[str, list[CurvePoint]] = {point.kind: [] for point in points}
+    for point in sorted(points, key=lambda point: point.removed_share):
+        value = getattr(point, field)
+        low, high = getattr(point, f"{field.removesuffix('_change')}_interval") or (None, None)
+        words = f"{percent(point.removed_share)} removed, {number(value)} {interval(low, high)}".rstrip()
+        tip = f"{point.kind}, rho {short(point.rho)}: {words}"
+        by_kind[point.kind].append(CurvePoint(100 * point.removed_share, value, low, high, tip))
+    return tuple(Curve.numbered(index, *own) for index, own in enumerate(by_kind.items()))

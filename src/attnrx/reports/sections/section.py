@@ -1,12 +1,12 @@
-"""The base of report sections, and tables of findings."""
+"""The base of report sections, and the provenance: the recorded origin of every part of the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attnrx.evidence import Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import interval, number, plain, quantity, short
+from attnrx.reports.figures import Chart
+from attnrx.reports.numbers import plain
 
 
 @dataclass(frozen=True)
@@ -28,40 +28,27 @@ class Figure:
     caption: str = ""
     legend: tuple[tuple[str, str], ...] = ()
 
-
-def findings(content: ReportContent) -> Section | None:
-    """Returns the evidence table; the order of the findings within a check is preserved."""
-    if content.evidence is None:
-        return None
-    shown = [finding for finding in content.evidence.findings if not has_severity(finding)]
-    elsewhere = len(content.evidence.findings) - len(shown)
-    return Section("evidence", "Evidence", {"groups": grouped(shown), "elsewhere": elsewhere})
+    @classmethod
+    def of(cls, chart: Chart, *, with_legend: bool = False) -> "Figure":
+        return cls(chart.draw(), chart.title, legend=chart.legend if with_legend else ())
 
 
-def has_severity(finding: Finding) -> bool:
-    """Whether a finding is about one corruption at one severity; there are too many of them for the main table."""
-    return {"corruption", "severity"} <= finding.details.keys()
-
-
-def grouped(shown: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Returns the rows of the table grouped by check."""
-    checks = dict.fromkeys(finding.check for finding in shown)
-    return [(check.replace("_", " "), [row(own) for own in shown if own.check == check]) for check in checks]
-
-
-def row(finding: Finding) -> dict[str, Any]:
-    """Returns one finding as the cells of a table."""
-    return {
-        "result": finding.outcome,
-        "deciding": finding.deciding_n,
-        "claim": finding.claim,
-        "value": quantity(finding.value, finding.unit, finding.low, finding.high),
-        "limit": "" if finding.limit is None else short(finding.limit),
-        "interval": interval(finding.low, finding.high),
-        "n": "" if finding.n is None else number(finding.n),
-        "seed": "" if finding.seed is None else str(finding.seed),
-        "details": described(finding.details),
-    }
+def provenance_section(content: ReportContent) -> Section | None:
+    """Returns the records of the parts, one table each."""
+    parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
+    diagnosed: dict[str, Any] = {}
+    if content.diagnosis is not None:
+        diagnosed = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
+        parts["the diagnosis"] = diagnosed
+    if content.prescription is not None:
+        record = {"fingerprint": content.prescription.fingerprint, **content.prescription.about}
+        # The fields that the prescription shares with the diagnosis are listed once.
+        new = {name: value for name, value in record.items() if name not in diagnosed or diagnosed[name] != value}
+        parts["the prescription"] = new
+    for name, part in (("the evidence", content.evidence), ("the comparison", content.comparison)):
+        parts[name] = {} if part is None else part.about
+    records = [(name, described(record)) for name, record in parts.items() if record]
+    return Section("provenance", "Provenance", {"records": records}) if records else None
 
 
 def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:

@@ -5,94 +5,68 @@ from statistics import fmean
 from typing import Any
 
 from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint, marker_picture
+from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint
 from attnrx.reports.numbers import number
 from attnrx.reports.sections.section import Figure, Section
 
 SCALARS = (("loss", "Loss"), ("accuracy", "Accuracy"))
-FEW = 3
+FEW = 3  # epochs: a line through so few points needs markers, one through a single point is invisible
 
 Record = Mapping[str, Any]
 
 
 def training(content: ReportContent) -> Section | None:
     """Returns one chart for the losses, one for the accuracies, and one per indicator with a curve for each layer."""
-    if not content.history:
+    epochs = [float(record.get("epoch", index)) for index, record in enumerate(content.history)]
+    history = list(zip(epochs, content.history, strict=True))
+    scalars = [figure for figure in (_scalars(history, *kind) for kind in SCALARS) if figure is not None]
+    layers = [layer for record in content.history for layer in record.get("layers", ())]
+    charts = [_indicator(history, name) for name in dict.fromkeys(name for layer in layers for name in layer)]
+    if not scalars and not charts:
         return None
-    scalars = [figure for figure in (_scalar(content.history, *kind) for kind in SCALARS) if figure is not None]
-    names = list(dict.fromkeys(name for record in content.history for layer in _layers(record) for name in layer))
-    charts = [_indicator(content.history, name) for name in names]
-    legend = [(marker_picture(curve), curve.name) for curve in charts[0].curves] if charts else []
-    indicators = [Figure(chart.draw(), chart.title) for chart in charts]
-    if not scalars and not indicators:
-        return None
-    data = {"scalars": scalars, "indicators": indicators, "legend": legend, "epochs": len(content.history)}
+    data = {
+        "scalars": scalars,
+        "indicators": [Figure.of(chart) for chart in charts],
+        "legend": charts[0].legend if charts else (),
+        "epochs": len(history),
+    }
     return Section("training", "Training", data)
 
 
-def _scalar(history: Sequence[Record], word: str, title: str) -> Figure | None:
+def _scalars(history: Sequence[tuple[float, Record]], word: str, title: str) -> Figure | None:
     """Draws all numbers of the records whose name contains the word."""
-    names = dict.fromkeys(
-        name for record in history for name, value in record.items() if word in name and isinstance(value, int | float)
-    )
-    curves = tuple(
-        Curve(_spelled(name), _points(history, name), f"style-{index % 6}", index) for index, name in enumerate(names)
-    )
-    if not curves:
+    points: dict[str, list[CurvePoint]] = {}
+    for epoch, record in history:
+        for name, value in record.items():
+            if word in name and isinstance(value, int | float):
+                point = CurvePoint(epoch, value, tip=f"epoch {epoch:g}: {number(value, 4)}")
+                points.setdefault(name, []).append(point)
+    if not points:
         return None
-    chart = Chart(f"{title} over the epochs", "epoch", "", curves)
-    legend = tuple((marker_picture(curve), curve.name) for curve in curves)
-    return Figure(chart.draw(), title, legend=legend if len(legend) > 1 else ())
+    # Records use bare names for training values.
+    names = [name.replace("_", " ") if "_" in name else f"training {name}" for name in points]
+    curves = [Curve.numbered(index, *own) for index, own in enumerate(zip(names, points.values(), strict=True))]
+    chart = Chart(f"{title} over the epochs", "epoch", "", tuple(curves))
+    return Figure(chart.draw(), title, legend=chart.legend if len(curves) > 1 else ())
 
 
-def _spelled(name: str) -> str:
-    """Returns the name of a curve; records use bare names for training values."""
-    return name.replace("_", " ") if "_" in name else f"training {name}"
-
-
-def _points(history: Sequence[Record], name: str) -> tuple[CurvePoint, ...]:
-    found = [(_epoch(record, index), record.get(name)) for index, record in enumerate(history)]
-    return tuple(
-        CurvePoint(epoch, value, tip=f"epoch {epoch:g}: {number(value, 4)}")
-        for epoch, value in found
-        if value is not None
-    )
-
-
-def _indicator(history: Sequence[Record], name: str) -> Chart:
+def _indicator(history: Sequence[tuple[float, Record]], name: str) -> Chart:
     """Draws the mean over the heads of each layer, with a band from the minimum to the maximum."""
-    depth = max(len(_layers(record)) for record in history)
-    marker = None if len(history) > FEW else 0  # a line through one point is invisible
-    curves = tuple(
-        Curve(f"layer {layer}", _layer_points(history, name, layer), f"level-{_step(layer, depth)}", marker)
-        for layer in range(depth)
-    )
-    title = name.replace("_", " ").capitalize()
-    return Chart(title, "epoch", "", tuple(curve for curve in curves if curve.points), band=True)
-
-
-def _layers(record: Record) -> Sequence[Mapping[str, Sequence[float | None]]]:
-    """Returns the indicators of an epoch: for each layer a mapping from name to one number per head."""
-    return record.get("layers", ())
-
-
-def _layer_points(history: Sequence[Record], name: str, layer: int) -> tuple[CurvePoint, ...]:
-    points = []
-    for index, record in enumerate(history):
-        readings = _layers(record)[layer].get(name, ()) if layer < len(_layers(record)) else ()
-        heads = [value for value in readings if value is not None]
-        if heads:
-            epoch, mean = _epoch(record, index), fmean(heads)
-            head_range = f"{number(min(heads))} to {number(max(heads))} over the heads"
-            tip = f"epoch {epoch:g}, layer {layer}: {number(mean)} ({head_range})"
-            points.append(CurvePoint(epoch, mean, min(heads), max(heads), tip))
-    return tuple(points)
-
-
-def _epoch(record: Record, index: int) -> float:
-    return float(record.get("epoch", index))
-
-
-def _step(layer: int, depth: int) -> int:
-    # The palest steps are not visible on the page.
-    return LEVELS - 1 if depth < 2 else 3 + round(layer * (LEVELS - 4) / (depth - 1))
+    depth = max(len(record.get("layers", ())) for _, record in history)
+    points: list[list[CurvePoint]] = [[] for _ in range(depth)]
+    for epoch, record in history:
+        for index, layer in enumerate(record.get("layers", ())):
+            heads = [value for value in layer.get(name, ()) if value is not None]
+            if heads:
+                mean, low, high = fmean(heads), min(heads), max(heads)
+                head_range = f"{number(low)} to {number(high)} over the heads"
+                tip = f"epoch {epoch:g}, layer {index}: {number(mean)} ({head_range})"
+                points[index].append(CurvePoint(epoch, mean, low, high, tip))
+    marker = None if len(history) > FEW else 0
+    curves = []
+    for layer, own in enumerate(points):
+        # The palest steps are not visible on the page.
+        step = LEVELS - 1 if depth < 2 else 3 + round(layer * (LEVELS - 4) / (depth - 1))
+        if own:
+            curves.append(Curve(f"layer {layer}", tuple(own), f"level-{step}", marker))
+    return Chart(name.replace("_", " ").capitalize(), "epoch", "", tuple(curves), band=True)

@@ -1,18 +1,16 @@
 """The verdict: headline numbers and the outcomes of all claims."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnrx.evidence import REPORTED, Evidence, Finding
-from attnrx.reports.comparison import ComparisonRecord
-from attnrx.reports.content import ReportContent
-from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity, short, with_unit
+from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
+from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent, quantity
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
 from attnrx.reports.sections.section import Section
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One headline number."""
 
     value: str
@@ -23,13 +21,17 @@ class Tile:
 def verdict(content: ReportContent) -> Section:
     """Returns the top section of the page."""
     evidence = content.evidence
+    if evidence is None and content.comparison is not None:
+        words = _compared(content.comparison)
+    else:
+        words = sentence(evidence)
     data = {
-        "state": _state(evidence),
-        "sentence": _sentence(content),
-        "tiles": tiles(content),
+        "state": REPORTED if evidence is None else evidence.outcome,
+        "sentence": words,
+        "tiles": _tiles(content),
         "notes": _notes(content),
-        "failures": [_claim(finding) for finding in evidence.failures] if evidence else [],
-        "undecided": [_claim(finding) for finding in evidence.undecided] if evidence else [],
+        "failures": evidence.failures if evidence else (),
+        "undecided": evidence.undecided if evidence else (),
     }
     return Section("verdict", "Verdict", data)
 
@@ -40,44 +42,19 @@ def sentence(evidence: Evidence | None) -> str:
         return "Nothing was verified: this report holds no evidence."
     limited = len(evidence.claims)
     failing, undecided, reported = len(evidence.failures), len(evidence.undecided), len(evidence.findings) - limited
-    more = ""
-    if reported:
-        more = f" {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
+    claims = "claim" if limited == 1 else "claims"
     if failing:
-        claims, do = "claim" if limited == 1 else "claims", "does" if failing == 1 else "do"
-        return f"{failing} of {limited} {claims} {do} not hold.{more}"
-    if undecided:
-        claims, are = "claim" if limited == 1 else "claims", "is" if undecided == 1 else "are"
-        return f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images.{more}"
-    if not limited:
-        return f"No claim has a limit to hold.{more}"
-    return ("The one claim holds." if limited == 1 else f"All {limited} claims hold.") + more
-
-
-def _sentence(content: ReportContent) -> str:
-    if content.evidence is None and content.comparison is not None:
-        return _compared(content.comparison)
-    return sentence(content.evidence)
-
-
-def tiles(content: ReportContent) -> list[Tile]:
-    """Returns the available headline numbers."""
-    found = [
-        *_original(content.comparison),
-        _removed(content),
-        *_savings(content),
-        _accuracy(content.evidence),
-        _speed(content),
-    ]
-    return [tile for tile in found if tile is not None]
-
-
-def _notes(content: ReportContent) -> list[str]:
-    """Returns the notes on the images recorded by the parts of the content, without duplicates."""
-    comparison = {} if content.comparison is None else content.comparison.about
-    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
-    parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
-    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
+        found = f"{failing} of {limited} {claims} {'does' if failing == 1 else 'do'} not hold."
+    elif undecided:
+        are = "is" if undecided == 1 else "are"
+        found = f"None of {limited} {claims} fails; {undecided} {are} undecided on so few images."
+    elif not limited:
+        found = "No claim has a limit to hold."
+    else:
+        found = "The one claim holds." if limited == 1 else f"All {limited} claims hold."
+    if not reported:
+        return found
+    return f"{found} {reported} more {'quantity is' if reported == 1 else 'quantities are'} reported without a limit."
 
 
 def _compared(found: ComparisonRecord) -> str:
@@ -88,62 +65,38 @@ def _compared(found: ComparisonRecord) -> str:
     return f"{names} {methods} compared with the original in {tried}{where}; there are no claims with a limit."
 
 
-def _original(found: ComparisonRecord | None) -> list[Tile]:
-    if found is None:
-        return []
-    accuracy = found.accuracy
-    value = quantity(accuracy.value, "%", accuracy.low, accuracy.high)
-    within = interval(accuracy.low, accuracy.high)
-    return [Tile(value, "top-1 of the original", f"95{GAP}% interval {within}")]
+def _notes(content: ReportContent) -> list[str]:
+    """Returns the notes on the images recorded by the parts of the content, without duplicates."""
+    comparison = {} if content.comparison is None else content.comparison.about
+    parts = [part.about for part in (content.diagnosis, content.prescription, content.evidence) if part is not None]
+    parts += [each for each in (comparison, comparison.get("diagnosis")) if isinstance(each, Mapping)]
+    return list(dict.fromkeys(str(note) for about in parts for note in about.get("notes") or ()))
 
 
-def _removed(content: ReportContent) -> Tile | None:
-    if content.prescription is None:
-        return None
-    total = sum(layer.qk.directions for layer in content.prescription.layers)
-    num_kept = sum(layer.qk.kept for layer in content.prescription.layers)
-    note = f"{number(num_kept)} of {number(total)} kept"
-    return Tile(percent(content.prescription.removed_share), "of the score directions removed", note)
-
-
-def _savings(content: ReportContent) -> list[Tile]:
-    records = cost_records(content)
-    if records is None:
-        return []
-    units = (("params", "parameters"), ("macs", "MACs of an image"))
-    amounts = [(name, total(records[0], unit), total(records[1], unit)) for unit, name in units]
-    return [Tile(change(old, new), name, f"{number(old)} → {number(new)}") for name, old, new in amounts]
-
-
-def _accuracy(evidence: Evidence | None) -> Tile | None:
-    """Returns the change of accuracy in points from the accuracy check."""
+def _tiles(content: ReportContent) -> list[Tile]:
+    """Returns the available headline numbers."""
+    tiles, prescription, evidence = [], content.prescription, content.evidence
+    if content.comparison is not None:
+        tiles.append(_measured_tile(content.comparison.accuracy, "%", "top-1 of the original"))
+    if prescription is not None:
+        directions = sum(layer.qk.directions for layer in prescription.layers)
+        note = f"{number(sum(layer.qk.kept for layer in prescription.layers))} of {number(directions)} kept"
+        tiles.append(Tile(percent(prescription.removed_share), "of the score directions removed", note))
+    if (records := cost_records(content)) is not None:
+        for unit, label in (("params", "parameters"), ("macs", "MACs of an image")):
+            old, new = (total(record, unit) for record in records)
+            tiles.append(Tile(change(old, new), label, f"{number(old)} → {number(new)}"))
+    # The accuracy check has one finding in points, the change; the accuracies themselves are in percent.
     changes = [finding for finding in (evidence.of("accuracy") if evidence else ()) if finding.unit == "points"]
-    if not changes:
-        return None
-    first = changes[0]
-    within = interval(first.low, first.high)
-    value = quantity(first.value, first.unit, first.low, first.high, signed=True)
-    return Tile(value, "of accuracy", f"95{GAP}% interval {within}" if within else "")
+    tiles += [_measured_tile(finding, "points", "of accuracy", signed=True) for finding in changes[:1]]
+    for record in latency_records(content)[:1]:
+        ratio = record["ratio"]
+        note = f"{interval(ratio['low'], ratio['high'])}, batch of {record['batch']}"
+        tiles.append(Tile(fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note))
+    return tiles
 
 
-def _speed(content: ReportContent) -> Tile | None:
-    records = latency_records(content)
-    if not records:
-        return None
-    ratio = records[0]["ratio"]
-    note = f"{interval(ratio['low'], ratio['high'])}, batch of {records[0]['batch']}"
-    return Tile(fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note)
-
-
-def _claim(finding: Finding) -> dict[str, str]:
-    return {
-        "claim": finding.claim,
-        "value": quantity(finding.value, finding.unit, finding.low, finding.high),
-        "interval": interval(finding.low, finding.high),
-        "limit": "" if finding.limit is None else with_unit(short(finding.limit), finding.unit),
-        "deciding": "" if finding.deciding_n is None else number(finding.deciding_n),
-    }
-
-
-def _state(evidence: Evidence | None) -> str:
-    return REPORTED if evidence is None else evidence.outcome
+def _measured_tile(found: Finding | Measured, unit: str, label: str, signed: bool = False) -> Tile:
+    within = interval(found.low, found.high)
+    value = quantity(found.value, unit, found.low, found.high, signed=signed)
+    return Tile(value, label, f"95{GAP}% interval {within}" if within else "")

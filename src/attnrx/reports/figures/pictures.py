@@ -1,0 +1,179 @@
+"""Pictures of single values: heat maps of heads, spectra, images with pruned patches, values with intervals."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from attnrx.reports.figures.drawing import AxisScale, Drawing
+from attnrx.reports.numbers import Number, number, percent
+from attnrx.shapes import Bool, Tensor
+
+LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
+BARS_WIDTH, BARS_HEIGHT = 200.0, 84.0
+ROW_WIDTH, ROW_HEIGHT, MARGIN = 300.0, 26.0, 14.0
+PATCHES_SIDE = 224.0  # the longer side of an image, in the picture's own units
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Rows are layers, columns are heads of the original model unless `columns` names them; None for a pruned head.
+
+    A row with a single value is one cell across all columns, for a shared quantity. The cells show the values, or
+    `texts`; `tips` are their tooltips, also used for screen readers.
+    """
+
+    title: str
+    values: Sequence[Sequence[Number | None]]
+    low: Number
+    high: Number
+    write: Callable[[Number], str] = number
+    dense: bool = False  # smaller cells, for many columns
+    columns: tuple[str, ...] = ()
+    texts: Sequence[Sequence[str]] | None = None
+    tips: Sequence[Sequence[str]] | None = None
+
+    def draw(self) -> str:
+        """Returns the SVG picture."""
+        names = self.columns or tuple(f"head {head}" for head in range(max(len(row) for row in self.values)))
+        texts = self.texts or [["removed" if cell is None else self.write(cell) for cell in row] for row in self.values]
+        tips = self.tips or [[f"{name}: {text}" for name, text in zip(names, row, strict=False)] for row in texts]
+        rows = (f"layer {layer}: {', '.join(row)}" for layer, row in enumerate(self.tips or texts))
+        width, height, left, top = (33, 26, 60, 22) if self.dense else (46, 32, 60, 22)
+        size = left + len(names) * width, top + len(self.values) * height
+        drawing = Drawing(*size, self.title, "; ".join(rows) + ".")
+        for column, name in enumerate(names):
+            shown = name.removeprefix("head ") if self.dense else name
+            drawing.text(left + (column + 0.5) * width, top - 8, shown, "label", "middle")
+        for layer, row in enumerate(self.values):
+            y = top + layer * height
+            drawing.text(left - 8, y + height / 2 + 4, f"layer {layer}", "label", "end")
+            across = width * len(names) if len(row) == 1 else width
+            for column, value in enumerate(row):
+                x = left + column * across
+                step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
+                # Cells are 1.5 units apart and have rounded corners.
+                box = {"x": x + 0.75, "y": y + 0.75, "width": across - 1.5, "height": height - 1.5, "rx": 3}
+                drawing.add("rect", f"cell {step}", f"layer {layer}, {tips[layer][column]}", **box)
+                if value is not None:
+                    drawing.text(x + across / 2, y + height / 2 + 4, texts[layer][column], f"value {step}", "middle")
+        return drawing.svg()
+
+    def level(self, value: Number) -> int:
+        """Returns the colour step of a value; values outside the range are clipped."""
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return min(LEVELS - 1, max(0, int(share * LEVELS)))
+
+
+def spectrum_bars(title: str, energies: Sequence[Number], keep: Sequence[bool]) -> str:
+    """Draws a head's directions by decreasing energy, kept or pruned, the cut, and the cumulative kept energy.
+
+    The energies are shares of the head, in the same arbitrary order as the keep mask. The picture has no text, so it
+    can be stretched to any width.
+    """
+    ranked = sorted(zip(energies, keep, strict=True), key=lambda pair: -pair[0])
+    kept_energy, rank = sum(energy for energy, is_kept in ranked if is_kept), sum(keep)
+    description = f"{rank} of {len(keep)} directions kept, with {percent(kept_energy)} of the energy."
+    drawing = Drawing(BARS_WIDTH, BARS_HEIGHT, title, description)
+    largest = max(energies, default=0.0) or 1.0
+    step = BARS_WIDTH / max(len(ranked), 1)
+    gap = 0.16 * step  # on each side of a bar
+    bars = {True: "", False: ""}
+    total, line = 0.0, f"M0 {BARS_HEIGHT:.2f}"
+    for index, (energy, is_kept) in enumerate(ranked):
+        height = BARS_HEIGHT * energy / largest
+        if energy > 0:
+            corner = f"M{index * step + gap:.2f} {BARS_HEIGHT:.2f}"
+            bars[is_kept] += f"{corner}v{-height:.2f}h{step - 2 * gap:.2f}v{height:.2f}z"
+        total += energy if is_kept else 0.0
+        line += f"L{(index + 1) * step:.2f} {BARS_HEIGHT * (1 - total):.2f}"
+    for is_kept, path in bars.items():
+        if path:
+            drawing.add("path", "kept" if is_kept else "gone", d=path)
+    # There is a single cut only if the strongest directions are kept.
+    if 0 < rank < len(keep) and all(is_kept for _, is_kept in ranked[:rank]):
+        drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=BARS_HEIGHT)
+    drawing.add("path", "sum", d=line)
+    return drawing.svg()
+
+
+def patch_picture(title: str, shown: str, left: Bool[Tensor, "rows columns"], address: str | None = None) -> str:
+    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+
+    The first picture of an image contains it as the data URI `address`; the others refer to its id.
+    """
+    rows, columns = left.shape
+    step = PATCHES_SIDE / max(rows, columns)
+    width, height = columns * step, rows * step
+    drawing = Drawing(width, height, title)
+    if address is None:
+        drawing.add("use", "shown", href=f"#{shown}")
+    else:
+        box = {"width": width, "height": height, "preserveAspectRatio": "none"}
+        drawing.add("image", "shown", id=shown, href=address, **box)
+    if not left.all():
+        square = f"h{step:.2f}v{step:.2f}h{-step:.2f}z"
+        pruned = [f"M{column * step:.2f} {row * step:.2f}{square}" for row, column in (~left).nonzero().tolist()]
+        drawing.add("path", "veil", d="".join(pruned))
+        drawing.add("path", "outline", d=_outline(left.tolist(), step))
+    return drawing.svg()
+
+
+def _outline(is_kept: list[list[bool]], step: float) -> str:
+    """Returns the edges between kept and pruned patches."""
+    rows, columns = len(is_kept), len(is_kept[0])
+    edges = []
+    for row, column in ((row, column) for row in range(rows) for column in range(columns) if is_kept[row][column]):
+        # The neighbours above, below, left and right, the corner where their edge starts, and its direction.
+        sides = (-1, 0, 0, 0, "h"), (1, 0, 1, 0, "h"), (0, -1, 0, 0, "v"), (0, 1, 0, 1, "v")
+        for down, right, start_row, start_column, direction in sides:
+            other_row, other_column = row + down, column + right
+            if 0 <= other_row < rows and 0 <= other_column < columns and not is_kept[other_row][other_column]:
+                x, y = column * step + start_column * step, row * step + start_row * step
+                edges.append(f"M{x:.2f} {y:.2f}{direction}{step:.2f}")
+    return "".join(edges)
+
+
+@dataclass(frozen=True)
+class IntervalRow:
+    """One row: the value as a dot, its interval as a bar, single draws as faint strokes, a limit as a tall stroke."""
+
+    title: str
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+    draws: Sequence[Number] = ()
+    limit: Number | None = None
+
+    def values(self) -> list[Number]:
+        """Returns all values that the common axis must include."""
+        return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
+
+    def draw(self, axis: tuple[Number, Number]) -> str:
+        """Returns the SVG picture on an axis with these ends."""
+        drawing = Drawing(ROW_WIDTH, ROW_HEIGHT, self.title)
+        x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
+        middle = ROW_HEIGHT / 2
+        if axis[0] < 0 < axis[1]:
+            drawing.add("line", "zero", x1=x(0), x2=x(0), y1=0, y2=ROW_HEIGHT)
+        drawing.add("line", "grid", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=middle, y2=middle)
+        for value in self.draws:
+            drawing.add("line", "draw", number(value), x1=x(value), x2=x(value), y1=middle - 8, y2=middle + 8)
+        if self.limit is not None:
+            tip = f"limit {number(self.limit)}"
+            drawing.add("line", "cut", tip, x1=x(self.limit), x2=x(self.limit), y1=1, y2=ROW_HEIGHT - 1)
+        if self.low is not None and self.high is not None:
+            tip = f"{number(self.low)} to {number(self.high)}"
+            drawing.add("line", "whisker style-0", tip, x1=x(self.low), x2=x(self.high), y1=middle, y2=middle)
+        drawing.add("circle", "marker style-0", number(self.value), cx=x(self.value), cy=middle, r=4.5)
+        return drawing.svg()
+
+
+def axis_picture(axis: tuple[Number, Number], title: str) -> str:
+    """Returns the picture of the axis below the rows."""
+    drawing = Drawing(ROW_WIDTH, 24, title)
+    x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
+    drawing.add("line", "axis", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=1, y2=1)
+    for tick, words in x.labels():
+        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)
+        drawing.text(x(tick), 18, words, "label", "middle")
+    return drawing.svg()

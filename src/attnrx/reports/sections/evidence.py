@@ -1,0 +1,90 @@
+"""The evidence: the table of findings, the matched controls, and the accuracy on corrupted images."""
+
+from itertools import groupby
+from statistics import fmean
+from typing import Any
+
+from attnrx.evidence import Evidence, Finding
+from attnrx.reports.content import ReportContent
+from attnrx.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture, span
+from attnrx.reports.numbers import interval, known, number
+from attnrx.reports.sections.section import Figure, Section, described
+
+Row = tuple[Finding, list[tuple[str, str]]]
+
+
+def findings(content: ReportContent) -> Section | None:
+    """Returns the evidence table; the order of the findings within a check is preserved."""
+    if content.evidence is None:
+        return None
+    shown, elsewhere = by_severity(content.evidence)
+    return Section("evidence", "Evidence", {"groups": _grouped(shown), "elsewhere": len(elsewhere)})
+
+
+def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
+    """Separates the findings about one corruption at one severity: there are too many of them for the main table."""
+    found: tuple[list[Finding], list[Finding]] = [], []
+    for finding in evidence.findings:
+        found[{"corruption", "severity"} <= finding.details.keys()].append(finding)
+    return found
+
+
+def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
+    """Returns the findings and their described details by check."""
+    groups: dict[str, list[Row]] = {}
+    for finding in shown:
+        groups.setdefault(finding.check.replace("_", " "), []).append((finding, described(finding.details)))
+    return groups
+
+
+def controls(content: ReportContent) -> Section | None:
+    """Returns plots of values with intervals, one axis per unit."""
+    findings = content.evidence.of("controls") if content.evidence is not None else ()
+    found = [finding for finding in findings if known(finding.value) is not None]
+    if not found:
+        return None
+    by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
+    plots = [_plot(unit, list(group)) for unit, group in groupby(by_unit, key=lambda finding: finding.unit)]
+    return Section("controls", "Controls", {"plots": plots})
+
+
+def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
+    rows = [
+        IntervalRow(own.claim, own.value, known(own.low), known(own.high), _advantages(own), own.limit) for own in group
+    ]
+    axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
+    lines = [(finding, row.draw(axis)) for finding, row in zip(group, rows, strict=True)]
+    return {"unit": unit, "rows": lines, "axis": axis_picture(axis, f"axis in {unit}" if unit else "axis")}
+
+
+def _advantages(finding: Finding) -> list[float]:
+    """Returns the candidate's advantage over every draw of the control; their mean is the value of the finding."""
+    draws, candidate = finding.details.get("draws"), finding.details.get("candidate")
+    if not isinstance(draws, list | tuple) or not draws or candidate is None:
+        return []
+    over = [draw - candidate for draw in draws]
+    # Lower discrepancy and higher accuracy are better: the sign follows from the value of the finding.
+    same_sign = abs(fmean(over) - finding.value) <= abs(fmean(over) + finding.value)
+    return over if same_sign else [-advantage for advantage in over]
+
+
+def robustness(content: ReportContent) -> Section | None:
+    """Returns one chart with a curve for every corruption."""
+    found = by_severity(content.evidence)[1] if content.evidence else []
+    if not found:
+        return None
+    by_name: dict[str, list[CurvePoint]] = {}
+    for finding in found:
+        points = by_name.setdefault(finding.details["corruption"], [])
+        if known(finding.value) is not None:
+            tip = f"{finding.claim}: {number(finding.value)} {interval(finding.low, finding.high)}".rstrip()
+            severity, low, high = float(finding.details["severity"]), known(finding.low), known(finding.high)
+            points.append(CurvePoint(severity, finding.value, low, high, tip))
+    curves = tuple(
+        Curve.numbered(index, name, sorted(points, key=lambda point: point.x))
+        for index, (name, points) in enumerate(by_name.items())
+        if points
+    )
+    chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
+    data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(found)}
+    return Section("robustness", "Robustness", data)
