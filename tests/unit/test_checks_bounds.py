@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnrx.checks import Bounds
-from attnrx.checks.spectral_change import SpectralChange
+from attnrx.checks.bounds import SpectralChange
 from attnrx.errors import FingerprintMismatch, InvalidInput
 from cases import PATTERNS, prescription
 from comparisons import Setting, weakest_removed

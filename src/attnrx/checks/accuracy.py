@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions
+from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import Estimate, mcnemar, paired_change, proportion
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding, judged
+from attnrx.evidence import Finding
+from attnrx.shapes import Bool, Tensor
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,7 @@ class Accuracy(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Compares the correct predictions of both models, paired by image."""
-        predictions = comparison.predictions
-        own = [self._of(role, predictions) for role in ("reference", "candidate")]
-        return (*own, self._change(predictions, comparison.seed))
-
-    def _of(self, role: str, predictions: Predictions) -> Finding:
-        correct = int(predictions.correct(role).sum())
-        share = proportion(correct, len(predictions)).scaled(100.0)
-        return Finding(
-            self.name,
-            f"top-1 accuracy of the {role}",
-            share.value,
-            "%",
-            low=share.low,
-            high=share.high,
-            n=len(predictions),
-            details={"quantity": "accuracy", "model": role, "correct": correct, "interval": "Wilson"},
-        )
-
-    def _change(self, predictions: Predictions, seed: int) -> Finding:
+        predictions, seed = comparison.predictions, comparison.seed
         before, after = predictions.correct("reference"), predictions.correct("candidate")
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())
         details = {
@@ -57,9 +40,15 @@ class Accuracy(Check):
             "mcnemar_p": mcnemar(lost, gained),
             "interval": "paired bootstrap over images",
         }
-        change = paired_change(before, after, seed)
-        finding = change_of_accuracy(self.name, "", change, self.most_drop, len(predictions))
-        return replace(finding, seed=seed, details=details)
+        change = change_of_accuracy(self.name, "", paired_change(before, after, seed), self.most_drop, len(before))
+        own = (self._of(role, correct) for role, correct in (("reference", before), ("candidate", after)))
+        return (*own, replace(change, seed=seed, details=details))
+
+    def _of(self, role: str, is_correct: Bool[Tensor, "images"]) -> Finding:
+        correct, n = int(is_correct.sum()), len(is_correct)
+        details = {"quantity": "accuracy", "model": role, "correct": correct, "interval": "Wilson"}
+        share = proportion(correct, n).scaled(100.0)
+        return Finding(self.name, f"top-1 accuracy of the {role}", unit="%", **share.judged(n), details=details)
 
 
 def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: float | None, n: int) -> Finding:
@@ -67,11 +56,7 @@ def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: floa
 
     `n` is the number of images. `where` is appended to the claim, e.g. " over all corruptions".
     """
-    change = change.scaled(100.0)
-    claim = f"change of accuracy{where}, candidate minus reference"
+    claim, limit = f"change of accuracy{where}, candidate minus reference", None
     if most_drop is not None:
-        claim = f"the candidate loses at most {most_drop:g} points of accuracy{where}"
-    limit = None if most_drop is None else -most_drop
-    return Finding(
-        check, claim, change.value, "points", **judged(change.value, limit, (change.low, change.high), n, at_least=True)
-    )
+        claim, limit = f"the candidate loses at most {most_drop:g} points of accuracy{where}", -most_drop
+    return Finding(check, claim, unit="points", **change.scaled(100.0).judged(n, limit))

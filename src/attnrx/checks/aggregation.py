@@ -1,6 +1,6 @@
 """Aggregation of the evidence of several runs, e.g. of several seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -26,59 +26,35 @@ def aggregate(runs: Sequence[Evidence]) -> Evidence:
                 f"run {number} does not make the same claims as run 0 ({len(other)} against {len(claims)}; the first "
                 f"difference: {different[0] if different else 'one is made twice'}). Verify all by the same checks."
             )
-    merged = tuple(_merge([_find(run, *claim) for run in runs]) for claim in claims)
-    return Evidence(merged, {"runs": len(runs), **_shared([run.about for run in runs])})
-
-
-def _find(run: Evidence, check: str, claim: str) -> Finding:
-    return next(finding for finding in run.findings if (finding.check, finding.claim) == (check, claim))
+    by_claim = [{(finding.check, finding.claim): finding for finding in run.findings} for run in runs]
+    merged = tuple(_merge([found[claim] for found in by_claim]) for claim in claims)
+    about: dict[str, Any] = {"runs": len(runs)}
+    for name in dict.fromkeys(name for run in runs for name in run.about):
+        values = [run.about.get(name) for run in runs]
+        about[name] = values[0] if all(value == values[0] for value in values) else values
+    return Evidence(merged, about)
 
 
 def _merge(findings: list[Finding]) -> Finding:
-    first = findings[0]
-    values = [finding.value for finding in findings]
+    first, values = findings[0], [finding.value for finding in findings]
     several = len(values) > 1
-    interval = t_interval(values) if several else None
-    limits = {finding.limit for finding in findings}
-    limit = first.limit if len(limits) == 1 else None
+    interval = t_interval(values) if several else first
+    limit = first.limit if len({finding.limit for finding in findings}) == 1 else None
+    fields = ("value", "low", "high", "outcome", "n", "seed")
     return Finding(
         first.check,
         first.claim,
         fmean(values),
         first.unit,
         limit=limit,
-        outcome=_outcome_of_all(findings) if limit is not None else REPORTED,
-        low=interval.low if interval else first.low,
-        high=interval.high if interval else first.high,
+        outcome=REPORTED if limit is None else Evidence(tuple(findings), {}).outcome,
+        low=interval.low,
+        high=interval.high,
         n=len(values),
         details={
             "quantity": first.details.get("quantity"),
             "interval": "t over runs" if several else "of the one run",
             "deviation": stdev(values) if several else None,
-            "runs": [
-                {
-                    "value": run.value,
-                    "low": run.low,
-                    "high": run.high,
-                    "outcome": run.outcome,
-                    "n": run.n,
-                    "seed": run.seed,
-                }
-                for run in findings
-            ],
+            "runs": [{name: getattr(run, name) for name in fields} for run in findings],
         },
     )
-
-
-def _outcome_of_all(findings: Sequence[Finding]) -> str:
-    return Evidence(tuple(findings), {}).outcome
-
-
-def _shared(abouts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the records: equal values are kept, different ones become a list with one entry per run."""
-    names = dict.fromkeys(name for about in abouts for name in about)
-    merged: dict[str, Any] = {}
-    for name in names:
-        values = [about.get(name) for about in abouts]
-        merged[name] = values[0] if all(value == values[0] for value in values) else values
-    return merged

@@ -6,11 +6,10 @@ from typing import ClassVar
 import torch
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions
-from attnrx.checks.statistics import Estimate, calibration_error, calibration_gaps, estimate, resampled_means
+from attnrx.checks.comparison import Comparison
+from attnrx.checks.statistics import calibration_error, calibration_gaps, estimate, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding, judged
-from attnrx.shapes import Float, Tensor
+from attnrx.evidence import Finding
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,29 @@ class Calibration(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Bins the predictions of both models by confidence."""
         predictions, seed = comparison.predictions, comparison.seed
-        gaps = [self._gaps(role, predictions) for role in ("reference", "candidate")]
-        values = [100 * calibration_error(gap.mean(0)) for gap in gaps]
+        n, roles = len(predictions), ("reference", "candidate")
+        gaps = []
+        for role in roles:
+            confidence = predictions.logits[role].double().softmax(-1).amax(-1)
+            gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
+        values = [float(100 * calibration_error(gap.mean(0))) for gap in gaps]
         # Both models share the resamples, so that the change is paired.
         draws = 100 * calibration_error(resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)))
-        change = estimate(float(values[1] - values[0]), draws[:, 1] - draws[:, 0])
-        own = [
-            self._finding(f"expected calibration error of the {role}", estimate(float(value), draw), comparison)
-            for role, value, draw in zip(("reference", "candidate"), values, draws.T, strict=True)
-        ]
-        return (*own, self._finding("change of calibration error, candidate minus reference", change, comparison))
-
-    def _gaps(self, role: str, predictions: Predictions) -> Float[Tensor, "images bins"]:
-        confidence = predictions.logits[role].double().softmax(-1).amax(-1)
-        return calibration_gaps(confidence, predictions.correct(role), self.bins)
-
-    def _finding(self, claim: str, found: Estimate, comparison: Comparison) -> Finding:
-        limit = self.most_rise if claim.startswith("change") else None
-        return Finding(
-            self.name,
-            claim,
-            found.value,
-            "points",
-            **judged(found.value, limit, (found.low, found.high), len(comparison.predictions), at_least=False),
-            seed=comparison.seed,
-            details={"quantity": claim.partition(",")[0], "bins": self.bins},
+        found = {
+            f"expected calibration error of the {role}": estimate(value, own).judged(n)
+            for role, value, own in zip(roles, values, draws.T, strict=True)
+        }
+        change = estimate(values[1] - values[0], draws[:, 1] - draws[:, 0])
+        claim = "change of calibration error, candidate minus reference"
+        found[claim] = change.judged(n, self.most_rise, at_least=False)
+        return tuple(
+            Finding(
+                self.name,
+                claim,
+                unit="points",
+                **own,
+                seed=seed,
+                details={"quantity": claim.partition(",")[0], "bins": self.bins},
+            )
+            for claim, own in found.items()
         )

@@ -47,10 +47,6 @@ def _plain(knob: Any) -> Any:
     return knob if isinstance(knob, bool | int | float | str) else None
 
 
-EXAMPLES = "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)"
-LANGUAGE = Language("list of checks", "Checks", EXAMPLES, "(),=/", InvalidInput)
-
-
 @dataclass(frozen=True)
 class RequestedCheck:
     """The name of a check, and the knobs that differ from the defaults."""
@@ -59,25 +55,26 @@ class RequestedCheck:
     knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
+class _Reader(KnobReader):
+    language = Language(
+        "list of checks",
+        "Checks",
+        "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
+        "(),=/",
+        InvalidInput,
+    )
+
+
 def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
     """Parses the checks in a text, each given once; `registry` maps their names to classes."""
-    reader = _Reader(text)
-    requested = [reader.read_check(registry)]
-    while reader.take(","):
-        requested.append(reader.read_check(registry))
-    reader.expect("end", "',' and another check, or the end")
-    names = [one.name for one in requested]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidInput(f"the check {twice} was given twice in {text!r}; give it once, with all its knobs.")
-    return tuple(requested)
-
-
-class _Reader(KnobReader):
-    language = LANGUAGE
-
-    def read_check(self, registry: Mapping[str, type[Check]]) -> RequestedCheck:
-        name = self.expect("name", "the name of a check")
+    reader, requested = _Reader(text), {}
+    while not requested or reader.take(","):
+        name = reader.expect("name", "the name of a check")
         if name.text not in registry:
             raise UnknownName("check", name.text, registry)
-        return RequestedCheck(name.text, self.read_knobs(name, knobs_of(registry[name.text])))
+        check = RequestedCheck(name.text, reader.read_knobs(name, knobs_of(registry[name.text])))
+        if name.text in requested:
+            raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
+        requested[name.text] = check
+    reader.expect("end", "',' and another check, or the end")
+    return tuple(requested.values())

@@ -37,8 +37,6 @@ class Predictions:
 
 @dataclass
 class _PredictionCache:
-    """The cache of labels and of logits by model."""
-
     labels: Int[Tensor, "images"] | None = None
     logits: dict[nn.Module, Float[Tensor, "images classes"]] = field(default_factory=dict)
 
@@ -88,12 +86,13 @@ class Comparison:
             found = predict(missing, self)
             cache.logits.update({model: found.logits[role] for role, model in missing.items()})
             cache.labels = found.labels
-        classes = {role: cache.logits[model].shape[1] for role, model in self.models.items()}
+        logits = {role: cache.logits[model] for role, model in self.models.items()}
+        classes = {role: own.shape[1] for role, own in logits.items()}
         if len(set(classes.values())) > 1:
             raise InvalidInput(
                 f"the models distinguish different numbers of classes ({classes}); compare models of the same task."
             )
-        return Predictions({role: cache.logits[model] for role, model in self.models.items()}, cache.labels)
+        return Predictions(logits, cache.labels)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -113,23 +112,33 @@ class Comparison:
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
     """Runs all models on each batch of the data; the logits are moved to the CPU."""
-    batches_by_role: dict[str, list[Tensor]] = {role: [] for role in models}
-    labels = []
+    logits: dict[str, list[Tensor]] = {role: [] for role in models}
+    labels: list[Tensor] = []
     data = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
         for batch in data.batches(comparison.batch_size, device=comparison.device) if len(data) else ():
             labels.append(batch.labels.cpu())
             for role, model in models.items():
-                batches_by_role[role].append(answer(model, batch.images).cpu())
+                logits[role].append(answer(model, batch.images).cpu())
     concatenate = processes.all_rows if comparison.together else torch.cat
-    predictions = Predictions(
-        {role: concatenate(parts) for role, parts in batches_by_role.items()}, concatenate(labels)
-    )
+    predictions = Predictions({role: concatenate(parts) for role, parts in logits.items()}, concatenate(labels))
     for role, logits in predictions.logits.items():
-        _require_finite(role, logits)
-        if data.label_problem is None:
-            _require_known(role, logits, predictions.labels)
+        _require_valid(role, logits, predictions.labels if data.label_problem is None else None)
     return predictions
+
+
+def _require_valid(role: str, logits: Tensor, labels: Tensor | None) -> None:
+    bad = int((~logits.isfinite().all(-1)).sum())
+    if bad:
+        raise InvalidInput(
+            f"the {role} returns NaN or infinity for {bad} of {len(logits)} images; "
+            "check its weights and the normalization of the data."
+        )
+    if labels is not None and int(labels.max()) >= logits.shape[1]:
+        raise DataError(
+            f"the data has a label {int(labels.max())}, the {role} distinguishes {logits.shape[1]} classes; "
+            "verify on the dataset that the model was trained for."
+        )
 
 
 def answer(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
@@ -147,20 +156,3 @@ def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]
         f"images as labelled, no more than guessing their most frequent class does ({guessing:.1f} %): the labels may "
         "not be numbers of the model's classes (--label-column, --label-map), so differences of accuracy mean little."
     ]
-
-
-def _require_finite(role: str, logits: Tensor) -> None:
-    if not bool(torch.isfinite(logits).all()):
-        bad = int((~torch.isfinite(logits).all(-1)).sum())
-        raise InvalidInput(
-            f"the {role} returns NaN or infinity for {bad} of {len(logits)} images; "
-            "check its weights and the normalization of the data."
-        )
-
-
-def _require_known(role: str, logits: Tensor, labels: Tensor) -> None:
-    if int(labels.max()) >= logits.shape[1]:
-        raise DataError(
-            f"the data has a label {int(labels.max())}, the {role} distinguishes {logits.shape[1]} classes; "
-            "verify on the dataset that the model was trained for."
-        )

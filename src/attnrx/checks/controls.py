@@ -13,7 +13,7 @@ from attnrx.checks.comparison import Comparison, predict
 from attnrx.checks.fidelity import discrepancy, squared_distances
 from attnrx.checks.statistics import estimate, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding, judged
+from attnrx.evidence import Finding
 from attnrx.prescription import Prescription
 from attnrx.shapes import Float, Int, Tensor
 
@@ -62,14 +62,13 @@ class Controls(Check):
             for prescription in draws:
                 control = predict({kind: self.realize(prescription)}, comparison)
                 models.append(tallied(reference, control.logits[kind], labels))
-            about = {"kind": kind, **_decided(draws[0])}
-            findings += self._against(about, torch.stack(models, dim=1), comparison.seed)
+            findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)
 
     def _against(
-        self, about: Mapping[str, Any], models: Float[Tensor, "images models 3"], seed: int
+        self, kind: str, rules: dict[str, str], models: Float[Tensor, "images models 3"], seed: int
     ) -> tuple[Finding, Finding]:
-        kind = about["kind"]
+        """Compares the candidate, which is the first of the models, with the draws of one control."""
         resampled = resampled_means(models.flatten(1), seed).unflatten(1, (-1, 3))
         controls = resample_draws(resampled[:, 1:], seed)
         means = models.mean(0)
@@ -82,31 +81,24 @@ class Controls(Check):
         claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
         if kind in self.must_beat:
             claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
+        about = {"kind": kind, "rules": rules}
         return (
             Finding(
                 self.name,
                 claim,
-                nearer.value,
-                **judged(nearer.value, limit, (nearer.low, nearer.high), len(models), at_least=True, strict=True),
+                **nearer.judged(len(models), limit, strict=True),
                 seed=seed,
                 details={**about, **spread("discrepancy", distances, lower_is_better=True)},
             ),
             Finding(
                 self.name,
                 f"accuracy, candidate minus {kind}-matched control",
-                better.value,
-                "points",
-                low=better.low,
-                high=better.high,
-                n=len(models),
+                unit="points",
+                **better.judged(len(models)),
                 seed=seed,
                 details={**about, **spread("accuracy", accuracies, lower_is_better=False)},
             ),
         )
-
-
-def _decided(control: Prescription) -> dict[str, Any]:
-    return {"rules": dict(control.rules)}
 
 
 def tallied(

@@ -1,7 +1,7 @@
 """Costs: parameters and MACs before and after, in closed form and counted."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from attnrx.checks.comparison import Comparison
 from attnrx.costs import ModelCosts, count_product_macs
 from attnrx.evidence import Finding, judged
 from attnrx.models import counted_by_spec, evaluating, family_of
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,19 @@ class Costs(Check):
 
     def _counted(self, role: str, model: nn.Module, closed: ModelCosts, images: Tensor) -> Finding:
         # All parameters, not only the trainable ones: the reference may be frozen.
-        params, macs = sum(parameter.numel() for parameter in model.parameters()), _counted_macs(model, images)
-        details: dict[str, Any] = {
+        params = sum(parameter.numel() for parameter in model.parameters())
+        with evaluating([model]), counted_by_spec(model, family_of(model)):
+            macs = count_product_macs(model, images.to(next(model.parameters()).dtype))
+        details = {
             "quantity": "counted costs",
             "model": role,
             "params": {"closed_form": closed.params, "counted": params},
             "macs_of_products": {"closed_form": closed.product_macs, "counted": macs},
             "parts": closed.to_record()["parts"],
         }
-        off = abs(params - closed.params) + abs(macs - closed.product_macs)
-        claim = f"parameters and MACs of the {role} equal its closed form"
-        return Finding(
-            self.name, claim, float(off), "difference", **judged(float(off), 0.0, n=1, at_least=False), details=details
+        off = float(abs(params - closed.params) + abs(macs - closed.product_macs))
+        claim, outcome = (
+            f"parameters and MACs of the {role} equal its closed form",
+            judged(off, 0.0, n=1, at_least=False),
         )
-
-
-def _counted_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
-    with evaluating([model]), counted_by_spec(model, family_of(model)):
-        return count_product_macs(model, images.to(next(model.parameters()).dtype))
+        return Finding(self.name, claim, off, "difference", **outcome, details=details)

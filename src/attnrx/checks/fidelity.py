@@ -1,36 +1,20 @@
 """Fidelity: logit discrepancy, prediction agreement and KL divergence between two models."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.checks.check import Check
-from attnrx.checks.comparison import Comparison, Predictions
+from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import estimate, mean_estimate, proportion, resampled_means
 from attnrx.errors import InvalidInput
-from attnrx.evidence import Finding, judged
+from attnrx.evidence import Finding
 from attnrx.shapes import Float, Tensor
 
 # The stabilizer epsilon of Eq. 46.
 STABILIZER = 1e-12
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two models by role: `other` is compared with `base`. A limit of None means that the quantity is only reported."""
-
-    base: str
-    other: str
-    most_discrepancy: float | None = None
-    least_agreement: float | None = None
-
-    @property
-    def title(self) -> str:
-        """The pair as text."""
-        return f"{self.other} against {self.base}"
 
 
 @dataclass(frozen=True)
@@ -58,21 +42,16 @@ class Fidelity(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns three findings per pair of models."""
         comparison = comparison.with_masked(self.masked)
-        predictions = comparison.predictions
-        return tuple(
-            finding for pair in self._pairs(comparison) for finding in _findings(pair, predictions, comparison)
-        )
-
-    def _pairs(self, comparison: Comparison) -> Iterator[Pair]:
-        yield Pair("reference", "candidate", self.most_discrepancy, self.least_agreement)
+        findings = _compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
-            yield Pair("reference", "masked")
-            yield Pair("masked", "candidate", self.most_from_masked)
+            findings += _compared("reference", "masked", comparison)
+            findings += _compared("masked", "candidate", comparison, self.most_from_masked)
         elif self.most_from_masked is not None:
             raise InvalidInput(
                 f"Fidelity(most_from_masked={self.most_from_masked}) needs a masked model that is not the candidate; "
                 'realize the prescription with by="mask" and pass it as masked.'
             )
+        return findings
 
 
 def squared_distances(
@@ -96,65 +75,46 @@ def divergence(
     return (log_base.exp() * (log_base - log_other)).sum(-1)
 
 
-def _findings(pair: Pair, predictions: Predictions, comparison: Comparison) -> tuple[Finding, ...]:
+def _compared(
+    base: str,
+    other: str,
+    comparison: Comparison,
+    most_discrepancy: float | None = None,
+    least_agreement: float | None = None,
+) -> tuple[Finding, ...]:
+    """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
+    predictions, seed, size = comparison.predictions, comparison.seed, comparison.batch_size
+    n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
+    logits = predictions.logits[base], predictions.logits[other]
+    squares = squared_distances(*logits)
+    distance = estimate(float(discrepancy(squares.mean(0))), discrepancy(resampled_means(squares, seed)))
+    batches = torch.stack([discrepancy(batch.sum(0)) for batch in squares.split(size)])
+    # Eq. 46 is defined per batch; the value of the finding is over all images.
+    mean, largest = float(batches.mean()), float(batches.max())
+    per_batch = {"size": size, "batches": len(batches), "mean": mean, "largest": largest}
+    agreeing = int((predictions.classes(base) == predictions.classes(other)).sum())
+    nats = divergence(*logits)
     return (
-        _discrepancy(pair, predictions, comparison),
-        _agreement(pair, predictions),
-        _divergence(pair, predictions, comparison.seed),
+        Finding(
+            Fidelity.name,
+            f"relative logit discrepancy, {pair}",
+            **distance.judged(n, most_discrepancy, at_least=False),
+            seed=seed,
+            details={"quantity": "discrepancy", **roles, "per_batch": per_batch},
+        ),
+        Finding(
+            Fidelity.name,
+            f"prediction agreement, {pair}",
+            unit="%",
+            **proportion(agreeing, n).scaled(100.0).judged(n, least_agreement),
+            details={"quantity": "agreement", **roles, "agreeing": agreeing},
+        ),
+        Finding(
+            Fidelity.name,
+            f"mean KL divergence, {pair}",
+            unit="nats",
+            **mean_estimate(nats, seed).judged(n),
+            seed=seed,
+            details={"quantity": "divergence", **roles, "largest": float(nats.max())},
+        ),
     )
-
-
-def _discrepancy(pair: Pair, predictions: Predictions, comparison: Comparison) -> Finding:
-    squares = squared_distances(predictions.logits[pair.base], predictions.logits[pair.other])
-    found = estimate(float(discrepancy(squares.mean(0))), discrepancy(resampled_means(squares, comparison.seed)))
-    batches = torch.stack([discrepancy(batch.sum(0)) for batch in squares.split(comparison.batch_size)])
-    return Finding(
-        Fidelity.name,
-        f"relative logit discrepancy, {pair.title}",
-        found.value,
-        **judged(found.value, pair.most_discrepancy, (found.low, found.high), len(predictions), at_least=False),
-        seed=comparison.seed,
-        details={
-            **_labels("discrepancy", pair),
-            # Eq. 46 is defined per batch; the value above is over all images.
-            "per_batch": {
-                "size": comparison.batch_size,
-                "batches": len(batches),
-                "mean": float(batches.mean()),
-                "largest": float(batches.max()),
-            },
-        },
-    )
-
-
-def _agreement(pair: Pair, predictions: Predictions) -> Finding:
-    agreeing = int((predictions.classes(pair.base) == predictions.classes(pair.other)).sum())
-    share = proportion(agreeing, len(predictions)).scaled(100.0)
-    return Finding(
-        Fidelity.name,
-        f"prediction agreement, {pair.title}",
-        share.value,
-        "%",
-        **judged(share.value, pair.least_agreement, (share.low, share.high), len(predictions), at_least=True),
-        details={**_labels("agreement", pair), "agreeing": agreeing},
-    )
-
-
-def _divergence(pair: Pair, predictions: Predictions, seed: int) -> Finding:
-    nats = divergence(predictions.logits[pair.base], predictions.logits[pair.other])
-    found = mean_estimate(nats, seed)
-    return Finding(
-        Fidelity.name,
-        f"mean KL divergence, {pair.title}",
-        found.value,
-        "nats",
-        low=found.low,
-        high=found.high,
-        n=len(predictions),
-        seed=seed,
-        details={**_labels("divergence", pair), "largest": float(nats.max())},
-    )
-
-
-def _labels(quantity: str, pair: Pair) -> dict[str, Any]:
-    return {"quantity": quantity, "base": pair.base, "other": pair.other}

@@ -1,17 +1,16 @@
 """Latency and memory of the candidate relative to the reference, measured interleaved on this machine."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
+from attnrx.costs import LatencyProtocol, compare_latency, compare_memory
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
 from attnrx.runtime import processes
-from attnrx.shapes import Float, Tensor
 
 
 @dataclass(frozen=True)
@@ -40,34 +39,31 @@ class Latency(Check):
         return processes.from_first(lambda: self._measured(comparison))
 
     def _measured(self, comparison: Comparison) -> tuple[Finding, ...]:
-        images = _images(comparison, self.batch)
+        # Latency depends on the number of images only: they are repeated if there are fewer.
+        available = min(self.batch, len(comparison.data))
+        first = next(iter(comparison.data.batches(available, device=comparison.device))).images
+        images = first[torch.arange(self.batch, device=first.device) % len(first)]
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
+        models = comparison.candidate, comparison.reference, images
+        times = compare_latency(*models, replace(self.protocol, conditions=conditions))
+        memory = compare_memory(*models, conditions)
+        ratio = times.ratio
         return (
-            self._latency(comparison, images, replace(self.protocol, conditions=conditions)),
-            self._memory(comparison, images, conditions),
+            Finding(
+                self.name,
+                f"time of a forward pass of {self.batch}, candidate over reference",
+                ratio.value,
+                "x",
+                **judged(ratio.value, self.most_ratio, (ratio.low, ratio.high), times.rounds, at_least=False),
+                seed=self.protocol.seed,
+                details={"quantity": "latency", **asdict(times), "image_shape": list(times.image_shape)},
+            ),
+            Finding(
+                self.name,
+                f"peak memory of a forward pass of {self.batch}, candidate over reference",
+                memory.ratio,
+                "x",
+                n=1,
+                details={"quantity": "memory", **asdict(memory)},
+            ),
         )
-
-    def _latency(self, comparison: Comparison, images: Tensor, protocol: LatencyProtocol) -> Finding:
-        measured = compare_latency(comparison.candidate, comparison.reference, images, protocol)
-        ratio = measured.ratio
-        return Finding(
-            self.name,
-            f"time of a forward pass of {len(images)}, candidate over reference",
-            ratio.value,
-            "x",
-            **judged(ratio.value, self.most_ratio, (ratio.low, ratio.high), measured.rounds, at_least=False),
-            seed=protocol.seed,
-            details={"quantity": "latency", **asdict(measured), "image_shape": list(measured.image_shape)},
-        )
-
-    def _memory(self, comparison: Comparison, images: Tensor, conditions: Conditions) -> Finding:
-        measured = compare_memory(comparison.candidate, comparison.reference, images, conditions)
-        details: dict[str, Any] = {"quantity": "memory", **asdict(measured)}
-        claim = f"peak memory of a forward pass of {len(images)}, candidate over reference"
-        return Finding(self.name, claim, measured.ratio, "x", n=1, details=details)
-
-
-def _images(comparison: Comparison, count: int) -> Float[Tensor, "batch channels height width"]:
-    """Returns the first `count` images, repeated if there are fewer: latency depends on their number only."""
-    first = next(iter(comparison.data.batches(min(count, len(comparison.data)), device=comparison.device))).images
-    return first[torch.arange(count, device=first.device) % len(first)]

@@ -65,9 +65,14 @@ class Promises(Check):
             raise InvalidInput(
                 "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
             )
-        found = _found(comparison)
+        predictions, (base, other) = comparison.predictions, ("reference", "candidate")
+        found = {
+            "divergence": divergence(predictions.logits[base], predictions.logits[other]),
+            "agreement": (predictions.classes(base) == predictions.classes(other)).double(),
+            "change": predictions.correct(other).double() - predictions.correct(base).double(),
+        }
         findings = [
-            _finding(name, PredictedQuantity(**record["expected"][name]), own, comparison.seed)
+            _kept_promise(name, PredictedQuantity(**record["expected"][name]), own, comparison.seed)
             for name, own in found.items()
             if name in record["expected"]
         ]
@@ -78,14 +83,12 @@ class Promises(Check):
     def _latency(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
         protocol = LatencyProtocol(conditions, self.rounds, clock=promised["clock"])
-        family = family_of(comparison.reference)
-        shape = family.input_shape(comparison.reference)
-        images = torch.randn(promised["batch"], *shape, generator=torch.Generator().manual_seed(0))
-        library_model = family.library_model(comparison.reference)
-        sides = comparison.candidate, library_model, images, protocol
+        model, family = comparison.reference, family_of(comparison.reference)
+        size = promised["batch"], *family.input_shape(model)
+        images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        sides = comparison.candidate, family.library_model(model), images, protocol
         measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))
-        ratio = measured.ratio
-        limit = promised["ratio"] * (1 + self.within)
+        ratio, limit = measured.ratio, promised["ratio"] * (1 + self.within)
         return Finding(
             self.name,
             "time of a forward pass against the library's reference implementation, at most as predicted by the plan",
@@ -97,16 +100,6 @@ class Promises(Check):
         )
 
 
-def _found(comparison: Comparison) -> dict[str, Float[Tensor, "images"]]:
-    predictions = comparison.predictions
-    reference, candidate = "reference", "candidate"
-    return {
-        "divergence": divergence(predictions.logits[reference], predictions.logits[candidate]),
-        "agreement": (predictions.classes(reference) == predictions.classes(candidate)).double(),
-        "change": predictions.correct(candidate).double() - predictions.correct(reference).double(),
-    }
-
-
 # The claim, its unit, its scale, and whether larger values are worse.
 CLAIMS = {
     "divergence": ("KL divergence from the original, at most as predicted by the plan", "nats", 1.0, True),
@@ -115,23 +108,14 @@ CLAIMS = {
 }
 
 
-def _finding(quantity: str, expected: PredictedQuantity, found: Float[Tensor, "images"], seed: int) -> Finding:
+def _kept_promise(quantity: str, expected: PredictedQuantity, found: Float[Tensor, "images"], seed: int) -> Finding:
     claim, unit, scale, more_is_worse = CLAIMS[quantity]
-    n, value = len(found), float(found.mean())
+    n, value = len(found), scale * float(found.mean())
     low, high = expected.interval(n)
     # The limit is the end of a prediction interval, which already covers the noise of n images: the measured interval
     # is reported, but not used for the outcome.
-    limit, own = high if more_is_worse else low, mean_estimate(found, seed).scaled(scale)
-    return Finding(
-        Promises.name,
-        claim,
-        scale * value,
-        unit,
-        **{**judged(scale * value, scale * limit, n=n, at_least=not more_is_worse), "low": own.low, "high": own.high},
-        seed=seed,
-        details={
-            "quantity": f"promised_{quantity}",
-            "promised": scale * expected.value,
-            "within": scale * (high - low) / 2,
-        },
-    )
+    limit, own = scale * (high if more_is_worse else low), mean_estimate(found, seed).scaled(scale)
+    fields = {**judged(value, limit, n=n, at_least=not more_is_worse), "low": own.low, "high": own.high}
+    within = scale * (high - low) / 2
+    details = {"quantity": f"promised_{quantity}", "promised": scale * expected.value, "within": within}
+    return Finding(Promises.name, claim, value, unit, **fields, seed=seed, details=details)

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
 
 from attnrx.errors import InvalidInput
+from attnrx.evidence import judged
 from attnrx.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
@@ -33,6 +35,13 @@ class Estimate:
         """Returns the estimate in another unit; a negative factor swaps the ends."""
         ends = sorted((self.low * factor, self.high * factor))
         return Estimate(self.value * factor, *ends)
+
+    def judged(
+        self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
+    ) -> dict[str, Any]:
+        """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+        ends = (self.low, self.high)
+        return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
 
     def text(self, digits: int) -> str:
         """Returns the value and its interval with this many decimals."""
