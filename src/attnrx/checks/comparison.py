@@ -112,16 +112,16 @@ class Comparison:
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
     """Runs all models on each batch of the data; the logits are moved to the CPU."""
-    logits: dict[str, list[Tensor]] = {role: [] for role in models}
+    parts: dict[str, list[Tensor]] = {role: [] for role in models}
     labels: list[Tensor] = []
     data = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
         for batch in data.batches(comparison.batch_size, device=comparison.device) if len(data) else ():
             labels.append(batch.labels.cpu())
             for role, model in models.items():
-                logits[role].append(answer(model, batch.images).cpu())
+                parts[role].append(answer(model, batch.images).cpu())
     concatenate = processes.all_rows if comparison.together else torch.cat
-    predictions = Predictions({role: concatenate(parts) for role, parts in logits.items()}, concatenate(labels))
+    predictions = Predictions({role: concatenate(own) for role, own in parts.items()}, concatenate(labels))
     for role, logits in predictions.logits.items():
         _require_valid(role, logits, predictions.labels if data.label_problem is None else None)
     return predictions
