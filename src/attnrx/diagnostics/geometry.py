@@ -26,11 +26,9 @@ class Geometry(Diagnostic):
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Averages over images."""
         return Averages(len(spectra), self.measure)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the readings of one batch."""
         queries, keys = query_grams(observation.query), key_covariances(observation.key)
         query, key = queries.mean(0), keys.mean(0)
         return {

@@ -6,7 +6,7 @@ import torch
 
 from attnrx.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
 from attnrx.diagnostics.geometry import query_grams
-from attnrx.diagnostics.redundancy import CentredMoment
+from attnrx.diagnostics.redundancy import OutputMoments
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
@@ -25,29 +25,26 @@ class Moments(Diagnostic):
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Averages over images."""
         return _Moments(spectra)
 
 
-class _Moments(Accumulator):
+class _Moments(OutputMoments):
     def __init__(self, spectra: tuple[Spectrum, ...]):
+        super().__init__(spectra)
         self.keys = Averages(len(spectra), measure_keys)
-        self.outputs = [CentredMoment() for _ in spectra]
-        self.readouts: dict[int, Tensor] = {}
 
     def observe(self, layer: int, observation: Observation) -> None:
+        super().observe(layer, observation)
         self.keys.observe(layer, observation)
-        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
-        self.readouts[layer] = observation.readout
 
     def readings(self) -> list[dict[str, Tensor]]:
         found = self.keys.readings()
         for layer, (readings, outputs) in enumerate(zip(found, self.outputs, strict=True)):
             readout = self.readouts[layer].double().cpu()
-            shape = readout.shape[:2]
+            heads, reads = readout.shape[:2]
             covariance = outputs.value.cpu().double() / max(outputs.rows, 1)
-            readings["output_mean"] = outputs.mean.cpu().double().reshape(shape)
-            readings["output_covariance"] = covariance.reshape(*shape, shape.numel())
+            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, reads)
+            readings["output_covariance"] = covariance.reshape(heads, reads, heads * reads)
             readings["readout_gram"] = readout @ readout.mT
         return found
 

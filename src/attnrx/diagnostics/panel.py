@@ -11,6 +11,8 @@ from attnrx.observation import Observation
 from attnrx.shapes import Tensor
 from attnrx.spectrum import Spectrum
 
+PER_IMAGE = ("query", "key", "scores", "attention", "value", "output")  # the fields of an observation with a batch axis
+
 
 class Panel:
     """The accumulators of all diagnostics, for layers with these spectra.
@@ -45,7 +47,9 @@ class Panel:
 
     def observe_pairs(self, layer: int, observation: Observation) -> None:
         """Adds a batch whose second half are the images of the first half, perturbed."""
-        self.observe(layer, _first_half(observation))
+        half = len(observation.query) // 2
+        first = {name: getattr(observation, name)[:half] for name in PER_IMAGE}
+        self.observe(layer, replace(observation, **first))
         for accumulator in self._paired:
             accumulator.observe(layer, observation)
 
@@ -53,22 +57,13 @@ class Panel:
         """Returns the readings of all diagnostics, one dictionary per layer."""
         every = [accumulator.readings() for accumulator in (*self._plain, *self._paired)]
         found = [{name: value for part in layer for name, value in part.items()} for layer in zip(*every, strict=True)]
-        for layer, readings in enumerate(found):
-            _require_finite_readings(layer, readings)
+        for layer, name, value in ((layer, *item) for layer, own in enumerate(found) for item in own.items()):
+            if not bool(torch.isfinite(value).all()):
+                raise InvalidInput(
+                    f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
+                    "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
+                )
         return found
-
-
-def _first_half(observation: Observation) -> Observation:
-    half = observation.query.shape[0] // 2
-    return replace(
-        observation,
-        query=observation.query[:half],
-        key=observation.key[:half],
-        scores=observation.scores[:half],
-        attention=observation.attention[:half],
-        value=observation.value[:half],
-        output=observation.output[:half],
-    )
 
 
 def _require_finite(layer: int, observation: Observation) -> None:
@@ -79,15 +74,6 @@ def _require_finite(layer: int, observation: Observation) -> None:
             f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
             "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
         )
-
-
-def _require_finite_readings(layer: int, readings: dict[str, Tensor]) -> None:
-    for name, value in readings.items():
-        if not bool(torch.isfinite(value).all()):
-            raise InvalidInput(
-                f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
-                "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
-            )
 
 
 def _nothing(spectrum: Spectrum) -> Observation:

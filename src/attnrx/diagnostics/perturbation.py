@@ -42,7 +42,6 @@ class PerturbationResponse(Diagnostic):
             )
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Averages over pairs."""
         return Averages(len(spectra), self.measure)
 
     def count(self, available: int) -> int:
@@ -50,7 +49,6 @@ class PerturbationResponse(Diagnostic):
         return min(available, MOST, -(-available // SHARE)) if self.images is None else min(available, self.images)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the reading of one paired batch."""
         clean, perturbed = observation.attention.chunk(2)
         return {"perturbation_response": response(clean, perturbed).mean(0)}
 

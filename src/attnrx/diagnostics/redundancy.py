@@ -23,27 +23,30 @@ class Redundancy(Diagnostic):
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Keeps the second moment of the concatenated head outputs of each layer."""
-        return _Outputs(spectra)
+        return _Similarities(spectra)
 
 
-class _Outputs(Accumulator):
+class OutputMoments(Accumulator):
+    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
+
     def __init__(self, spectra: tuple[Spectrum, ...]):
         self.spectra = spectra
-        self.moments = [CentredMoment() for _ in spectra]
+        self.outputs = [CentredMoment() for _ in spectra]
         self.readouts: dict[int, Tensor] = {}
 
     def observe(self, layer: int, observation: Observation) -> None:
+        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
         self.readouts[layer] = observation.readout
-        self.moments[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
 
+
+class _Similarities(OutputMoments):
     def readings(self) -> list[dict[str, Tensor]]:
         return [
             {
                 "spectral_redundancy": spectral_redundancy(spectrum.strength, spectrum.used),
                 "output_similarity": output_similarity(moment.value, self.readouts[layer].double()).cpu(),
             }
-            for layer, (spectrum, moment) in enumerate(zip(self.spectra, self.moments, strict=True))
+            for layer, (spectrum, moment) in enumerate(zip(self.spectra, self.outputs, strict=True))
         ]
 
 

@@ -34,11 +34,9 @@ class SpectralShape(Diagnostic):
         _require_threshold(self.relative, self.absolute)
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Needs no images."""
         return _Shapes(self, spectra)
 
     def measure(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings of one layer."""
         strength, used = spectrum.strength, spectrum.used
         return {
             "energy": energy(strength, used),
@@ -49,9 +47,10 @@ class SpectralShape(Diagnostic):
         }
 
 
+@dataclass
 class _Shapes(Accumulator):
-    def __init__(self, diagnostic: SpectralShape, spectra: tuple[Spectrum, ...]):
-        self.diagnostic, self.spectra = diagnostic, spectra
+    diagnostic: SpectralShape
+    spectra: tuple[Spectrum, ...]
 
     def observe(self, layer: int, observation: Observation) -> None:
         """Does nothing: the strengths are the same for every image."""
@@ -64,8 +63,8 @@ def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
     """Returns each direction's share of its head's squared strengths (p_r, Eq. 22); zeros for a head without energy."""
-    magnitude = _present(strength, used).abs()
-    largest = magnitude.amax(-1, keepdim=True) if magnitude.shape[-1] else magnitude.sum(-1, keepdim=True)
+    magnitude = _magnitude(strength, used)
+    largest = _largest(magnitude)[..., None]
     # Divided by the largest one first, so that squares neither overflow nor vanish.
     square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
     total = square.sum(-1, keepdim=True)
@@ -88,7 +87,7 @@ def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
     """Returns the effective rank exp(H) (Eq. 24), from 1 to the number of directions (Eq. 25), or 0 without energy."""
-    active = (_present(strength, used) != 0).sum(-1)
+    active = (_magnitude(strength, used) != 0).sum(-1)
     # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
 
@@ -106,12 +105,12 @@ def sparsity(
     |strength|, which does not depend on the scale of the strengths.
     """
     _require_threshold(relative, absolute)
-    magnitude = _present(strength, used).abs()
+    magnitude = _magnitude(strength, used)
     there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
-    if absolute is not None or not magnitude.shape[-1]:
-        limit = absolute or 0.0
+    if absolute is None:
+        limit = (INACTIVE_BELOW if relative is None else relative) * _largest(magnitude)[..., None]
     else:
-        limit = (INACTIVE_BELOW if relative is None else relative) * magnitude.amax(-1, keepdim=True)
+        limit = absolute
     # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
     inactive = ((magnitude < limit) | (magnitude == 0)) & there
     directions = there.sum(-1)
@@ -123,18 +122,21 @@ def sensitivity(
     strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
     """Returns max|strength| * scale, which bounds the change of the scores per change of query and key (Prop. 4)."""
-    magnitude = _present(strength, used).abs()
-    return scale * (magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1))
+    return scale * _largest(_magnitude(strength, used))
 
 
-def _present(strength: Tensor, used: Tensor | None) -> Tensor:
-    return strength if used is None else torch.where(used, strength, torch.zeros_like(strength))
+def _magnitude(strength: Tensor, used: Tensor | None) -> Tensor:
+    return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
+
+
+def _largest(magnitude: Tensor) -> Tensor:
+    # amax refuses an axis without directions.
+    return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
 def _require_threshold(relative: float | None, absolute: float | None) -> None:
-    given = {name: value for name, value in (("relative", relative), ("absolute", absolute)) if value is not None}
-    if len(given) > 1:
+    if relative is not None and absolute is not None:
         raise InvalidInput(f"sparsity with relative={relative}, absolute={absolute}: give one threshold.")
-    for name, value in given.items():
-        if not (math.isfinite(value) and value > 0):
+    for name, value in (("relative", relative), ("absolute", absolute)):
+        if value is not None and not (math.isfinite(value) and value > 0):
             raise InvalidInput(f"sparsity with {name}={value}: no |strength| lies below it; give a positive number.")
