@@ -13,18 +13,22 @@ from attnrx.costs.latency import (
     compare_latency,
     interleave,
 )
-from attnrx.costs.layers import (
+from attnrx.costs.memory import MemoryComparison, PeakMemory, Profile, compare_memory, profiled
+from attnrx.costs.model_costs import (
+    LayerCosts,
+    ModelCosts,
+    PartCosts,
+    Saving,
+    TokenCosts,
     direction_costs,
     factored_costs,
     layer_costs,
     linear_costs,
     norm_costs,
+    token_costs,
     with_fusion,
 )
-from attnrx.costs.memory import MemoryComparison, PeakMemory, Profile, compare_memory, profiled
-from attnrx.costs.model_costs import LayerCosts, ModelCosts, PartCosts, Saving
 from attnrx.costs.rank_steps import Steps, measured_steps
-from attnrx.costs.tokens import TokenCosts, token_costs
 from attnrx.runtime.hardware import device_name
 
 __all__ = [

@@ -1,12 +1,13 @@
 """Compressed forms by name: the shape after a compression, before anything is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnrx.costs.layers import with_fusion
-from attnrx.costs.model_costs import ModelCosts
+from attnrx.costs.model_costs import ModelCosts, with_fusion
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.spec import BIASES, AttentionSpec
+
+PATHWAY_FORMS = ("full", "truncatt", "cp", "irratt")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Compression:
                 f"{self.qk} rewrites plain dot products, and this attention is {full.form}; "
                 "its directions are removed by a prescription instead."
             )
-        return _read_out(_SCORES[form](full, rank), self.vo)
+        return _read_out(full if form == "full" else _scored(full, form, rank), self.vo)
 
     def mlp_ranks(self, specs: Sequence[AttentionSpec]) -> tuple[tuple[int | None, int | None], ...] | None:
         """The ranks of both maps of every layer's MLP, or None if they are unchanged."""
@@ -72,36 +73,18 @@ class Compression:
         return replace(costs, layers=tuple(with_fusion(layer) for layer in costs.layers))
 
 
-def _full(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    return spec
-
-
-def _truncatt(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    _require("truncatt", rank, spec.original_rank)
-    return _with_ranks(spec, (rank,) * len(spec.heads))
-
-
-def _irratt(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    """Spreads the directions as evenly as possible: the costs depend on their number only."""
-    heads = len(spec.heads)
-    _require("irratt", rank, sum(spec.ranks))
-    least, more = divmod(rank, heads)
-    return _with_ranks(spec, tuple(least + (head < more) for head in range(heads)))
-
-
-def _cp(spec: AttentionSpec, rank: int) -> AttentionSpec:
-    most = sum(spec.ranks)  # with that many, the shared directions contain every head's own
-    _require("cp", rank, most)
-    ranks = (rank,) * len(spec.heads)
-    return replace(spec, form="shared", ranks=ranks, original_rank=most, biases=_without_key(spec))
-
-
-def _with_ranks(spec: AttentionSpec, ranks: tuple[int, ...]) -> AttentionSpec:
-    return spec if ranks == spec.ranks else replace(spec, ranks=ranks, biases=_without_key(spec))
-
-
-def _without_key(spec: AttentionSpec) -> tuple[str, ...]:
-    return tuple(bias for bias in spec.biases if bias != "key")
+def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
+    """Returns the shape with compressed query and key."""
+    heads, directions = len(spec.heads), sum(spec.ranks)
+    # So many shared directions contain every head's own.
+    _require(form, rank, spec.original_rank if form == "truncatt" else directions)
+    biases = tuple(bias for bias in spec.biases if bias != "key")
+    if form == "cp":
+        return replace(spec, form="shared", ranks=(rank,) * heads, original_rank=directions, biases=biases)
+    # IrrAtt's directions are spread as evenly as possible: the costs depend on their number only.
+    least, more = (rank, 0) if form == "truncatt" else divmod(rank, heads)
+    ranks = tuple(least + (head < more) for head in range(heads))
+    return spec if ranks == spec.ranks else replace(spec, ranks=ranks, biases=biases)
 
 
 def _read_out(spec: AttentionSpec, rank: int | None) -> AttentionSpec:
@@ -120,18 +103,10 @@ def _require(name: str, rank: int, most: int) -> None:
         raise InvalidInput(f"{name} of rank {rank}: this layer has 1 to {most}.")
 
 
-_SCORES: dict[str, Callable[[AttentionSpec, int], AttentionSpec]] = {
-    "full": _full,
-    "truncatt": _truncatt,
-    "cp": _cp,
-    "irratt": _irratt,
-}
-
-
 def _parsed(text: str) -> tuple[str, int]:
     form, colon, rank = text.partition(":")
-    if form not in _SCORES:
-        raise UnknownName("form of query and key", form, _SCORES)
+    if form not in PATHWAY_FORMS:
+        raise UnknownName("form of query and key", form, PATHWAY_FORMS)
     if form == "full" and not colon:
         return form, 0
     if form == "full" or not rank.isdecimal():

@@ -43,14 +43,13 @@ class Conditions:
 
     def place(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
-        with torch.inference_mode(
-            mode=False
-        ):  # a copy made in inference mode has inference tensors, for which no derived value can be cached
+        # A copy made in inference mode has inference tensors, for which no derived value can be cached.
+        with torch.inference_mode(mode=False):
             placed = copy.deepcopy(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
-        if self.graphs:
-            return torch.compile(placed, fullgraph=True, dynamic=False, mode="reduce-overhead")
-        return torch.compile(placed, fullgraph=True, dynamic=False) if self.compiled else placed
+        mode = "reduce-overhead" if self.graphs else None  # CUDA graphs
+        compiled = self.compiled or self.graphs
+        return torch.compile(placed, fullgraph=True, dynamic=False, mode=mode) if compiled else placed
 
     def place_images(
         self, images: Float[Tensor, "batch channels height width"]

@@ -33,9 +33,8 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Operations() as operations:
         model(images)
     counts = counter.get_flop_counts()["Global"]
-    free = sorted(
-        str(operation) for operation in operations.operations if _is_fused(operation) and not counts.get(operation)
-    )
+    names = {operation: str(operation) for operation in operations.found if not counts.get(operation)}
+    free = sorted(name for name in names.values() if "scaled_dot_product" in name)
     if free:
         raise NotSupported(
             f"torch {torch.__version__} does not count the operations of {', '.join(free)}: "
@@ -49,12 +48,8 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations: set[Any] = set()
+        self.found: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.add(func.overloadpacket)
+        self.found.add(func.overloadpacket)
         return func(*args, **(kwargs or {}))
-
-
-def _is_fused(operation: Any) -> bool:
-    return "scaled_dot_product" in str(operation)

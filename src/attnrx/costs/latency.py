@@ -45,8 +45,10 @@ class Ratio:
         """
         ratios = seconds / reference
         draws = torch.randint(len(ratios), (DRAWS, len(ratios)), generator=torch.Generator().manual_seed(seed))
-        low, high = torch.quantile(_medians(ratios[draws]), ratios.new_tensor([0.025, 0.975])).tolist()
-        return cls(float(_medians(ratios[None])), low, high)
+        # Not torch.median, which takes the lower of the two middle values.
+        medians = torch.quantile(torch.cat([ratios[None], ratios[draws]]), 0.5, dim=-1)
+        low, high = torch.quantile(medians[1:], ratios.new_tensor([0.025, 0.975])).tolist()
+        return cls(float(medians[0]), low, high)
 
 
 def interleave(
@@ -95,11 +97,6 @@ def _cuda_seconds(run: Callable[[], object]) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-def _medians(rows: Float[Tensor, "draws runs"]) -> Float[Tensor, "draws"]:
-    # Not torch.median, which takes the lower of the two middle values.
-    return torch.quantile(rows, 0.5, dim=-1)
 
 
 # "cpu" is the CPU time of the process on all its threads: on one thread it hardly depends on other load of the
