@@ -16,8 +16,11 @@ COUNTED = 100_000  # integers from here on are parameters or MACs, and get thous
 UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
-HUB_NAMES = {"license": re.compile(r"[a-z0-9][a-z0-9.-]*"), "base_model": re.compile(r"[\w.-]+/[\w.-]+")}
-EXAMPLES = {"license": "apache-2.0", "base_model": "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"}
+# The pattern of a valid name on the hub, and an example.
+HUB_NAMES = {
+    "license": (r"[a-z0-9][a-z0-9.-]*", "apache-2.0"),
+    "base_model": (r"[\w.-]+/[\w.-]+", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
+}
 
 USE = """\
 ```python
@@ -32,6 +35,11 @@ def model_card(
     facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
 ) -> str:
     """Returns the card; `facts` become a table, and its "name" the heading."""
+    rows = []
+    for name, value in facts.items():
+        is_count = isinstance(value, int) and value >= COUNTED
+        if name != "name":
+            rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
     removed = ""
     if prescription is not None:
         removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
@@ -39,7 +47,7 @@ def model_card(
         _head(facts, evidence),
         f"# {_escaped(facts.get('name', UNNAMED))}",
         removed + _escaped(sentence(evidence)),
-        _table(("", ""), ((name.replace("_", " "), _fact(value)) for name, value in facts.items() if name != "name")),
+        _table(("", ""), rows),
         "## How to use it",
         USE,
         *_prescribed(prescription),
@@ -60,8 +68,9 @@ def completed_card(card: str, license: str | None = None, base_model: str | None
     head = found[1]
     for key, value in (("license", license), ("base_model", base_model)):
         if value is not None:
-            if not HUB_NAMES[key].fullmatch(value):
-                raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {EXAMPLES[key]}.")
+            pattern, example = HUB_NAMES[key]
+            if not re.fullmatch(pattern, value):
+                raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {example}.")
             head = re.sub(rf"(?m)^{key}:.*\n", "", head) + f"{key}: {value}\n"
     return f"---\n{head}---\n{card[found.end() :]}"
 
@@ -82,10 +91,6 @@ def _head(facts: Mapping[str, Any], evidence: Evidence | None) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _fact(value: Any) -> str:
-    return number(value) if isinstance(value, int) and value >= COUNTED else plain(value)
-
-
 def _prescribed(prescription: Prescription | None) -> list[str]:
     if prescription is None:
         return []
@@ -100,8 +105,8 @@ def _evidence(evidence: Evidence | None) -> list[str]:
     if evidence is None:
         return []
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
-    compared = [(name, value) for name, value in evidence.about.items() if isinstance(value, str | int | float)]
-    measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in compared)
+    about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}
+    measured = "; ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in about.items())
     shown, elsewhere = by_severity(evidence)
     return [
         "## Evidence",

@@ -234,10 +234,8 @@ class ReportContent:
     comparison: ComparisonRecord | None = None
 
     def __post_init__(self):
-        samples = (self.attention, self.tokens)
-        parts = (self.prescription, self.diagnosis, self.evidence, *samples, self.costs, self.comparison)
-        lists = (self.trade_off, self.history, self.latency, self.ranks)
-        if all(part is None for part in parts) and not any(lists):
+        parts = [value for name, value in vars(self).items() if name not in ("title", "about")]
+        if all(part is None or part == () for part in parts):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
                 "give it evidence, a prescription, a diagnosis or another part."

@@ -12,9 +12,6 @@ GAP = "\N{NO-BREAK SPACE}"
 NOTHING = 1e-12  # smaller values are rounding errors of zero
 _SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
-# Units without a space after the number; all others follow a no-break space.
-_ATTACHED = {"x": TIMES, TIMES: TIMES}
-
 
 def known(value: Number | None) -> Number | None:
     """Returns a finite number, or None."""
@@ -54,7 +51,7 @@ def with_unit(text: str, unit: str) -> str:
     """Appends a unit to a number."""
     if not unit or text == MISSING:
         return text
-    return text + _ATTACHED[unit] if unit in _ATTACHED else f"{text}{GAP}{unit}"
+    return text + TIMES if unit in ("x", TIMES) else f"{text}{GAP}{unit}"  # all but factors follow a no-break space
 
 
 def percent(share: Number | None, digits: int = 3) -> str:

@@ -1,6 +1,6 @@
 """The ranks of a compressed model by pathway (query-key, value-output, MLP), layer and head."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.diagnosis import Diagnosis
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models import family_of, rank_of
-from attnrx.prescription import LayerPrescription, OutputDecision, Prescription, ScoreDecision
+from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision
 
 SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 
@@ -56,16 +56,26 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
     The diagnosis provides the original indices of the heads and their numbers of directions.
     """
     layers = prescription.layers
-    heads = [tuple(range(len(layer.qk.heads))) for layer in layers]
-    used: list[list[int] | None] = [None] * len(layers)
-    if diagnosis is not None:
+    if diagnosis is None:
+        heads = [tuple(range(len(layer.qk.heads))) for layer in layers]
+        full = [[layer.qk.keep.shape[1]] * len(layer.qk.heads) for layer in layers]
+    else:
         heads = [layer.spectrum.heads for layer in diagnosis.layers]
-        used = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
-    found = [_pathway(SCORES, [_scores(layer.qk, own) for layer, own in zip(layers, used, strict=True)], heads)]
-    values = [layer.outputs["vo"] for layer in layers if "vo" in layer.outputs]
-    if values:
-        full = max(own.strength.shape[1] for own in values)
-        found.append(_pathway(VALUES, [_values(layer, full) for layer in layers], heads))
+        full = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
+    scores = [
+        [HeadRank(qk.kept, qk.directions)] if qk.is_shared else _staying(qk, qk.ranks, own)
+        for qk, own in zip((layer.qk for layer in layers), full, strict=True)
+    ]
+    found = [_pathway(SCORES, scores, heads)]
+    values = [layer.outputs.get("vo") for layer in layers]
+    most = max((own.strength.shape[1] for own in values if own is not None), default=0)
+    if most:
+        dims = [[most] * len(layer.qk.heads) for layer in layers]
+        rows = [
+            _staying(layer.qk, own if decided is None else decided.ranks, own)
+            for layer, decided, own in zip(layers, values, dims, strict=True)
+        ]
+        found.append(_pathway(VALUES, rows, heads))
     if any(name in layer.outputs for layer in layers for name in LINEAR_MAPS):
         found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(_mlp(layers))))
     return tuple(found)
@@ -86,8 +96,7 @@ def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
     found = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
     pairs = family.mlp(model)
     if pairs:
-        layers = tuple(tuple(_linear(linear) for linear in pair) for pair in pairs)
-        found.append(PathwayRanks(MLP, LINEAR_MAPS, layers))
+        found.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(tuple(map(_linear, pair)) for pair in pairs)))
     return tuple(found)
 
 
@@ -97,45 +106,35 @@ def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tupl
     most = max((part.full for row in rows for part in row), default=0)
     layers = []
     for row, own in zip(rows, heads, strict=True):
-        if len(row) == 1 and len(own) != 1:
+        if len(row) == 1 and len(own) != 1:  # shared by all heads
             layers.append(tuple(row))
-            continue
-        line = [HeadRank(None, most)] * columns
-        for head, part in zip(own, row, strict=True):
-            line[head] = part
-        layers.append(tuple(line))
+        else:
+            by_head = dict(zip(own, row, strict=True))
+            layers.append(tuple(by_head.get(head, HeadRank(None, most)) for head in range(columns)))
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
 
-def _scores(layer: ScoreDecision, used: Sequence[int] | None) -> list[HeadRank]:
-    if layer.is_shared:
-        return [HeadRank(layer.kept, layer.directions)]
-    full = [layer.keep.shape[1]] * len(layer.heads) if used is None else used
-    return [
-        HeadRank(rank if stays else None, most)
-        for rank, stays, most in zip(layer.ranks, layer.heads.tolist(), full, strict=True)
-    ]
+def _staying(scores: ScoreDecision, ranks: Sequence[int], full: Sequence[int]) -> list[HeadRank]:
+    decided = zip(ranks, scores.heads.tolist(), full, strict=True)
+    return [HeadRank(rank if stays else None, most) for rank, stays, most in decided]
 
 
-def _values(layer: LayerPrescription, full: int) -> list[HeadRank]:
-    stays, values = layer.qk.heads.tolist(), layer.outputs.get("vo")
-    ranks = (full,) * len(stays) if values is None else values.ranks
-    return [HeadRank(rank if stay else None, full) for rank, stay in zip(ranks, stays, strict=True)]
-
-
-def _mlp(layers: Sequence[LayerPrescription]) -> list[tuple[HeadRank, ...]]:
-    pairs = [tuple(layer.outputs.get(name) for name in LINEAR_MAPS) for layer in layers]
-    sides = zip(*pairs, strict=True)
-    full = [max((own.strength.shape[1] for own in side if own is not None), default=0) for side in sides]
-    full = [most or max(full) for most in full]  # a map that no layer reduces has the full rank of the other one
-    return [tuple(_output(own, most) for own, most in zip(pair, full, strict=True)) for pair in pairs]
-
-
-def _output(output: OutputDecision | None, full: int) -> HeadRank:
-    return HeadRank(full, full, whole=True) if output is None else HeadRank(output.ranks[0], output.strength.shape[1])
+def _mlp(layers: Sequence[LayerPrescription]) -> Iterator[tuple[HeadRank, ...]]:
+    sides = {name: [layer.outputs[name] for layer in layers if name in layer.outputs] for name in LINEAR_MAPS}
+    full = {name: max((own.strength.shape[1] for own in side), default=0) for name, side in sides.items()}
+    for layer in layers:
+        row = []
+        for name in LINEAR_MAPS:
+            output = layer.outputs.get(name)
+            if output is None:
+                # A map that no layer reduces has the full rank of the other one.
+                most = full[name] or max(full.values())
+                row.append(HeadRank(most, most, whole=True))
+            else:
+                row.append(HeadRank(output.ranks[0], output.strength.shape[1]))
+        yield tuple(row)
 
 
 def _linear(linear: Any) -> HeadRank:
-    full = min(linear.in_features, linear.out_features)
-    rank = rank_of(linear)
+    full, rank = min(linear.in_features, linear.out_features), rank_of(linear)
     return HeadRank(full, full, whole=True) if rank is None else HeadRank(rank, full)

@@ -37,7 +37,7 @@ class Drawing:
 
     def svg(self) -> str:
         """Returns the finished picture as markup for an HTML page."""
-        return ElementTree.tostring(self._root, encoding="unicode", short_empty_elements=True)
+        return ElementTree.tostring(self._root, encoding="unicode")
 
 
 def _coordinate(value: Number | str) -> str:
@@ -66,10 +66,9 @@ class AxisScale:
         if not self.logarithmic:
             return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        decades = last - first
-        factors = (1,) if decades > 2 else (1, 2, 5)
+        factors = (1,) if last - first > 2 else (1, 2, 5)
         candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        inside = [value for value in candidates if self.low <= value * (1 + 1e-9) and value <= self.high * (1 + 1e-9)]
+        inside = [value for value in candidates if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]  # rounding
         return inside if len(inside) > 1 else [self.low, self.high]
 
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
@@ -114,22 +113,12 @@ def _round_values(low: Number, high: Number, count: int, least: Number) -> list[
 GAP_WIDTH = 1  # pixels between the maps of a mosaic
 
 # Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
-_CIVIDIS = (
-    (0, 34, 78),
-    (26, 56, 111),
-    (67, 78, 108),
-    (97, 101, 111),
-    (125, 124, 120),
-    (156, 148, 119),
-    (188, 174, 108),
-    (222, 203, 87),
-    (254, 232, 56),
-)
+_CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
     """Maps values from `low` (dark blue) to `high` (yellow) to colours; NaN becomes the grey of the gaps."""
-    ramp = torch.tensor(_CIVIDIS, dtype=torch.float64) / 255
+    ramp = torch.tensor([list(bytes.fromhex(each)) for each in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
     below = position.floor().long().clamp(max=len(ramp) - 2)
     mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
@@ -162,9 +151,9 @@ def as_uri(image: Float[Tensor, "channels height width"]) -> str:
     from PIL import Image
 
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    rgb = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
+    pixels = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
     buffer = io.BytesIO()
-    Image.fromarray(rgb.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
