@@ -29,7 +29,6 @@ class Accuracy(Check):
             raise InvalidInput(f"Accuracy(most_drop={self.most_drop}): a drop is given in points and is 0 or more.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Compares the correct predictions of both models, paired by image."""
         predictions, seed = comparison.predictions, comparison.seed
         before, after = predictions.correct("reference"), predictions.correct("candidate")
         lost, gained = int((before & ~after).sum()), int((~before & after).sum())

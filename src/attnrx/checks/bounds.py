@@ -131,7 +131,6 @@ class SpectralChange:
         after: Float[Tensor, "heads directions"],
         stays: Bool[Tensor, "heads"],
     ) -> "SpectralChange":
-        """Computes the change from the strengths of a layer before and after."""
         lost = before - after
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0

@@ -34,7 +34,6 @@ class Calibration(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Bins the predictions of both models by confidence."""
         predictions, seed = comparison.predictions, comparison.seed
         n, roles = len(predictions), ("reference", "candidate")
         gaps = []

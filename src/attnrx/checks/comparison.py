@@ -27,11 +27,9 @@ class Predictions:
         return len(self.labels)
 
     def correct(self, role: str) -> Bool[Tensor, "images"]:
-        """Whether the predicted class of each image equals its label."""
         return self.classes(role) == self.labels
 
     def classes(self, role: str) -> Int[Tensor, "images"]:
-        """The predicted class of each image."""
         return self.logits[role].argmax(-1)
 
 

@@ -58,7 +58,6 @@ class Promises(Check):
             raise InvalidInput(f"Promises(within={self.within}, rounds={self.rounds}): give 0 or more, and two rounds.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Measures every predicted quantity."""
         given = comparison.prescription
         record = self.promised or (None if given is None else given.about.get("plan"))
         if record is None:

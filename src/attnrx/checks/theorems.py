@@ -12,7 +12,6 @@ FLOOR = 1e-9
 
 
 def bound_ratio(measured: Float[Tensor, "*shape"], bound: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
-    """Returns measured / bound."""
     return measured / bound.clamp(min=FLOOR)
 
 

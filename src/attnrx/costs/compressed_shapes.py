@@ -36,7 +36,6 @@ class Compression:
 
     @property
     def form(self) -> str:
-        """The form of the query-key pathway."""
         return _parsed(self.qk)[0]
 
     def spec(self, full: AttentionSpec) -> AttentionSpec:
@@ -74,7 +73,6 @@ class Compression:
 
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:
-    """Returns the shape with compressed query and key."""
     heads, directions = len(spec.heads), sum(spec.ranks)
     # So many shared directions contain every head's own.
     _require(form, rank, spec.original_rank if form == "truncatt" else directions)

@@ -54,7 +54,6 @@ class Conditions:
     def place_images(
         self, images: Float[Tensor, "batch channels height width"]
     ) -> Float[Tensor, "batch channels height width"]:
-        """Returns the images on the device, in the precision."""
         return images.to(self.device, PRECISIONS[self.precision])
 
     @contextmanager
@@ -72,10 +71,8 @@ class Conditions:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is a CUDA device."""
         return torch.device(self.device).type == "cuda"
 
     @property
     def hardware(self) -> str:
-        """The name of the device."""
         return device_name(self.device)

@@ -20,12 +20,10 @@ class Price:
 
     @property
     def params(self) -> int:
-        """All parameters."""
         return sum(part.params for part in self.parts.values())
 
     @property
     def macs(self) -> int:
-        """MACs of the whole model."""
         return sum(part.macs for part in self.parts.values())
 
     @property

@@ -18,7 +18,6 @@ flop_registry.setdefault(
 
 
 def count_params(model: nn.Module) -> int:
-    """Counts the trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -38,7 +38,6 @@ class Profile:
 
 
 def profiled(run: Callable[[], object]) -> Profile:
-    """Runs once under the profiler."""
     # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -79,7 +78,6 @@ class MemoryComparison:
 
     @property
     def ratio(self) -> float:
-        """The candidate's total memory over the reference's."""
         return self.candidate.total / max(self.reference.total, 1)
 
 

@@ -88,7 +88,6 @@ def measured_steps(
 
 
 def _are_seconds(record: Mapping[str, object]) -> bool:
-    """Whether the record has a positive time for every size."""
     return all(
         size.isascii() and size.isdigit() and isinstance(seconds, float) and 0 < seconds < math.inf
         for size, seconds in record.items()

@@ -52,7 +52,6 @@ class Averages(Accumulator):
             sums[name] = sums[name] + total if name in sums else total
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the means over all images."""
         return [
             {name: (total / images).cpu() for name, total in sums.items()}
             for sums, images in zip(self.sums, self.images, strict=True)

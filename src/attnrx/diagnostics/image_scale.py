@@ -39,7 +39,6 @@ class ImageScale:
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Adds a batch."""
         channels = images.detach().transpose(0, 1).flatten(1)
         sums = (channels.sum(-1, dtype=torch.float64), channels.square().sum(-1, dtype=torch.float64))
         self._sums += torch.stack(sums).cpu()
@@ -50,7 +49,6 @@ class ImageScale:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no value was NaN or infinite."""
         return not self.images or bool(self._ends.isfinite().all())
 
     @property

@@ -19,7 +19,6 @@ class MapWatch:
         self.moment = CentredMoment()
 
     def observe(self, inputs: Float[Tensor, "*batch inputs"], outputs: Float[Tensor, "*batch outputs"]) -> None:
-        """Adds one batch."""
         self.moment.add((inputs if self.on_inputs else outputs).flatten(0, -2))
 
     def read(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> MapDirections:

@@ -36,11 +36,9 @@ class Panel:
                 self.observe_pairs(layer, _nothing(spectrum))
 
     def to_perturb(self, images: int) -> int:
-        """Returns the number of images to pass together with their perturbed copies."""
         return 0 if self.perturbation is None else self.perturbation.count(images)
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Adds an ordinary batch."""
         _require_finite(layer, observation)
         for accumulator in self._plain:
             accumulator.observe(layer, observation)

@@ -45,7 +45,6 @@ class PerturbationResponse(Diagnostic):
         return Averages(len(spectra), self.measure)
 
     def count(self, available: int) -> int:
-        """Returns how many of the available images are perturbed."""
         return min(available, MOST, -(-available // SHARE)) if self.images is None else min(available, self.images)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:

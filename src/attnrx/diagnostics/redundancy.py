@@ -63,7 +63,6 @@ class CentredMoment:
         self.value = torch.zeros(())
 
     def add(self, rows: Float[Tensor, "rows features"]) -> None:
-        """Adds one batch of rows."""
         count = rows.shape[0]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         mean = rows.mean(0)

@@ -31,7 +31,6 @@ class RelevanceWatch:
         self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Adds one batch of one layer."""
         maps = observation.attention[..., self.layout.prefix :].detach()
         if self.layout.class_token:
             self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())

@@ -67,12 +67,10 @@ class AttentionSamples:
 
     @property
     def tokens(self) -> int:
-        """The number of patches of an image."""
         return next(iter(self.maps.values())).shape[-1]
 
     @property
     def side(self) -> int:
-        """The number of patches in a row of an image."""
         return math.isqrt(self.tokens)
 
 

@@ -48,7 +48,6 @@ def fixed(value: Number, decimals: int, signed: bool = False) -> str:
 
 
 def with_unit(text: str, unit: str) -> str:
-    """Appends a unit to a number."""
     if not unit or text == MISSING:
         return text
     return text + TIMES if unit in ("x", TIMES) else f"{text}{GAP}{unit}"  # all but factors follow a no-break space

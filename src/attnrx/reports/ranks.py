@@ -27,7 +27,6 @@ class HeadRank:
 
     @property
     def share(self) -> float:
-        """The kept rank as a share of `full`."""
         return 0.0 if self.rank is None else self.rank / max(self.full, 1)
 
 
@@ -82,7 +81,6 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
 
 
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
-    """Returns the ranks of all pathways of a model."""
     family = family_of(model)
     specs = [attention.spec for attention in family.attention(model)]
     heads = [spec.heads for spec in specs]

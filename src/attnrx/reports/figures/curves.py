@@ -68,7 +68,6 @@ class Chart:
         return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
 
     def draw(self) -> str:
-        """Returns the SVG picture."""
         points = [point for curve in self.curves for point in curve.points]
         ends = (
             f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"

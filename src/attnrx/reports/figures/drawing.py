@@ -57,7 +57,6 @@ class AxisScale:
     whole: bool = False  # integer ticks only, e.g. epochs
 
     def __call__(self, value: Number) -> Number:
-        """Returns the coordinate of a value."""
         low, high, transformed = (self._transform(number) for number in (self.low, self.high, value))
         return self.start + (self.stop - self.start) * (transformed - low) / (high - low)
 

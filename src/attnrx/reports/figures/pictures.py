@@ -33,7 +33,6 @@ class HeatMap:
     tips: Sequence[Sequence[str]] | None = None
 
     def draw(self) -> str:
-        """Returns the SVG picture."""
         names = self.columns or tuple(f"head {head}" for head in range(max(len(row) for row in self.values)))
         texts = self.texts or [["removed" if cell is None else self.write(cell) for cell in row] for row in self.values]
         tips = self.tips or [[f"{name}: {text}" for name, text in zip(names, row, strict=False)] for row in texts]
@@ -169,7 +168,6 @@ class IntervalRow:
 
 
 def axis_picture(axis: tuple[Number, Number], title: str) -> str:
-    """Returns the picture of the axis below the rows."""
     drawing = Drawing(ROW_WIDTH, 24, title)
     x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
     drawing.add("line", "axis", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=1, y2=1)

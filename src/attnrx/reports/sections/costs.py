@@ -42,19 +42,16 @@ def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
 
 
 def latency_records(content: ReportContent) -> list[Record]:
-    """Returns the records of all latency comparisons."""
     if content.latency:
         return [asdict(entry) for entry in content.latency]
     return [details for details in _details(content, "latency", "latency") if "ratio" in details]
 
 
 def total(record: Record, unit: str) -> int:
-    """Returns the sum of "params" or "macs" over all parts."""
     return sum(part[unit] for part in record.values())
 
 
 def change(old: int, new: int) -> str:
-    """Formats the change of a cost in percent of the old one."""
     if not old or old == new:
         return MISSING
     return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")

@@ -69,7 +69,6 @@ def _advantages(finding: Finding) -> list[float]:
 
 
 def robustness(content: ReportContent) -> Section | None:
-    """Returns one chart with a curve for every corruption."""
     found = by_severity(content.evidence)[1] if content.evidence else []
     if not found:
         return None

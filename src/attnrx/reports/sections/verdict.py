@@ -19,7 +19,6 @@ class Tile(NamedTuple):
 
 
 def verdict(content: ReportContent) -> Section:
-    """Returns the top section of the page."""
     evidence = content.evidence
     if evidence is None and content.comparison is not None:
         words = _compared(content.comparison)
@@ -74,7 +73,6 @@ def _notes(content: ReportContent) -> list[str]:
 
 
 def _tiles(content: ReportContent) -> list[Tile]:
-    """Returns the available headline numbers."""
     tiles, prescription, evidence = [], content.prescription, content.evidence
     if content.comparison is not None:
         tiles.append(_measured_tile(content.comparison.accuracy, "%", "top-1 of the original"))
