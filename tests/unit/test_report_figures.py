@@ -9,21 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from attnrx.reports.figures import (
-    LEVELS,
-    Chart,
-    Curve,
-    CurvePoint,
-    HeatMap,
-    IntervalRow,
-    as_uri,
-    colour,
-    mosaic,
-    overlay,
-    span,
-    spectrum_bars,
-)
-from attnrx.reports.figures.drawing import AxisScale, log_span
+from attnrx.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
+from attnrx.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
 
 NASTY = "</svg><script>alert(1)</script>"
 

@@ -16,8 +16,7 @@ from attnrx.evidence import Evidence, Finding
 from attnrx.realization import realize
 from attnrx.reports import AttentionSamples, ReportContent, sample_attention, write_report
 from attnrx.reports.numbers import TIMES
-from attnrx.reports.page import render
-from attnrx.reports.sections import SECTIONS
+from attnrx.reports.page import SECTIONS, render
 
 EVERYTHING = [
     "verdict", "prescription", "ranks", "maps", "spectra", "evidence", "controls", "robustness", "trade-off", "costs",

@@ -14,8 +14,8 @@ import report_content
 from attnrx.errors import InvalidInput
 from attnrx.models import attach_tokens_, build_model, family_of, reduction_of, save_model
 from attnrx.reports import ReportContent, TokenSamples, sample_attention, sample_tokens
+from attnrx.reports.drawing import AxisScale
 from attnrx.reports.figures import patch_picture
-from attnrx.reports.figures.drawing import AxisScale
 from attnrx.reports.page import render
 from attnrx.tokens import AttentionReceived, ClassAttention, DynamicViT, EViT, Random, Reducer, TokenPolicy, ToMe
 from pictures import write_folder

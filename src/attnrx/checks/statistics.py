@@ -4,7 +4,7 @@ All intervals are at 95 %. Resampling is over images and paired: both models are
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any
@@ -17,8 +17,7 @@ from attnrx.evidence import judged
 from attnrx.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
-DRAWS = 2000
-FLIPS = 9999
+DRAWS, FLIPS = 2000, 9999  # bootstrap resamples; random swaps of a permutation test
 # Elements of one chunk of resampling counts: 64 MiB in float64, independent of the number of images.
 CHUNK = 2**23
 
@@ -93,9 +92,8 @@ def sign_flip_test(differences: Float[Tensor, "images"], seed: int) -> float:
     values = differences.double().cpu()
     observed = values.sum().abs() * (1 - 1e-12)  # the identity swap must count as equal in spite of rounding
     generator = torch.Generator().manual_seed(seed)
-    chunk, num_extreme = max(1, CHUNK // len(values)), 0
-    for start in range(0, FLIPS, chunk):
-        rows = min(chunk, FLIPS - start)
+    num_extreme = 0
+    for rows in _chunks(FLIPS, len(values)):
         signs = 2 * torch.randint(2, (rows, len(values)), generator=generator).double() - 1
         num_extreme += int(((signs @ values).abs() >= observed).sum())
     return (1 + num_extreme) / (1 + FLIPS)
@@ -116,16 +114,18 @@ def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float
     values = values.double().cpu()
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
-    chunk = max(1, CHUNK // n)
-    means = []
-    for start in range(0, DRAWS, chunk):
-        rows = min(chunk, DRAWS - start)
+    ones, means = torch.ones(1, dtype=torch.float64), []
+    for rows in _chunks(DRAWS, n):
         drawn = torch.randint(n, (rows, n), generator=generator)
-        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(
-            1, drawn, torch.ones(1).double().expand(rows, n)
-        )
+        counts = torch.zeros(rows, n, dtype=torch.float64).scatter_add_(1, drawn, ones.expand(rows, n))
         means.append(counts @ values / n)
     return torch.cat(means)
+
+
+def _chunks(draws: int, n: int) -> Iterator[int]:
+    """Yields the number of resamples of each chunk, so that memory does not grow with the n images."""
+    most = max(1, CHUNK // n)
+    yield from (min(most, draws - start) for start in range(0, draws, most))
 
 
 def estimate(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
@@ -172,9 +172,8 @@ def _student_within(angle: float, degrees: int) -> float:
     for k in range(2 + odd, degrees + 1, 2):
         total += term
         term *= math.cos(angle) ** 2 * (k - 1) / k
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
+    within = math.sin(angle) * total
+    return 2 / math.pi * (angle + within) if odd else within
 
 
 def t_interval(values: Sequence[float]) -> Estimate:

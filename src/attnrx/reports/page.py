@@ -1,5 +1,6 @@
 """The HTML page: sections rendered by their templates into one self-contained file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from attnrx.diagnosis import Diagnosis
@@ -8,10 +9,35 @@ from attnrx.evidence import Evidence
 from attnrx.prescription import Prescription
 from attnrx.reports.content import ReportContent
 from attnrx.reports.numbers import fixed, interval, number, percent, quantity, short, with_unit
-from attnrx.reports.sections import SECTIONS, verdict
+from attnrx.reports.sections.comparison import comparison, trade_off
+from attnrx.reports.sections.costs import costs
+from attnrx.reports.sections.evidence import controls, findings, robustness
+from attnrx.reports.sections.layers import maps, ranks, spectra, treatment
+from attnrx.reports.sections.samples import attention, tokens
+from attnrx.reports.sections.section import Section, provenance_section
+from attnrx.reports.sections.training import training
+from attnrx.reports.sections.verdict import verdict
 from attnrx.serialization.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+# In the order of the page, after the verdict.
+SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
+    comparison,
+    treatment,
+    ranks,
+    maps,
+    spectra,
+    findings,
+    controls,
+    robustness,
+    trade_off,
+    costs,
+    tokens,
+    attention,
+    training,
+    provenance_section,
+)
 
 
 def write_report(
@@ -28,17 +54,15 @@ def write_report(
     """
     parts = {"evidence": evidence, "prescription": prescription, "diagnosis": diagnosis}
     given = [name for name, part in parts.items() if part is not None]
-    if (content is None) != bool(given):
-        raise InvalidInput(
-            f"write_report got content and {', '.join(given)}: put all parts into ReportContent."
-            if content is not None
-            else "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
-        )
+    if content is not None and given:
+        raise InvalidInput(f"write_report got content and {', '.join(given)}: put all parts into ReportContent.")
     if content is None:
+        if not given:
+            raise InvalidInput(
+                "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
+            )
         about = {} if evidence is None else evidence.about
-        content = ReportContent(
-            f"attnrx: {Path(path).stem}", about, evidence=evidence, prescription=prescription, diagnosis=diagnosis
-        )
+        content = ReportContent(f"attnrx: {Path(path).stem}", about, prescription, diagnosis, evidence)
     return write_text(path, render(content))
 
 

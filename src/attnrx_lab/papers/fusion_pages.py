@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from html import escape
 
 from attnrx.errors import InvalidInput
-from attnrx.reports.figures import Chart, Curve, CurvePoint, as_uri, colour, colour_ramp
+from attnrx.reports.drawing import as_uri, colour, colour_ramp
+from attnrx.reports.figures import Chart, Curve, CurvePoint
 from attnrx.reports.page import TEMPLATES
 from attnrx_lab.papers.experiment import Run
 from attnrx_lab.papers.fusion_experiment import FusionRun, Mix, fusion_of, rule_of

@@ -6,7 +6,8 @@ from typing import Any
 
 from attnrx.evidence import Evidence, Finding
 from attnrx.reports.content import ReportContent
-from attnrx.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture, span
+from attnrx.reports.drawing import span
+from attnrx.reports.figures import Chart, Curve, CurvePoint, IntervalRow, axis_picture
 from attnrx.reports.numbers import interval, known, number
 from attnrx.reports.sections.section import Figure, Section, described
 

@@ -5,18 +5,8 @@ from typing import Any
 import torch
 
 from attnrx.reports.content import AttentionSamples, ReportContent, TokenSamples
-from attnrx.reports.figures import (
-    GAP_WIDTH,
-    Chart,
-    Curve,
-    CurvePoint,
-    as_uri,
-    colour,
-    colour_ramp,
-    mosaic,
-    overlay,
-    patch_picture,
-)
+from attnrx.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
+from attnrx.reports.figures import Chart, Curve, CurvePoint, patch_picture
 from attnrx.reports.numbers import TIMES, number, percent, short
 from attnrx.reports.sections.section import Figure, Section
 from attnrx.shapes import Float, Tensor
