@@ -33,12 +33,6 @@ class Predictions:
         return self.logits[role].argmax(-1)
 
 
-@dataclass
-class _PredictionCache:
-    labels: Int[Tensor, "images"] | None = None
-    logits: dict[nn.Module, Float[Tensor, "images classes"]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """A candidate and its reference on one set of images.
@@ -59,7 +53,7 @@ class Comparison:
     batch_size: int = 256
     device: torch.device | str = "cpu"
     together: bool = False
-    _cache: _PredictionCache = field(default_factory=_PredictionCache, repr=False)
+    _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # logits and labels
 
     def __post_init__(self):
         if self.batch_size < 1 or self.seed < 0:
@@ -78,19 +72,17 @@ class Comparison:
     @property
     def predictions(self) -> Predictions:
         """The predictions of all models, computed in one pass over the data on first use."""
-        cache = self._cache
-        missing = {role: model for role, model in self.models.items() if model not in cache.logits}
-        if missing or cache.labels is None:
+        missing = {role: model for role, model in self.models.items() if model not in self._cache}
+        if missing:
             found = predict(missing, self)
-            cache.logits.update({model: found.logits[role] for role, model in missing.items()})
-            cache.labels = found.labels
-        logits = {role: cache.logits[model] for role, model in self.models.items()}
+            self._cache.update({model: (found.logits[role], found.labels) for role, model in missing.items()})
+        logits = {role: self._cache[model][0] for role, model in self.models.items()}
         classes = {role: own.shape[1] for role, own in logits.items()}
         if len(set(classes.values())) > 1:
             raise InvalidInput(
                 f"the models distinguish different numbers of classes ({classes}); compare models of the same task."
             )
-        return Predictions(logits, cache.labels)
+        return Predictions(logits, self._cache[self.reference][1])
 
     @property
     def place(self) -> tuple[int, int]:
@@ -105,7 +97,7 @@ class Comparison:
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _cache=_PredictionCache())
+        return replace(self, data=self.data.take(images), _cache={})
 
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:

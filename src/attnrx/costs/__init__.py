@@ -13,7 +13,7 @@ from attnrx.costs.latency import (
     compare_latency,
     interleave,
 )
-from attnrx.costs.memory import MemoryComparison, PeakMemory, Profile, compare_memory, profiled
+from attnrx.costs.memory import MemoryComparison, PeakMemory, compare_memory, profiled
 from attnrx.costs.model_costs import (
     LayerCosts,
     ModelCosts,
@@ -21,7 +21,6 @@ from attnrx.costs.model_costs import (
     Saving,
     TokenCosts,
     direction_costs,
-    factored_costs,
     layer_costs,
     linear_costs,
     norm_costs,
@@ -46,7 +45,6 @@ __all__ = [
     "PartCosts",
     "PeakMemory",
     "Price",
-    "Profile",
     "Ratio",
     "Saving",
     "Steps",
@@ -59,7 +57,6 @@ __all__ = [
     "count_product_macs",
     "device_name",
     "direction_costs",
-    "factored_costs",
     "interleave",
     "layer_costs",
     "linear_costs",

@@ -100,15 +100,14 @@ def compare_memory(
 def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory:
     run = partial(conditions.place(model), batch)
     run()  # the first pass also fills caches and compiles
-    activations = _cuda_peak(run, conditions.device) if conditions.on_cuda else profiled(run).peak_bytes
+    if conditions.on_cuda:
+        torch.cuda.synchronize(conditions.device)
+        torch.cuda.reset_peak_memory_stats(conditions.device)
+        before = torch.cuda.memory_allocated(conditions.device)
+        run()
+        torch.cuda.synchronize(conditions.device)
+        activations = torch.cuda.max_memory_allocated(conditions.device) - before
+    else:
+        activations = profiled(run).peak_bytes
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)
-
-
-def _cuda_peak(run: Callable[[], object], device: str) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

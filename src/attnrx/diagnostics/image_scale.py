@@ -1,7 +1,5 @@
 """Whether images are on the scale that a model was trained with, by their pixel statistics."""
 
-from dataclasses import dataclass
-
 import torch
 
 from attnrx.shapes import Float, Tensor
@@ -16,24 +14,20 @@ OUTSIDE, FILLED = 0.1, 0.8
 FEW = 4  # images; fewer may be dark or pale without being on another scale
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True)
-class NamedScale:
-    """A named normalization of pixels in [0, 1]."""
-
-    name: str
-    mean: Float[Tensor, "channels"]
-    std: Float[Tensor, "channels"]
+# Other scales in common use: the mean and the standard deviation that pixels in [0, 1] were normalized with.
+COMMON = {
+    "pixels in [0, 1] that were not normalized": (0.0, 1.0),
+    "pixels in 0 to 255": (0.0, 1 / 255),
+    "pixels normalized with mean and std 0.5": (0.5, 0.5),
+    "pixels normalized with the mean and std of ImageNet": IMAGENET,
+}
 
 
 class ImageScale:
     """Statistics of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
-        self.own = NamedScale(
-            "its own", torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
-        )
+        self.mean, self.std = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
         self.images, self._values = 0, 0
         self._sums = torch.zeros(2, len(mean), dtype=torch.float64)
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
@@ -54,51 +48,46 @@ class ImageScale:
     @property
     def leaves(self) -> bool:
         """Whether a value is impossible for pixels on this scale, independent of later images."""
-        return bool(self.images) and not self._holds(self.own)
+        return bool(self.images) and not self._holds(self.mean, self.std)
 
     @property
     def fits(self) -> bool:
         """Whether the images are compatible with this scale: no other known scale fits them better."""
         if not self.images:
             return True
-        return self._holds(self.own) and (self.images < FEW or self._fills(self.own) or not self._explanations())
+        settled = self.images < FEW or self._range(self.mean, self.std) >= FILLED
+        return self._holds(self.mean, self.std) and (settled or not self._explanations())
 
     def describe(self) -> str:
         """Returns the expected scale, the statistics of the images, and the scales that fit them."""
         mean = self._sums[0] / self._values
         spread = (self._sums[1] / self._values - mean.square()).clamp_min(0).sqrt()
-        wanted = f"pixels in [0, 1] less {_listed(self.own.mean)}, by {_listed(self.own.std)}"
+        wanted = f"pixels in [0, 1] less {_listed(self.mean)}, by {_listed(self.std)}"
         found = (
             f"in units of that std the channels of the {self.images} images have means {_listed(mean)} and standard "
             f"deviations {_listed(spread)}, from {float(self._ends[0].min()):.3g} to {float(self._ends[1].max()):.3g}"
         )
-        looks = " or ".join(scale.name for scale in self._explanations())
+        looks = " or ".join(self._explanations())
         return f"{wanted}; {found}" + (f". They look like {looks}" if looks else "")
 
-    def _explanations(self) -> list[NamedScale]:
-        """Other scales in common use on which these images are pixels."""
-        one = torch.ones_like(self.own.mean)
-        others = [
-            NamedScale("pixels in [0, 1] that were not normalized", 0 * one, one),
-            NamedScale("pixels in 0 to 255", 0 * one, one / 255),
-            NamedScale("pixels normalized with mean and std 0.5", one / 2, one / 2),
-        ]
-        if len(one) == 3:
-            mean, std = (torch.tensor(each, dtype=torch.float64) for each in IMAGENET)
-            others.append(NamedScale("pixels normalized with the mean and std of ImageNet", mean, std))
-        return [scale for scale in others if self._holds(scale) and self._fills(scale)]
+    def _explanations(self) -> list[str]:
+        """The names of the common scales on which these images are pixels."""
+        found = []
+        for name, constants in COMMON.items():
+            mean, std = (torch.tensor(each, dtype=torch.float64) for each in constants)
+            fits_channels = mean.numel() in (1, len(self.mean))
+            if fits_channels and self._holds(mean, std) and self._range(mean, std) >= FILLED:
+                found.append(name)
+        return found
 
-    def _range(self, scale: NamedScale) -> tuple[float, float]:
-        low, high = self._ends * scale.std + scale.mean
-        return float(low.min()), float(high.max())
+    def _holds(self, mean: Tensor, std: Tensor) -> bool:
+        pixels = self._ends * std + mean
+        return float(pixels[0].min()) >= -OUTSIDE and float(pixels[1].max()) <= 1 + OUTSIDE
 
-    def _holds(self, scale: NamedScale) -> bool:
-        low, high = self._range(scale)
-        return low >= -OUTSIDE and high <= 1 + OUTSIDE
-
-    def _fills(self, scale: NamedScale) -> bool:
-        low, high = self._range(scale)
-        return high - low >= FILLED
+    def _range(self, mean: Tensor, std: Tensor) -> float:
+        """The length of the range of the pixels on a scale."""
+        pixels = self._ends * std + mean
+        return float(pixels[1].max() - pixels[0].min())
 
 
 def _listed(values: Tensor) -> str:

@@ -38,11 +38,11 @@ class RelevanceWatch:
 
     def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
         """Returns the relevance by source; NaN in a layer that computed nothing."""
-        return {name: self._joined(layers) for name, layers in self._seen.items()}
-
-    def _joined(self, layers: list[list[Tensor]]) -> Tensor:
-        known = next(torch.cat(batches) for batches in layers if batches)
-        return torch.stack([torch.cat(each) if each else known * torch.nan for each in layers], dim=1)
+        found = {}
+        for name, layers in self._seen.items():
+            known = next(torch.cat(batches) for batches in layers if batches)
+            found[name] = torch.stack([torch.cat(own) if own else known * torch.nan for own in layers], dim=1)
+        return found
 
 
 def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
