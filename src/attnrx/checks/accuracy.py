@@ -55,6 +55,7 @@ def change_of_accuracy(check: str, where: str, change: Estimate, most_drop: floa
 
     `n` is the number of images. `where` is appended to the claim, e.g. " over all corruptions".
     """
+    # A claim has no measured number in its text, so that runs can be compared claim by claim.
     claim, limit = f"change of accuracy{where}, candidate minus reference", None
     if most_drop is not None:
         claim, limit = f"the candidate loses at most {most_drop:g} points of accuracy{where}", -most_drop

@@ -75,8 +75,10 @@ class Bounds(Check):
         dtype = next(model.parameters()).dtype
         with evaluating([model]), observing(model, family_of(model), tally.observe):
             for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
+                # Drawn on the CPU: the same noise on every device.
                 noise = self.noise * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
+                # One pass of both halves: the tally splits every observation again.
                 model(torch.cat([images, images + noise.to(images.device)]))
         found = [self._bound(name, tally.ratios[name], comparison) for name in CLAIMS if name in tally.ratios]
         return (*found, self._effective_rank(comparison))
@@ -135,6 +137,7 @@ class SpectralChange:
         counted = (lost != 0).any(-1) & stays
         removed, kept = (after == 0) & (before != 0), after != 0
         largest_removed = torch.where(removed, before.abs(), 0).amax(-1)
+        # Infinity and zero are neutral for the minimum and the maximum.
         smallest_kept = torch.where(kept, before.abs(), torch.inf).amin(-1)
         threshold = torch.where(kept.any(-1), smallest_kept, largest_removed)
         only_removals = ((lost == 0) | removed).all(-1)  # Eq. 18: the change contains only removed entries

@@ -97,7 +97,7 @@ class Comparison:
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
             return self
-        return replace(self, data=self.data.take(images), _cache={})
+        return replace(self, data=self.data.take(images), _cache={})  # the cached logits are of other images
 
 
 def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
@@ -106,6 +106,7 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
     labels: list[Tensor] = []
     data = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
+        # Of a few images, a process may have none.
         for batch in data.batches(comparison.batch_size, device=comparison.device) if len(data) else ():
             labels.append(batch.labels.cpu())
             for role, model in models.items():

@@ -27,6 +27,7 @@ class Costs(Check):
         reference = family_of(comparison.reference).costs(comparison.reference)
         candidate = family_of(comparison.candidate).costs(comparison.candidate)
         saving = reference.saving(candidate)
+        # The counted MACs are per image, so one image is enough.
         batch = next(iter(comparison.data.take(1).batches(1, device=comparison.device)))
         return (
             self._saved("parameters", saving.params_share, (reference.params, candidate.params)),

@@ -34,6 +34,7 @@ class Latency(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Times both models, then measures their memory; with several processes only rank 0 measures."""
+        # Several processes that time at once would disturb each other.
         if not comparison.together:
             return self._measured(comparison)
         return processes.from_first(lambda: self._measured(comparison))

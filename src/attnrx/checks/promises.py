@@ -31,6 +31,7 @@ class PredictedQuantity:
 
     def interval(self, images: int) -> tuple[float, float]:
         """Returns the 95 % prediction interval of the mean over this many other images."""
+        # The variance of a difference of two means, of the images of the plan and of these; 1.96 for 95 %.
         half = 1.96 * self.spread * (1 / self.images + 1 / images) ** 0.5
         return self.value - half, self.value + half
 
@@ -84,6 +85,7 @@ class Promises(Check):
         protocol = LatencyProtocol(conditions, self.rounds, clock=promised["clock"])
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
+        # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
         sides = comparison.candidate, family.library_model(model), images, protocol
         measured = call_in_subprocess_if(compare_latency, *sides, in_subprocess=promised.get("in_subprocess", False))

@@ -55,6 +55,7 @@ def proportion(successes: int, n: int) -> Estimate:
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    # Rounding must not move an end past the share itself, e.g. at 0 and 1.
     return Estimate(share, min(centre - half, share), max(centre + half, share))
 
 
@@ -78,6 +79,7 @@ def mcnemar(lost: int, gained: int) -> float:
     n = lost + gained
     k = torch.arange(min(lost, gained) + 1, dtype=torch.float64)
     total = torch.tensor(float(n), dtype=torch.float64)
+    # In logarithms: the binomial coefficients of many images overflow.
     log_binomial = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
     tail = torch.logsumexp(log_binomial - n * math.log(2), 0).exp()
     return min(1.0, 2 * float(tail))
@@ -111,7 +113,7 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
 
 def resampled_means(values: Float[Tensor, "images columns"], seed: int) -> Float[Tensor, "draws columns"]:
     """Returns the column means of bootstrap resamples of the rows; all columns share the resamples."""
-    values = values.double().cpu()
+    values = values.double().cpu()  # the generator is on the CPU: the same resamples for every device
     n = len(values)
     generator = torch.Generator().manual_seed(seed)
     ones, means = torch.ones(1, dtype=torch.float64), []

@@ -101,6 +101,7 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
     run = partial(conditions.place(model), batch)
     run()  # the first pass also fills caches and compiles
     if conditions.on_cuda:
+        # Kernels still running would free or allocate memory inside the measurement.
         torch.cuda.synchronize(conditions.device)
         torch.cuda.reset_peak_memory_stats(conditions.device)
         before = torch.cuda.memory_allocated(conditions.device)

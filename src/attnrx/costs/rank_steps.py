@@ -97,6 +97,7 @@ def _are_seconds(record: Mapping[str, object]) -> bool:
 @torch.inference_mode()
 def _seconds(width: int, sizes: Sequence[int], tokens: int, device: str, dtype: torch.dtype) -> Mapping[int, float]:
     features = torch.ones(tokens, width, device=device, dtype=dtype)
+    # Small enough that the products of both maps stay in the range of float16.
     weights = {size: torch.full((size, width), 0.01, device=device, dtype=dtype) for size in sizes}
     runs = {str(size): partial(_there_and_back, features, weight) for size, weight in weights.items()}
     clock = "cuda" if torch.device(device).type == "cuda" else "wall"

@@ -61,6 +61,7 @@ class ImageScale:
     def describe(self) -> str:
         """Returns the expected scale, the statistics of the images, and the scales that fit them."""
         mean = self._sums[0] / self._values
+        # Rounding may put the variance of constant images below zero.
         spread = (self._sums[1] / self._values - mean.square()).clamp_min(0).sqrt()
         wanted = f"pixels in [0, 1] less {_listed(self.mean)}, by {_listed(self.std)}"
         found = (

@@ -31,7 +31,7 @@ class MapWatch:
         bias = None if bias is None else bias.detach().cpu().double()
         mean = self.moment.mean.cpu().double()
         covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
-        covariance = (covariance + covariance.mT) / 2
+        covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
         if self.on_inputs:
             found = activation_aware(weight, bias, covariance + torch.outer(mean, mean), mean)
             mean = weight @ mean + (0.0 if bias is None else bias)

@@ -27,6 +27,7 @@ class Panel:
         if not diagnostics or twice:
             found = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
             raise InvalidInput(f"a diagnosis with {found}: choose at least one, and each kind once.")
+        # At most one, because every kind is given once.
         paired = [each for each in diagnostics if isinstance(each, PerturbationResponse)]
         self.perturbation = paired[0] if paired else None
         self._paired = [each.start(spectra) for each in paired]

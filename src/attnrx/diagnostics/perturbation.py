@@ -80,6 +80,7 @@ def noise_like(
     generator = torch.Generator()
     draws = []
     for number in range(first, first + len(images)):
+        # A seed sequence mixes both numbers, so that neighbouring seeds and images have unrelated noise.
         state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
         generator.manual_seed(int(state[0]))
         draws.append(torch.randn(images.shape[1:], generator=generator, dtype=images.dtype))

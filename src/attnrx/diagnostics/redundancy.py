@@ -68,6 +68,7 @@ class CentredMoment:
         mean = rows.mean(0)
         centred = rows - mean
         step = mean.double() - self.mean.to(mean.device)
+        # The pairwise update of a centred second moment: the spread between the means of both parts.
         between = self.rows * count / (self.rows + count) * torch.outer(step, step)
         self.value = self.value.to(mean.device) + (centred.T @ centred).double() + between
         self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))

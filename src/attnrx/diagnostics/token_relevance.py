@@ -127,5 +127,6 @@ def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patch
 
 def _correlation(first: Tensor, second: Tensor) -> Tensor:
     first, second = (each - each.mean(-1, keepdim=True) for each in (first, second))
+    # Zero where one side is constant: it orders no patch before another.
     size = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(size > 0, (first * second).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)

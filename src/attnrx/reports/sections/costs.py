@@ -28,7 +28,7 @@ def costs(content: ReportContent) -> Section | None:
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)
-    return Section("costs", "Costs", {"parts": parts, "latency": latency, "milliseconds": _milliseconds})
+    return Section("costs", "Costs", {"parts": parts, "latency": latency})
 
 
 def cost_records(content: ReportContent) -> tuple[Record, Record] | None:
@@ -77,7 +77,3 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
         title = NAMES.get(name, name.replace("_", " "))
         rows.append({"name": title, "cells": cells, "share": share, "total": old is whole})
     return rows
-
-
-def _milliseconds(timing: Record) -> str:
-    return f"{number(1000 * timing['median'])} ({number(1000 * timing['low'])} to {number(1000 * timing['high'])})"

@@ -83,14 +83,19 @@ def tokens(content: ReportContent) -> Section | None:
     samples = content.tokens
     if samples is None:
         return None
-    depth = len(samples.tokens)
+    depth, policy = len(samples.tokens), samples.policy
+    stages = []
+    for layer, keep, left in zip(policy.layers, policy.keep, samples.left.unbind(1), strict=True):
+        counts, share = left.sum(-1), float(left.double().mean())
+        stages.append((layer, keep, (int(counts.min()), int(counts.max())), share, samples.tokens[layer - 1]))
     curves = (
         Curve("no token reduction", _token_points((samples.tokens[0],) * depth), "style-5"),
         Curve("this model", _token_points(samples.tokens), "style-0", 0),
     )
     data = {
-        "reducer": str(samples.policy.reducer),
-        "stages": _stages(samples),
+        "reducer": str(policy.reducer),
+        "stages": stages,
+        "patches": samples.left.shape[2],
         "chart": Figure.of(Chart("Tokens in every layer", "layer", "tokens", curves, level=0), with_legend=True),
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
         "gives": samples.given is not None,
@@ -102,23 +107,6 @@ def tokens(content: ReportContent) -> Section | None:
 
 def _token_points(counts: tuple[int, ...]) -> tuple[CurvePoint, ...]:
     return tuple(CurvePoint(layer, own, tip=f"layer {layer}: {own} tokens") for layer, own in enumerate(counts, 1))
-
-
-def _stages(samples: TokenSamples) -> list[dict[str, str]]:
-    patches = samples.left.shape[2]
-    rows = []
-    for stage, layer in enumerate(samples.policy.layers):
-        left = samples.left[:, stage].sum(-1)
-        least, most = number(int(left.min())), number(int(left.max()))
-        share = percent(float(samples.left[:, stage].double().mean()))
-        row = {
-            "layer": str(layer),
-            "requested": percent(samples.policy.keep[stage]),
-            "left": f"{least if least == most else f'{least} to {most}'} of {number(patches)} ({share})",
-            "tokens": number(samples.tokens[layer - 1]),
-        }
-        rows.append(row)
-    return rows
 
 
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:

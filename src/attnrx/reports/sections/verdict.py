@@ -1,7 +1,6 @@
 """The verdict: headline numbers and the outcomes of all claims."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from attnrx.evidence import REPORTED, Evidence, Finding
 from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
@@ -9,13 +8,7 @@ from attnrx.reports.numbers import GAP, TIMES, fixed, interval, number, percent,
 from attnrx.reports.sections.costs import change, cost_records, latency_records, total
 from attnrx.reports.sections.section import Section
 
-
-class Tile(NamedTuple):
-    """One headline number."""
-
-    value: str
-    label: str
-    note: str = ""
+Tile = tuple[str, str, str]  # one headline number: its value, its label and a note
 
 
 def verdict(content: ReportContent) -> Section:
@@ -73,28 +66,29 @@ def _notes(content: ReportContent) -> list[str]:
 
 
 def _tiles(content: ReportContent) -> list[Tile]:
-    tiles, prescription, evidence = [], content.prescription, content.evidence
+    tiles: list[Tile] = []
+    prescription, evidence = content.prescription, content.evidence
     if content.comparison is not None:
         tiles.append(_measured_tile(content.comparison.accuracy, "%", "top-1 of the original"))
     if prescription is not None:
         directions = sum(layer.qk.directions for layer in prescription.layers)
         note = f"{number(sum(layer.qk.kept for layer in prescription.layers))} of {number(directions)} kept"
-        tiles.append(Tile(percent(prescription.removed_share), "of the score directions removed", note))
+        tiles.append((percent(prescription.removed_share), "of the score directions removed", note))
     if (records := cost_records(content)) is not None:
         for unit, label in (("params", "parameters"), ("macs", "MACs of an image")):
             old, new = (total(record, unit) for record in records)
-            tiles.append(Tile(change(old, new), label, f"{number(old)} → {number(new)}"))
+            tiles.append((change(old, new), label, f"{number(old)} → {number(new)}"))
     # The accuracy check has one finding in points, the change; the accuracies themselves are in percent.
     changes = [finding for finding in (evidence.of("accuracy") if evidence else ()) if finding.unit == "points"]
     tiles += [_measured_tile(finding, "points", "of accuracy", signed=True) for finding in changes[:1]]
     for record in latency_records(content)[:1]:
         ratio = record["ratio"]
         note = f"{interval(ratio['low'], ratio['high'])}, batch of {record['batch']}"
-        tiles.append(Tile(fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note))
+        tiles.append((fixed(ratio["value"], 2) + TIMES, "the time of a forward pass", note))
     return tiles
 
 
 def _measured_tile(found: Finding | Measured, unit: str, label: str, signed: bool = False) -> Tile:
     within = interval(found.low, found.high)
     value = quantity(found.value, unit, found.low, found.high, signed=signed)
-    return Tile(value, label, f"95{GAP}% interval {within}" if within else "")
+    return value, label, f"95{GAP}% interval {within}" if within else ""
