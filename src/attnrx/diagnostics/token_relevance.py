@@ -70,7 +70,11 @@ def rank_correlation(
     first: Float[Tensor, "*more patches"], second: Float[Tensor, "*more patches"]
 ) -> Float[Tensor, "*more"]:
     """Returns Spearman's correlation over the patches, in [-1, 1]; 0 where all patches are equal."""
-    return _correlation(_ranks(first), _ranks(second))
+    ranks = (_ranks(first), _ranks(second))
+    one, other = (each - each.mean(-1, keepdim=True) for each in ranks)
+    size = one.norm(dim=-1) * other.norm(dim=-1)
+    # Zero where one side is constant: it orders no patch before another.
+    return torch.where(size > 0, (one * other).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
 def noise_to_spread(draws: Float[Tensor, "draws *more patches"]) -> Float[Tensor, "*more"]:
@@ -123,10 +127,3 @@ def _ranks(values: Float[Tensor, "*more patches"]) -> Float[Tensor, "*more patch
     low = torch.searchsorted(ordered, values.contiguous(), right=False)
     high = torch.searchsorted(ordered, values.contiguous(), right=True)
     return (low + high - 1).double() / 2
-
-
-def _correlation(first: Tensor, second: Tensor) -> Tensor:
-    first, second = (each - each.mean(-1, keepdim=True) for each in (first, second))
-    # Zero where one side is constant: it orders no patch before another.
-    size = first.norm(dim=-1) * second.norm(dim=-1)
-    return torch.where(size > 0, (first * second).sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
