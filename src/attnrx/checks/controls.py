@@ -58,7 +58,7 @@ class Controls(Check):
         candidate = tallied(reference, predictions.logits["candidate"], labels)
         findings: list[Finding] = []
         for kind, draws in self.prescriptions.items():
-            models = [candidate]  # the first column of every tally
+            models = [candidate]
             for prescription in draws:
                 control = predict({kind: self.realize(prescription)}, comparison)
                 models.append(tallied(reference, control.logits[kind], labels))
