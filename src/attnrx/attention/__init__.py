@@ -1,7 +1,7 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.attention.attention import Attention, using
-from attnrx.attention.autotune import BACKENDS, Autotuned, backend_of
+from attnrx.attention.autotune import BACKENDS, Autotuned, backend_of, use_backend
 from attnrx.attention.backends import (
     AttentionCapture,
     Auto,
@@ -41,5 +41,6 @@ __all__ = [
     "backend_of",
     "sized_softmax",
     "unit_rows",
+    "use_backend",
     "using",
 ]

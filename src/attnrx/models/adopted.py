@@ -1,6 +1,6 @@
 """A model of another library whose attention was replaced by attnrx attention."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,12 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.chunked_forward import chunked_forward
-from attnrx.models.last_layer import LastLayer
 from attnrx.models.observation_hooks import evaluating
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
-PARAMETER_NAMES: dict[str, str] = {"query": "scores.query", "key": "scores.key", "value": "value", "output": "output"}
+# The projections in attnrx attention, in the order of BIASES.
+PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,52 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
     """Returns channels, height and width as integers."""
     channels, height, width = (int(value) for value in values)
     return channels, height, width
+
+
+class LastLayer:
+    """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
+
+    The logits do not change. The shortcut is active only while `at_work` is True, which the model sets during its
+    forward pass. The MACs of a model (`attnrx.costs`) count all tokens, as papers do.
+    """
+
+    by_image = True
+
+    def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
+        """Registers the hook.
+
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it; `after` is the
+        norm after the block, `prefix` the number of tokens before the patches.
+        """
+        self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
+        self.at_work = False
+        block.register_forward_pre_hook(self, with_kwargs=True)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        return any(map(_is_observed, (*self.block.modules(), self.after)))
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
+        tokens = args[0] if args else kwargs["hidden_states"]
+        adapter: Any = block.get_submodule(self.attention)
+        if not (self.at_work and _supports_fewer_queries(adapter.attention, tokens)):
+            return args, kwargs
+        adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        queries = tokens[:, : self.prefix]
+        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
+
+
+def _is_observed(module: nn.Module) -> bool:
+    if module.training or module._forward_hooks:
+        return True
+    return not all(getattr(hook, "by_image", False) for hook in module._forward_pre_hooks.values())
+
+
+def _supports_fewer_queries(attention: Attention, tokens: Float[Tensor, "batch tokens width"]) -> bool:
+    """Returns whether the backend supports fewer queries than keys; a head of rank 0 has no backend."""
+    return all(attention.spec.ranks or (0,)) and attention.plan(tokens).backend.takes_few_queries
 
 
 class Adopted(nn.Module):
@@ -105,7 +151,6 @@ class Adapter(nn.Module):
         self.key_value_tokens: Tensor | None = None
 
     def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Returns the output of the attention."""
         key_value_tokens = self.key_value_tokens
         if key_value_tokens is None:
             return self.attention(tokens)
@@ -113,21 +158,20 @@ class Adapter(nn.Module):
         return self.attention(tokens, key_value_tokens)
 
 
-def assembled(
-    weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None], heads: int, scale: float
-) -> Attention:
-    """Returns dense attnrx attention with copies of four projections ("query", "key", "value", "output").
+def assembled(weights: Sequence[Tensor], biases: Sequence[Tensor | None], heads: int, scale: float) -> Attention:
+    """Returns dense attnrx attention with copies of four projections: query, key, value, output.
 
     The rows of query, key and value, and the columns of output, are sorted by head.
     """
-    rows, width = weights["query"].shape
-    present = tuple(name for name in BIASES if biases[name] is not None)
+    rows, width = weights[0].shape
     ranks = (rows // heads,) * heads
+    present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
     spec = AttentionSpec("dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0], biases=present)
     with torch.device("meta"):
         attention = Attention(spec)
-    tensors = {f"{path}.weight": weights[name] for name, path in PARAMETER_NAMES.items()}
-    tensors |= {f"{PARAMETER_NAMES[name]}.bias": bias for name, bias in biases.items() if bias is not None}
+    tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
+    named_biases = zip(PROJECTION_PATHS, biases, strict=True)
+    tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
     # Cloned, because the slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():

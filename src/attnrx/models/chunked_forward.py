@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
 from attnrx.models.token_hooks import reduction_of
-from attnrx.models.token_run import TokenRun
+from attnrx.models.token_reduction import TokenRun
 from attnrx.shapes import Float, Tensor
 
 WARM = 8 * 2**20

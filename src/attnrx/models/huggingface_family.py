@@ -19,7 +19,7 @@ from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
 from attnrx.shapes import Float, Tensor
 
-PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,20 @@ class HuggingFaceModel(Adopted):
         optional = {} if labels is None else {"labels": labels}
         return self.source(pixel_values=pixel_values, **optional, **options)
 
+    # Pipelines and trainers of transformers read these of every model.
     @property
     def config(self) -> Any:
-        """The configuration of transformers."""
         return self.source.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return next(self.parameters()).dtype
 
     def can_generate(self) -> bool:
-        """Returns False; pipelines of transformers call this on every model."""
         return False
 
     def logits(self, images: Tensor) -> Tensor:
@@ -186,7 +183,6 @@ class HuggingFaceFamily(AdoptedFamily):
             return self.outlined(automatic.from_config(config))
 
     def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model's class is one of transformers."""
         return type(model).__module__.split(".")[0] == "transformers"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
@@ -207,20 +203,19 @@ class HuggingFaceFamily(AdoptedFamily):
             if type(attention).__name__ != layout.attention:
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
-            yield from changed_linears(attention, tuple(PROJECTIONS.values()))
+            yield from changed_linears(attention, PROJECTIONS)
             if attention.attention_dropout:
                 yield Refusal("dropout inside attention (load it with attention_probs_dropout_prob=0.0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
         name, config = type(model).__name__, model.config
-        layout: Layout = LAYOUTS[name]
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        embedding: Any = model.get_submodule(f"{layout.body}.embeddings.patch_embeddings")
+        embedding: Any = _body(model).get_submodule("embeddings.patch_embeddings")
         own = image_shape((embedding.num_channels, *embedding.image_size))
         shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not (layout.resizes and shape[0] == own[0]):
+        if shape != own and not (LAYOUTS[name].resizes and shape[0] == own[0]):
             raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
         half = (0.5,) * own[0]
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
@@ -233,16 +228,12 @@ class HuggingFaceFamily(AdoptedFamily):
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the layers of the encoder."""
-        layout = LAYOUTS[type(source).__name__]
-        return tuple(source.get_submodule(f"{layout.body}.{layout.layers}").children())
+        return tuple(_body(source).get_submodule(LAYOUTS[type(source).__name__].layers).children())
 
     def own(self, attention: nn.Module) -> Attention:
-        """Returns attnrx attention with copies of the four projections."""
         theirs: Any = attention
-        linears: dict[str, nn.Linear] = {name: getattr(theirs, path) for name, path in PROJECTIONS.items()}
-        weights = {name: linear.weight for name, linear in linears.items()}
-        biases = {name: linear.bias for name, linear in linears.items()}
+        linears: list[nn.Linear] = [getattr(theirs, name) for name in PROJECTIONS]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -256,29 +247,22 @@ class HuggingFaceFamily(AdoptedFamily):
         return "layernorm_before"
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
-        embeddings: Any = self._embeddings(source)
-        return embeddings.patch_embeddings.projection
+        return _body(source).get_submodule("embeddings.patch_embeddings.projection")  # type: ignore[return-value]
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of class, distillation and register tokens."""
-        embeddings = self._embeddings(source)
+        embeddings = _body(source).get_submodule("embeddings")
         return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        """Returns True: all supported classes have a class token."""
-        return True
 
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
         return "mean" if type(source).__name__.startswith("Dinov2") else "class"
 
     def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the encoder."""
-        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.layernorm")
+        return _body(source).get_submodule("layernorm")
 
-    def _embeddings(self, source: nn.Module) -> nn.Module:
-        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.embeddings")
+
+def _body(source: nn.Module) -> nn.Module:
+    return source.get_submodule(LAYOUTS[type(source).__name__].body)
 
 
 def _transformers(name: str) -> Any:

@@ -32,8 +32,7 @@ CLASSES: dict[str, str] = {
     "RelPosAttention": "relative position bias",
     "TalkingHeadAttn": "talking heads",
 }
-
-
+# Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
 
@@ -56,7 +55,6 @@ class TimmModel(Adopted):
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return int(self.source.num_classes)  # type: ignore[arg-type]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -76,7 +74,6 @@ class TimmAttention(Adapter):
     def forward(
         self, x: Float[Tensor, "batch tokens width"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "batch tokens width"]:
-        """Returns the attention output; raises NotSupported for masks."""
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         return self.mixed(x)
@@ -125,7 +122,6 @@ class TimmFamily(AdoptedFamily):
         return data.create_transform(**data.resolve_model_data_config(model))
 
     def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model's class is one of timm."""
         return type(model).__module__.split(".")[0] == "timm"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
@@ -179,7 +175,7 @@ class TimmFamily(AdoptedFamily):
         )
 
     def create(self, origin: Origin) -> nn.Module:
-        """Calls timm's entrypoint with model arguments only; other arguments read files or access the hub."""
+        """Calls timm's entrypoint with model arguments only."""
         forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
         if ":" in origin.architecture or forbidden:
             raise InvalidInput(
@@ -189,32 +185,26 @@ class TimmFamily(AdoptedFamily):
         return _create(origin.architecture, origin.arguments)
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the blocks."""
         return tuple(source.get_submodule("blocks").children())
 
     def own(self, attention: nn.Module) -> Attention:
         """Splits the fused projection into query, key and value."""
         theirs: Any = attention
-        names = ("query", "key", "value")
-        weights = dict(zip(names, theirs.qkv.weight.chunk(3), strict=True))
         fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
-        biases = {**dict(zip(names, fused, strict=True)), "output": theirs.proj.bias}
-        return assembled({**weights, "output": theirs.proj.weight}, biases, theirs.num_heads, theirs.scale)
+        weights = (*theirs.qkv.weight.chunk(3), theirs.proj.weight)
+        return assembled(weights, (*fused, theirs.proj.bias), theirs.num_heads, theirs.scale)
 
     def norm_before(self, layer: nn.Module) -> str | None:
         """Returns the first norm, unless the block is post-norm."""
         return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
 
     def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
         return source.get_submodule("patch_embed.proj")  # type: ignore[return-value]
 
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of class, distillation and register tokens."""
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
     def has_class_token(self, source: nn.Module) -> bool:
-        """Returns whether the first token is a class token."""
         return source.cls_token is not None
 
     def pooling(self, source: nn.Module) -> str:
