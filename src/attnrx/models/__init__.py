@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.attention import use_backend
@@ -121,7 +120,7 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     """
     library, _, own = name.partition(":")
     if library in LIBRARIES:
-        return LIBRARIES[library].fresh(own, on_meta=torch.get_default_device().type == "meta", **changes)
+        return LIBRARIES[library].fresh(own, **changes)
     if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
     if library == "lvvit":

@@ -190,7 +190,9 @@ def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64).to(parameter)
+    images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        parameter
+    )
     with evaluating((first, second)):
         expected, actual = first(images), second(images)
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)

@@ -3,7 +3,7 @@
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,14 @@ class AdoptedFamily(Family):
     A subclass states where the parts of the library's models are, and lists unsupported features.
     """
 
+    library: str
+    """The package of the library."""
     model_type: type[Adopted]
     adapter_type: type[Adapter]
     attention_name: str
+    """The path of the attention in a layer; `patches_path` and `norm_path` are those in the body."""
+    patches_path: str
+    norm_path: str
     mlp_types: tuple[str, ...]
     """Classes of MLPs with two linear maps, fc1 and fc2, and an activation between them; others are not compressed."""
     head_names: tuple[str, ...]
@@ -43,9 +48,9 @@ class AdoptedFamily(Family):
     pooled_names: tuple[str, ...] = ()
     """Those of `head_names` that run on one pooled token instead of all tokens."""
 
-    @abstractmethod
     def adopts(self, model: nn.Module) -> bool:
         """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
+        return type(model).__module__.split(".")[0] == self.library
 
     @abstractmethod
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
@@ -73,9 +78,17 @@ class AdoptedFamily(Family):
         shortcut.
         """
 
-    @abstractmethod
+    def body(self, source: nn.Module) -> nn.Module:
+        """Returns the model without its classifier, in which the paths are."""
+        return source
+
     def patches(self, source: nn.Module) -> nn.Conv2d:
         """Returns the convolution of the patch embedding."""
+        return self.body(source).get_submodule(self.patches_path)  # type: ignore[return-value]
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """Returns the norm after the last layer; an identity where a norm follows the mean in its place."""
+        return self.body(source).get_submodule(self.norm_path)
 
     @abstractmethod
     def prefix_tokens(self, source: nn.Module) -> int:
@@ -88,10 +101,6 @@ class AdoptedFamily(Family):
     @abstractmethod
     def pooling(self, source: nn.Module) -> str:
         """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
-
-    @abstractmethod
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the last layer, or the module in its place."""
 
     def adopt(
         self,
@@ -116,13 +125,9 @@ class AdoptedFamily(Family):
         origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
         adopted = self.model_type(copy.deepcopy(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
-        self._adapt_(adopted)
-        self._lighten_(adopted)
-        require_equal_logits(
-            self.model_type(model, origin),
-            adopted,
-            "its attention computes something else than plain softmax attention",
-        )
+        self._install_(adopted, self._own_attention(adopted))
+        because = "its attention computes something else than plain softmax attention"
+        require_equal_logits(self.model_type(model, origin), adopted, because)
         self._require_rebuilt(adopted)
         return adopted
 
@@ -131,22 +136,37 @@ class AdoptedFamily(Family):
         return self.create(self._adopted(model).origin)
 
     @abstractmethod
-    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Creates a model by its name with fresh weights, or with none on the meta device, where only its costs are
-        available.
-        """
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        """Returns the library's model of this name with weights from seed 0, or none on the meta device."""
 
-    def outlined(self, model: nn.Module) -> Adopted:
-        """Puts attnrx attention into a model without weights; its logits cannot be checked."""
-        self.require_supported(model)
+    def fresh(self, name: str, **arguments: Any) -> Adopted:
+        """Adopts a model with fresh weights; on the meta device it has none, and only its costs are available."""
+        model = self.initialized(name, **arguments)
+        if not next(model.parameters()).is_meta:
+            return self.adopt(model).eval()
+        self.require_supported(model)  # its logits cannot be checked
         adopted = self.model_type(model, self._stated(model, {}))
-        self._adapt_(adopted)
+        self._install_(adopted, self._own_attention(adopted))
         return adopted
 
-    def _adapt_(self, adopted: Adopted) -> None:
-        for layer in self.layers(adopted.source):
+    def _own_attention(self, adopted: Adopted) -> list[Attention]:
+        return [self.own(getattr(layer, self.attention_name)) for layer in self.layers(adopted.source)]
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        """Sets the attention of every layer, removes dropout of rate 0, and enables the shortcut of `LastLayer` for
+        models with class-token pooling.
+        """
+        source, layers = adopted.source, self.layers(adopted.source)
+        for layer, own in zip(layers, attention, strict=True):
             theirs = getattr(layer, self.attention_name)
-            setattr(layer, self.attention_name, self.adapter_type(self.own(theirs)).train(theirs.training))
+            setattr(layer, self.attention_name, self.adapter_type(own).train(theirs.training))
+            for name, part in list(layer.named_modules(remove_duplicate=False)):
+                # Calling a dropout takes as long as a small matrix product.
+                if type(part) is nn.Dropout and part.p == 0:
+                    layer.set_submodule(name, nn.Identity().train(part.training))
+        if layers and self.pooling(source) == "class":
+            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -199,9 +219,7 @@ class AdoptedFamily(Family):
         layers, specs = self.layers(adopted.source), description["attention"]
         if len(layers) != len(specs):
             raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
-        for layer, spec in zip(layers, specs, strict=True):
-            setattr(layer, self.attention_name, self.adapter_type(Attention(from_dict(spec, (AttentionSpec,)))))
-        self._lighten_(adopted)
+        self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         for layer, pair in enumerate(description["mlp_ranks"]):
             for which, rank in enumerate(pair):
                 if rank is not None:
@@ -209,17 +227,6 @@ class AdoptedFamily(Family):
                     factors = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
                     self.set_mlp_(adopted, layer, which, factors)
         return adopted
-
-    def _lighten_(self, adopted: Adopted) -> None:
-        """Removes dropout of rate 0, and enables the last-layer class-token shortcut for models with class-token
-        pooling.
-        """
-        source, layers = adopted.source, self.layers(adopted.source)
-        for layer in layers:
-            _without_idle_dropout_(layer)
-        if layers and self.pooling(source) == "class":
-            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
-            adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._adopted(model).origin.input_shape
@@ -253,11 +260,6 @@ class AdoptedFamily(Family):
         """Returns the number of patches of an image."""
         (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride
         return (height // down) * (width // right)
-
-    def set_normalization_(self, model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Records that the model was trained with images normalized in another way; this is saved with the model."""
-        adopted = self._adopted(model)
-        adopted.origin = replace(adopted.origin, mean=tuple(mean), std=tuple(std))
 
     def costs(
         self,
@@ -351,15 +353,6 @@ class AdoptedFamily(Family):
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)
         require_equal_logits(adopted, rebuilt, because)
-
-
-def _without_idle_dropout_(module: nn.Module) -> None:
-    """Replaces every dropout of rate 0 by an identity: calling a dropout takes as long as a small matrix product."""
-    for name, part in module.named_children():
-        if type(part) is nn.Dropout and part.p == 0:
-            setattr(module, name, nn.Identity().train(part.training))
-        else:
-            _without_idle_dropout_(part)
 
 
 def _params(module: nn.Module) -> int:

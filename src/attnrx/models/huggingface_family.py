@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,16 @@ from attnrx.shapes import Float, Tensor
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The module paths of one classifier class; `resizes` is True if it accepts images of another size."""
-
-    body: str
-    layers: str
-    attention: str
-    resizes: bool = False
-
-
-# class -> its module paths. Inside a layer, all of these classes use the same names.
-LAYOUTS: dict[str, Layout] = {
-    "ViTForImageClassification": Layout("vit", "layers", "ViTAttention"),
-    "DeiTForImageClassification": Layout("deit", "layers", "DeiTAttention"),
-    "DeiTForImageClassificationWithTeacher": Layout("deit", "layers", "DeiTAttention"),
-    "Dinov2ForImageClassification": Layout("dinov2", "encoder.layer", "Dinov2Attention", resizes=True),
-    "Dinov2WithRegistersForImageClassification": Layout(
-        "dinov2_with_registers", "encoder.layer", "Dinov2WithRegistersAttention", resizes=True
-    ),
-}
+CLASSES = (
+    "ViTForImageClassification",
+    "DeiTForImageClassification",
+    "DeiTForImageClassificationWithTeacher",
+    "Dinov2ForImageClassification",
+    "Dinov2WithRegistersForImageClassification",
+)
+# The parts of these classes are named after their first word, e.g. ViTAttention and ViTMLP.
+WORDS = tuple(dict.fromkeys(name.partition("ForImage")[0] for name in CLASSES))
 PREFIX = ("cls_token", "distillation_token", "register_tokens")
-CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -123,15 +110,22 @@ class HuggingFaceAttention(Adapter):
 
 
 class HuggingFaceFamily(AdoptedFamily):
-    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `LAYOUTS`."""
+    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `CLASSES`."""
 
     name = "huggingface"
+    library = "transformers"
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
-    attention_name = "attention"
-    mlp_types = ("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP")
-    classifier_names = CLASSIFIERS
-    head_names = (*CLASSIFIERS, *sorted({f"{layout.body}.layernorm" for layout in LAYOUTS.values()}))
+    attention_name, patches_path, norm_path = "attention", "embeddings.patch_embeddings.projection", "layernorm"
+    mlp_types = tuple(f"{word}MLP" for word in WORDS)
+    classifier_names = ("classifier", "cls_classifier", "distillation_classifier")
+    head_names = (
+        *classifier_names,
+        "vit.layernorm",
+        "deit.layernorm",
+        "dinov2.layernorm",
+        "dinov2_with_registers.layernorm",
+    )
 
     def load(self, source: Path | str, **changes: Any) -> Adopted:
         """Reads a classifier from a local folder, or from the hub by its id, and adopts it in evaluation mode.
@@ -155,7 +149,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
                 "Fine-tune it as a classifier first, and save the result."
             )
-        return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
+        return self.adopt(model, **_processor(source, _is_dinov2(model))).eval()
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the image processor of transformers that was saved with the model; None where there is none."""
@@ -166,8 +160,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return None
         return lambda picture: processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
-    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Creates the classifier of a configuration, with fresh weights or with none on the meta device."""
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
         automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(name) as unreachable:
             try:
@@ -175,32 +168,26 @@ class HuggingFaceFamily(AdoptedFamily):
             except (OSError, ValueError, KeyError) as error:
                 reason = unreachable or error
                 raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
-        if not on_meta:
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(0)
-                return self.adopt(automatic.from_config(config)).eval()
-        with torch.device("meta"):
-            return self.outlined(automatic.from_config(config))
-
-    def adopts(self, model: nn.Module) -> bool:
-        return type(model).__module__.split(".")[0] == "transformers"
+        place = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(place):
+            torch.manual_seed(0)
+            return automatic.from_config(config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models or attention, and unsupported features."""
         yield from features(model)
-        layout = LAYOUTS.get(type(model).__name__)
-        if layout is None or not self.adopts(model):
-            name = type(model).__name__
+        name = type(model).__name__
+        if name not in CLASSES or not self.adopts(model):
             classifies = "ForImageClassification" in name
             lacks = "has no reader" if classifies else "is not an image classifier"
-            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(LAYOUTS)}.")
+            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(CLASSES)}.")
             return
         config: Any = model.config
         if config.output_attentions:
             yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
         for layer in self.layers(model):
             attention: Any = layer.attention
-            if type(attention).__name__ != layout.attention:
+            if type(attention).__name__ != f"{name.partition('ForImage')[0]}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
             yield from changed_linears(attention, PROJECTIONS)
@@ -212,23 +199,27 @@ class HuggingFaceFamily(AdoptedFamily):
         name, config = type(model).__name__, model.config
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        embedding: Any = _body(model).get_submodule("embeddings.patch_embeddings")
+        embedding: Any = self.body(model).get_submodule("embeddings.patch_embeddings")
         own = image_shape((embedding.num_channels, *embedding.image_size))
         shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not (LAYOUTS[name].resizes and shape[0] == own[0]):
+        if shape != own and not (_is_dinov2(model) and shape[0] == own[0]):
             raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
         half = (0.5,) * own[0]
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration."""
-        if origin.architecture not in LAYOUTS:
-            raise UnknownName("class of transformers", origin.architecture, LAYOUTS)
+        if origin.architecture not in CLASSES:
+            raise UnknownName("class of transformers", origin.architecture, CLASSES)
         kind = _transformers(origin.architecture)
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(_body(source).get_submodule(LAYOUTS[type(source).__name__].layers).children())
+        path = "encoder.layer" if _is_dinov2(source) else "layers"
+        return tuple(self.body(source).get_submodule(path).children())
+
+    def body(self, source: nn.Module) -> nn.Module:
+        return source.base_model  # type: ignore[return-value]
 
     def own(self, attention: nn.Module) -> Attention:
         theirs: Any = attention
@@ -246,23 +237,13 @@ class HuggingFaceFamily(AdoptedFamily):
         """Returns the first norm of ViT and DeiT; not used for DINOv2, which pools all tokens."""
         return "layernorm_before"
 
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        return _body(source).get_submodule("embeddings.patch_embeddings.projection")  # type: ignore[return-value]
-
     def prefix_tokens(self, source: nn.Module) -> int:
-        embeddings = _body(source).get_submodule("embeddings")
+        embeddings = self.body(source).get_submodule("embeddings")
         return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
 
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
-        return "mean" if type(source).__name__.startswith("Dinov2") else "class"
-
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        return _body(source).get_submodule("layernorm")
-
-
-def _body(source: nn.Module) -> nn.Module:
-    return source.get_submodule(LAYOUTS[type(source).__name__].body)
+        return "mean" if _is_dinov2(source) else "class"
 
 
 def _transformers(name: str) -> Any:
@@ -283,13 +264,18 @@ def _image_processor(source: Path | str) -> Any:
         return None
 
 
-def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
+def _is_dinov2(source: nn.Module) -> bool:
+    """Returns whether the model is a DINOv2, which accepts images of another size."""
+    return type(source).__name__.startswith("Dinov2")
+
+
+def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
     """Returns the input format from the saved image processor; empty where there is none."""
     processor = _image_processor(source)
     if processor is None:
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
     size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})
-    if layout is not None and layout.resizes and {"height", "width"} <= size.keys():
+    if resizes and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(processor.image_mean), size["height"], size["width"])
     return facts

@@ -20,13 +20,13 @@ from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linea
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Float, Tensor
 
-# Reasons why timm's other blocks are unsupported; a block that is not listed is refused with its class name.
+# Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
 BLOCKS: dict[str, str] = {
     "ParallelScalingBlock": "attention and MLP in parallel with common projections",
     "ParallelThingsBlock": "several parallel attention modules in one layer",
     "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
 }
-CLASSES: dict[str, str] = {
+ATTENTION: dict[str, str] = {
     "AttentionRope": "rotary positions",
     "DiffAttention": "differential attention",
     "RelPosAttention": "relative position bias",
@@ -48,10 +48,7 @@ class TimmModel(Adopted):
         taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
         return {**config, **taken, "num_classes": self.num_classes}
 
-    @property
-    def default_cfg(self) -> dict[str, Any]:
-        """The same, under the older name of timm."""
-        return self.pretrained_cfg
+    default_cfg = pretrained_cfg  # its older name in timm
 
     @property
     def num_classes(self) -> int:
@@ -82,13 +79,13 @@ class TimmAttention(Adapter):
 class TimmFamily(AdoptedFamily):
     """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any plain VisionTransformer instance of timm."""
 
-    name = "timm"
+    name = library = "timm"
     model_type = TimmModel
     adapter_type = TimmAttention
-    attention_name = "attn"
+    attention_name, patches_path, norm_path = "attn", "patch_embed.proj", "norm"
     mlp_types = ("Mlp",)
-    head_names = ("norm", "fc_norm", "head", "head_dist")
     classifier_names = ("head", "head_dist")
+    head_names = ("norm", "fc_norm", *classifier_names)
     pooled_names = ("fc_norm",)
 
     def load(
@@ -109,20 +106,13 @@ class TimmFamily(AdoptedFamily):
             _load_file_(model, Path(weights), name)
         return self.adopt(model).eval()
 
-    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Creates the model with weights initialized from seed 0, or with none on the meta device."""
-        if not on_meta:
-            return self.load(name, pretrained=False, **arguments)
-        with torch.device("meta"):
-            return self.outlined(_create(name, arguments))
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        return _create(name, arguments)
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
         """Returns the evaluation transform of timm: resize, centre crop, normalization."""
         data = _timm("data")
         return data.create_transform(**data.resolve_model_data_config(model))
-
-    def adopts(self, model: nn.Module) -> bool:
-        return type(model).__module__.split(".")[0] == "timm"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models, blocks, attention or patch embeddings, and unsupported features."""
@@ -138,16 +128,18 @@ class TimmFamily(AdoptedFamily):
         if type(model.patch_embed) is not timm_layers.PatchEmbed:
             yield Refusal(f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed")
         for block in self.layers(model):
+            attention: Any = getattr(block, "attn", None)
             kind = type(block)
             if kind not in (vit.Block, vit.ResPostBlock):
                 yield Refusal(BLOCKS.get(kind.__name__, f"the block {kind.__name__} has no reader"))
-            elif type(block.attn) is not timm_layers.Attention:
-                own = type(block.attn).__name__
-                yield Refusal(
-                    CLASSES.get(own, f"the attention {own} has no reader"), NOT_PLAIN if own in CLASSES else ""
-                )
+            elif type(attention) is not timm_layers.Attention:
+                own = type(attention).__name__
+                reason = ATTENTION.get(own)
+                yield Refusal(reason, NOT_PLAIN) if reason else Refusal(f"the attention {own} has no reader")
             else:
-                yield from _changes(block.attn)
+                yield from changed_linears(attention, ("qkv", "proj"))
+                if attention.attn_drop.p or attention.proj_drop.p:
+                    yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
@@ -198,9 +190,6 @@ class TimmFamily(AdoptedFamily):
         """Returns the first norm, unless the block is post-norm."""
         return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
 
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        return source.get_submodule("patch_embed.proj")  # type: ignore[return-value]
-
     def prefix_tokens(self, source: nn.Module) -> int:
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
@@ -212,23 +201,12 @@ class TimmFamily(AdoptedFamily):
             return f"{source.global_pool} with the tokens before the patches"
         return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
 
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the blocks; an identity where the norm follows the mean."""
-        return source.get_submodule("norm")
-
 
 def _timm(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"timm.{module}")
     except ModuleNotFoundError as error:
         raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
-
-
-def _changes(attention: Any) -> Iterator[Refusal]:
-    """Yields changes of a plain attention module by the user or another package."""
-    yield from changed_linears(attention, ("qkv", "proj"))
-    if attention.attn_drop.p or attention.proj_drop.p:
-        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
 
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
