@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.attention.backends import Auto, Backend
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.backends.auto import Auto
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
 from attnrx.shapes import Float, Tensor

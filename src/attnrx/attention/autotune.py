@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.attention.attention import Attention
-from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
-from attnrx.attention.context import AttentionContext
+from attnrx.attention.backends.auto import Auto, Fused, Native
+from attnrx.attention.backends.backend import Backend, Eager
+from attnrx.attention.backends.explicit import Explicit
+from attnrx.attention.backends.generated import Flex, Ragged
+from attnrx.attention.factors import AttentionContext
 from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.runtime.hardware import Measurements, may_measure
@@ -23,28 +25,9 @@ CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
 }
 """The measured backends by device type and name; other devices use `Auto`."""
 
-# The backends by name, with their factories.
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "auto": Auto,
-    "eager": Eager,
-    "explicit": Explicit,
-    "flex": Flex,
-    "fused": Fused,
-    "native": Native,
-}
-
 ROUNDS, WARMUP = 7, 2
 ERROR = 40
 """The largest accepted error against `Eager` in float64, in machine epsilons times the largest output."""
-
-
-@dataclass(frozen=True)
-class BackendTrial:
-    """The seconds of a candidate and its error against the reference backend; a failed candidate has no time."""
-
-    seconds: float | None
-    error: float | None
-    right: bool
 
 
 class Autotuned(Auto):
@@ -69,17 +52,13 @@ class Autotuned(Auto):
             return super().at(spec, context)
         known, key = self._measurements(context.device), key_of(spec, context)
         record = known.get(key, _is_whole)
-        if self._needs_measuring(record, candidates):
-            record = fastest_record(trials(spec, context, candidates))
+        complete = record is not None and candidates.keys() <= record["trials"].keys()
+        if not complete and self.measure and may_measure():
+            record = measured_record(spec, context, candidates)
             known.put(key, record)
         if record is None:
             return super().at(spec, context)
         return candidates.get(record["backend"], Auto)().at(spec, context)
-
-    def _needs_measuring(self, record: Mapping[str, Any] | None, candidates: Mapping[str, object]) -> bool:
-        """Whether to measure: there is no record, or the record lacks a candidate."""
-        whole = record is not None and candidates.keys() <= record["trials"].keys()
-        return not whole and self.measure and may_measure()
 
     def _measurements(self, device: str) -> Measurements:
         if device not in self._known:
@@ -102,20 +81,16 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
-def fastest_record(found: Mapping[str, BackendTrial]) -> dict[str, Any]:
-    """Returns the record of the fastest trial whose output is right."""
-    right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
-    best = min(right, key=lambda name: right[name], default="fused")
-    trials = {name: {"seconds": trial.seconds, "error": trial.error} for name, trial in found.items()}
-    return {"backend": best, "trials": trials}
-
-
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def trials(
+def measured_record(
     spec: AttentionSpec, context: AttentionContext, candidates: Mapping[str, Callable[[], Backend]]
-) -> dict[str, BackendTrial]:
-    """Times a fresh layer of this shape on every candidate in turns; uses no global random generator."""
+) -> dict[str, Any]:
+    """Times a fresh layer of this shape on every candidate in turns; uses no global random generator.
+
+    Returns the fastest backend whose output is right, and the error of every candidate against `Eager` in float64 with
+    its seconds; None for a candidate that failed, and for the seconds of one whose output is wrong.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = Attention(spec).to(context.device, context.dtype).eval()
@@ -125,9 +100,13 @@ def trials(
         reference = _reference(layer, few)
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
         errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
-        right = {name for name, error in errors.items() if error is not None and error <= allowed}
+        right = [name for name, error in errors.items() if error is not None and error <= allowed]
         seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
-    return {name: BackendTrial(seconds.get(name), errors[name], name in right) for name in candidates}
+    best = min(seconds, key=lambda name: seconds[name], default="fused")
+    return {
+        "backend": best,
+        "trials": {name: {"seconds": seconds.get(name), "error": error} for name, error in errors.items()},
+    }
 
 
 def _reference(layer: Attention, tokens: Tensor) -> Tensor:
@@ -158,20 +137,26 @@ def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) 
 
 def _timed(layer: Attention, tokens: Tensor) -> float:
     """Runs the layer twice and times the second run, because the first one allocates its plan and buffers."""
-    layer(tokens)
-    _finish(tokens)
-    start = time.perf_counter()
-    layer(tokens)
-    _finish(tokens)
+    start = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        layer(tokens)
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
     return time.perf_counter() - start
 
 
-def _finish(tokens: Tensor) -> None:
-    if tokens.is_cuda:
-        torch.cuda.synchronize(tokens.device)
-
-
-BACKENDS |= {"ragged": Ragged, "autotuned": Autotuned}
+# The backends by name, with their factories.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "auto": Auto,
+    "eager": Eager,
+    "explicit": Explicit,
+    "flex": Flex,
+    "fused": Fused,
+    "native": Native,
+    "ragged": Ragged,
+    "autotuned": Autotuned,
+}
 
 
 def backend_of(name: str) -> Backend:

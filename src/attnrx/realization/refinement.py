@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext, Eager
-from attnrx.attention.backends import scores
+from attnrx.attention.backends.backend import scores
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for

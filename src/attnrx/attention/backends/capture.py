@@ -1,17 +1,17 @@
-"""A backend that weights tokens by their size and captures the attention that a token reducer needs."""
+"""Backends that show the attention: to a token reducer, with tokens weighted by their size, or to an observer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention.backends.auto import faster
-from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.native import FEW_QUERIES, runs_on
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.backends.auto import FEW_QUERIES, faster, runs_on
+from attnrx.attention.backends.backend import Backend, scores
+from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.kernels.native import native_attention
+from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import Part, chunks_of, images_of
@@ -36,17 +36,11 @@ class CapturedAttention:
         """Concatenates the chunks that a layer captured."""
         if len(captures) < 2:
             return captures[0] if captures else cls()
-        return cls(
-            _fused_qkv([captured.attention for captured in captures]),
-            _fused_qkv([captured.class_attention for captured in captures]),
-            _fused_qkv([captured.keys for captured in captures]),
-            _fused_qkv([captured.value_norms for captured in captures]),
-        )
-
-
-def _fused_qkv(parts: list[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+        found: dict[str, Any] = {}
+        for name in ("attention", "class_attention", "keys", "value_norms"):
+            if getattr(captures[0], name) is not None:
+                found[name] = torch.cat([getattr(captured, name) for captured in captures])
+        return cls(**found)
 
 
 class AttentionCapture(Backend):
@@ -131,6 +125,56 @@ class AttentionCapture(Backend):
             found["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
             self.show(CapturedAttention(**{name: found[name] for name in self.wanted}, part=part))
+
+
+class Observed(Backend):
+    """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
+
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
+    it weights tokens by their size and captures the same quantities.
+    """
+
+    watches = True
+
+    def __init__(
+        self,
+        observe: Callable[[Observation], None],
+        readout: Float[Tensor, "heads reads width"],
+        capture: AttentionCapture | None = None,
+    ):
+        self.observe = observe
+        self.readout = readout
+        self.capture = capture
+
+    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+        most = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), most, most),)
+
+    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
+        """Pads all heads to the largest value dimension."""
+        return (max((*spec.reads, 1)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+        """Computes the output and passes the intermediate results to the observer."""
+        logits = scores(factors)
+        attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
+        output = attention @ value
+        if self.capture is not None:
+            self.capture.pass_on(attention, factors, value)
+        self.observe(
+            Observation(
+                factors.query.expand(-1, -1, value.shape[1], -1),
+                factors.key.expand(-1, -1, value.shape[1], -1),
+                factors.strength,
+                factors.scale,
+                logits,
+                attention,
+                value,
+                output,
+                self.readout,
+            )
+        )
+        return output
 
 
 def sized_softmax(
