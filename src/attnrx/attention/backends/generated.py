@@ -108,7 +108,7 @@ class Ragged(Backend):
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
         reads = tuple(own.shape[-1] for own in values for _ in range(own.shape[1]))
         query, key = (_side_by_side([side[which] for side in sides]) for which in (0, 1))
-        return ragged_attention(query, key, value, ranks, reads, factors[0].scale)[0]
+        return ragged_attention(query, key, value, ranks, reads, factors[0].scale)
 
 
 def _side_by_side(parts: Sequence[Float[Tensor, "batch _ tokens _"]]) -> Float[Tensor, "batch tokens features"]:
