@@ -46,7 +46,6 @@ class Autotuned(Auto):
             self._measurements("cpu")  # a missing table raises before the model runs
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns the fastest verified backend for this layer and context."""
         candidates = CANDIDATES.get(context.device)
         if not context.free or candidates is None:
             return super().at(spec, context)
@@ -97,7 +96,9 @@ def measured_record(
         shape = (int(context.images), int(context.tokens), spec.width)
         tokens = torch.randn(shape).to(context.device, context.dtype)
         few = tokens[: min(len(tokens), 2)]
-        reference = _reference(layer, few)
+        exact = Attention(spec, Eager()).to(context.device, torch.float64)
+        exact.load_state_dict(layer.state_dict())
+        reference = exact(few.double())
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
         errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
         right = [name for name, error in errors.items() if error is not None and error <= allowed]
@@ -107,12 +108,6 @@ def measured_record(
         "backend": best,
         "trials": {name: {"seconds": seconds.get(name), "error": error} for name, error in errors.items()},
     }
-
-
-def _reference(layer: Attention, tokens: Tensor) -> Tensor:
-    exact = Attention(layer.spec, Eager()).to(tokens.device, torch.float64)
-    exact.load_state_dict(layer.state_dict())
-    return exact(tokens.double())
 
 
 def _error(

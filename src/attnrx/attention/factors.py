@@ -31,7 +31,6 @@ class AttentionContext(NamedTuple):
 
     @property
     def free_on_cpu(self) -> bool:
-        """Whether the call is free and on a CPU."""
         return self.free and self.device == "cpu"
 
     def has_fewer_than(self, count: int) -> bool:

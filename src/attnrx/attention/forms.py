@@ -110,7 +110,6 @@ class SvdaForm(ScoreForm):
         self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns unit rows and the strengths."""
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
@@ -127,22 +126,20 @@ class SvdaForm(ScoreForm):
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
         """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
-        ranks = self.spec.ranks
-        owns = self.strength.split([sum(ranks[bucket.heads]) for bucket in buckets])
-        return {
-            bucket: _widened(own, ranks[bucket.heads], bucket.width) for bucket, own in zip(buckets, owns, strict=True)
-        }
+        found, start = {}, 0
+        for bucket in buckets:
+            ranks = self.spec.ranks[bucket.heads]
+            own = self.strength[start : start + sum(ranks)]
+            start += sum(ranks)
+            if any(rank != bucket.width for rank in ranks):
+                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(own.device)
+                own = F.pad(own, (0, 1)).index_select(0, index)
+            found[bucket] = own.view(len(ranks), bucket.width)
+        return found
 
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
     return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
-
-
-def _widened(own: Tensor, ranks: tuple[int, ...], width: int) -> Float[Tensor, "heads width"]:
-    if any(rank != width for rank in ranks):
-        index = padding_index(ranks, (width,) * len(ranks)).to(own.device)
-        own = F.pad(own, (0, 1)).index_select(0, index)
-    return own.view(len(ranks), width)
 
 
 def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:

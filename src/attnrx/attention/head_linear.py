@@ -29,7 +29,6 @@ class HeadLinear(nn.Module):
         self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
-        """Returns the features of all heads, concatenated."""
         return F.linear(tokens, self.weight, self.bias)
 
     def padded(
@@ -118,7 +117,6 @@ class OutputProjection(nn.Module):
         self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-        """Projects the concatenated features of the heads."""
         return F.linear(features, self.weight, self.bias)
 
     def padded(

@@ -71,28 +71,23 @@ class LastLayer:
     @property
     def watched(self) -> bool:
         """Whether the patch tokens of the last block are needed: for training, or by a hook."""
-        return any(map(_is_observed, (*self.block.modules(), self.after)))
+        for module in (*self.block.modules(), self.after):
+            hooks = module._forward_pre_hooks.values()
+            if module.training or module._forward_hooks or not all(getattr(hook, "by_image", False) for hook in hooks):
+                return True
+        return False
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
         tokens = args[0] if args else kwargs["hidden_states"]
         adapter: Any = block.get_submodule(self.attention)
-        if not (self.at_work and _supports_fewer_queries(adapter.attention, tokens)):
+        own: Attention = adapter.attention
+        # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
+        if not (self.at_work and all(own.spec.ranks or (0,)) and own.plan(tokens).backend.takes_few_queries):
             return args, kwargs
         adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
         queries = tokens[:, : self.prefix]
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
-
-
-def _is_observed(module: nn.Module) -> bool:
-    if module.training or module._forward_hooks:
-        return True
-    return not all(getattr(hook, "by_image", False) for hook in module._forward_pre_hooks.values())
-
-
-def _supports_fewer_queries(attention: Attention, tokens: Float[Tensor, "batch tokens width"]) -> bool:
-    """Returns whether the backend supports fewer queries than keys; a head of rank 0 has no backend."""
-    return all(attention.spec.ranks or (0,)) and attention.plan(tokens).backend.takes_few_queries
 
 
 class Adopted(nn.Module):

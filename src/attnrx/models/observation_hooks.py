@@ -120,7 +120,16 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
     """Returns the path of the block around every attention layer: the layer's path up to its last number."""
     paths = {id(module): name for name, module in model.named_modules()}
-    return tuple(_up_to_number(paths[id(layer)]) for layer in family.attention(model))
+    names = []
+    for layer in family.attention(model):
+        parts = paths[id(layer)].split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        if not numbers:
+            raise NotSupported(
+                f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."
+            )
+        names.append(".".join(parts[: numbers[-1] + 1]))
+    return tuple(names)
 
 
 def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
@@ -137,11 +146,3 @@ def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
         last_block = max(last_block, own or 0)
         indices[name] = own or (0 if not last_block else len(blocks) + 1)
     return indices
-
-
-def _up_to_number(path: str) -> str:
-    parts = path.split(".")
-    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    if not numbers:
-        raise NotSupported(f"the attention layer {path!r} is in no numbered block, so its block cannot be named.")
-    return ".".join(parts[: numbers[-1] + 1])

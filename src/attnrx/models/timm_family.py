@@ -103,7 +103,13 @@ class TimmFamily(AdoptedFamily):
             self.require_supported(_create(name, arguments))  # before anything is downloaded or read
         model = _create(name, arguments, pretrained=weights is None and pretrained is not False)
         if weights is not None:
-            _load_file_(model, Path(weights), name)
+            state = read_checkpoint(Path(weights))
+            try:
+                # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
+                state = _timm("models.vision_transformer").checkpoint_filter_fn(state, model)
+                model.load_state_dict(state, strict=True)
+            except Exception as error:  # timm's conversion and torch raise errors of many types
+                raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
         return self.adopt(model).eval()
 
     def initialized(self, name: str, **arguments: Any) -> nn.Module:
@@ -241,15 +247,6 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
     return tensors
-
-
-def _load_file_(model: nn.Module, path: Path, name: str) -> None:
-    # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
-    convert, state = _timm("models.vision_transformer").checkpoint_filter_fn, read_checkpoint(path)
-    try:
-        model.load_state_dict(convert(state, model), strict=True)
-    except Exception as error:  # timm's conversion and torch raise errors of many types
-        raise CheckpointError(f"the weights in {path} do not fit timm:{name} ({error}).") from error
 
 
 def _as_json(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from attnrx.models.token_reduction import TokenReduction
 from attnrx.serialization.config import to_dict
 from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
-from attnrx.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy, policy_from_dict
+from attnrx.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy
 
 
 def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
@@ -97,7 +97,12 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
     policy = reduction.policy
-    statistics = _needed_statistics(policy, index)
+    needs = set(policy.reducer.needs)
+    found = needs & LAST_LAYER if index + 1 in policy.layers else set()
+    if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
+        found |= {"attention"} if needs & MOMENTS else set()
+        found |= {"class_attention"} if "class_attention_sum" in needs else set()
+    statistics = tuple(sorted(found))
     uses_sizes = reduction.counts_sizes or policy.reducer.learned
     if statistics or (uses_sizes and index >= policy.layers[0]):
         show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
@@ -112,11 +117,6 @@ def described_tokens(model: nn.Module) -> dict[str, Any] | None:
     if reduction is None:
         return None
     return {"policy": to_dict(reduction.policy), "by": reduction.by, "heads": reduction.shape.heads}
-
-
-def attach_described_(model: nn.Module, family: Family, record: Mapping[str, Any]) -> None:
-    """Attaches the described policy to the model."""
-    attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"], record["heads"])
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
@@ -149,17 +149,6 @@ def costs_of_tokens(
     if attached is not None:
         return token_costs(attached.policy, attached.shape, specs, attached.by)
     return TokenCosts((tokens,) * len(specs))
-
-
-def _needed_statistics(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
-    """Returns the statistics that the reducer needs of a layer."""
-    needs = set(policy.reducer.needs)
-    statistics = needs & LAST_LAYER if layer + 1 in policy.layers else set()
-    if needs & MOMENTS and layer < policy.layers[-1]:
-        statistics.add("attention")
-    if "class_attention_sum" in needs and layer < policy.layers[-1]:
-        statistics.add("class_attention")
-    return tuple(sorted(statistics))
 
 
 def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

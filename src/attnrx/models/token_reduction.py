@@ -44,10 +44,6 @@ class TokenRun:
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
 
-    def begin(self) -> None:
-        """Resets all fields."""
-        self.__init__()
-
     @classmethod
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
         """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
@@ -97,7 +93,7 @@ class TokenReduction(nn.Module):
 
     def begin(self, images: Float[Tensor, "batch channels height width"]) -> None:
         """Starts a batch, or a chunk of one."""
-        self.run.begin()
+        self.run.__init__()  # resets all fields in place
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
 
@@ -132,7 +128,7 @@ class TokenReduction(nn.Module):
                 captured,
                 attention=_at_all_heads(captured.attention, heads, self.shape.heads, sizes),
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
-                value_norms=_with_zeros(captured.value_norms, heads, self.shape.heads),
+                value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
         if decides:
             first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
@@ -234,23 +230,19 @@ class TokenReduction(nn.Module):
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
 
-def _at_all_heads(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None) -> Tensor | None:
-    """Returns the maps of all `count` heads: those of `heads` at their indices, the others uniform over the keys."""
-    if maps is None:
+def _at_all_heads(
+    own: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
+) -> Tensor | None:
+    """Returns the statistic of all `count` heads: `own` of `heads` at their indices; the others are zero, or attend
+    uniformly over the keys.
+    """
+    if own is None:
         return None
-    weights = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
-    uniform = (weights / weights.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
-    found = uniform.expand(maps.shape[0], count, *maps.shape[2:]).clone()
-    found[:, list(heads)] = maps
-    return found
-
-
-def _with_zeros(norms: Tensor | None, heads: tuple[int, ...], count: int) -> Tensor | None:
-    """Returns the value norms of all `count` heads: those of `heads` at their indices, the others zero."""
-    if norms is None:
-        return None
-    found = norms.new_zeros(norms.shape[0], count, norms.shape[2])
-    found[:, list(heads)] = norms
+    found = own.new_zeros(own.shape[0], count, *own.shape[2:])
+    if attends:
+        weights = own.new_ones(own.shape[0], own.shape[-1]) if sizes is None else sizes.to(own.dtype)
+        found = found + (weights / weights.sum(-1, keepdim=True)).view(own.shape[0], *(1,) * (own.ndim - 2), -1)
+    found[:, list(heads)] = own
     return found
 
 

@@ -73,22 +73,18 @@ class TransformerConfig(ABC):
 
     @property
     def width(self) -> int:
-        """Features of a token."""
         return self.attention[0].width
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return len(self.attention)
 
     @property
     def hidden(self) -> int:
-        """Features inside the MLP."""
         return int(self.width * self.mlp_ratio)
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
@@ -101,13 +97,11 @@ class TransformerConfig(ABC):
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
     def with_mlp_rank(self: Config, layer: int, which: int, rank: int | None) -> Config:
-        """Returns the configuration with another rank for one map of one MLP."""
         ranks = [list(self.mlp_rank(index)) for index in range(self.depth)]
         ranks[layer][which] = rank
         return replace(self, mlp_ranks=tuple((first, second) for first, second in ranks))
 
     def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
-        """Returns the configuration with another spec for one layer."""
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
@@ -180,7 +174,6 @@ class Transformer(nn.Module, Generic[Config]):
         raise NotImplementedError
 
     def require_images(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Raises InvalidInput for images of another shape."""
         size = self.config.image_size
         if images.shape[1:] != (self.config.channels, size, size):
             raise InvalidInput(

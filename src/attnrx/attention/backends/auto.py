@@ -47,7 +47,6 @@ class Fused(Backend):
         return (stepped if stepped <= whole else width,) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Calls the fused kernel."""
         query, key = factors.folded()
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
 
@@ -66,7 +65,6 @@ class Native(Explicit):
     """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself if the kernel runs, else `Fused`."""
         return self if self.runs(spec, context) else Fused()
 
     @staticmethod
@@ -80,7 +78,6 @@ class Native(Explicit):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Returns the outputs of all heads, concatenated."""
         sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
         # Under autocast the projections return lower precision than the layer's float32 inputs.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
@@ -116,5 +113,4 @@ class Auto(Fused):
     kernel."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns the backend for this layer and context."""
         return faster(spec, context) or Fused()

@@ -78,7 +78,6 @@ class AttentionCapture(Backend):
         return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes the output and captures the requested quantities."""
         sizes = self.sizes()
         query, key = factors.folded()
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
@@ -155,7 +154,6 @@ class Observed(Backend):
         return (max((*spec.reads, 1)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes the output and passes the intermediate results to the observer."""
         logits = scores(factors)
         attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
         output = attention @ value

@@ -42,7 +42,6 @@ class Explicit(Backend):
         return (max(spec.reads),) * len(spec.heads) if together else spec.reads
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes scores, attention and the weighted sum of the values."""
         query, key = factors.folded()
         return unfused(query, key, value, factors.scale)
 
@@ -52,7 +51,6 @@ class Explicit(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
     ) -> Float[Tensor, "batch queries features"]:
-        """Returns the outputs of all heads, concatenated."""
         sizes = None if self.sizes is None else self.sizes()
         if sizes is not None or fits_in_chunks(values[0]):
             return chunked_attention(buckets, factors, values, sizes)

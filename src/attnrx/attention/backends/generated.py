@@ -18,26 +18,23 @@ class Flex(Backend):
     """One call of torch.nn.attention.flex_attention for all heads that have directions; compiled on first use.
 
     Queries and keys have the largest rank, values the largest value dimension. `Auto` runs where the generated kernels
-    are not available (gradients on a CPU, float64, torch without them).
+    are not available (gradients on a CPU, float64).
     """
 
     takes_few_queries = True
     LEAST = 16  # the smallest head dimension of the generated kernels
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself if the kernels exist, else `Auto`."""
         on_cpu_with_gradients = context.device == "cpu" and torch.is_grad_enabled()
-        if on_cpu_with_gradients or context.dtype == torch.float64 or flex_attention() is None:
+        if on_cpu_with_gradients or context.dtype == torch.float64:
             return Auto().at(spec, context)
         return self
 
     def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Groups all heads that have directions, at the largest rank."""
         most = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
         return padded_buckets(spec.ranks, most, most)
 
     def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Returns one width for all values."""
         return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
     def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
@@ -45,25 +42,18 @@ class Flex(Backend):
         if not value.shape[2]:
             return unfused(*factors.folded(), value, factors.scale)
         query, key = (side.contiguous() for side in factors.folded())
-        run = flex_attention()
-        assert run is not None
-        return run(query, key, value.contiguous(), scale=factors.scale)
+        return flex_attention()(query, key, value.contiguous(), scale=factors.scale)
 
 
-def flex_attention() -> Callable[..., Tensor] | None:
-    """Returns FlexAttention, compiled unless the whole model is being compiled; None if torch does not have it."""
-    plain = _plain()
-    if plain is None or torch.compiler.is_compiling():
-        return plain
-    return _compiled()
+def flex_attention() -> Callable[..., Tensor]:
+    """Returns FlexAttention, compiled unless the whole model is being compiled."""
+    return _plain() if torch.compiler.is_compiling() else _compiled()
 
 
-@lru_cache(maxsize=1)
-def _plain() -> Callable[..., Tensor] | None:
-    try:
-        from torch.nn.attention import flex_attention as module
-    except ImportError:
-        return None
+def _plain() -> Callable[..., Tensor]:
+    # Imported on first use, because it takes long.
+    from torch.nn.attention import flex_attention as module
+
     return module.flex_attention  # type: ignore[return-value]
 
 
@@ -83,7 +73,6 @@ class Ragged(Backend):
         self.anywhere = anywhere
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns itself if the kernel runs, else `Auto`."""
         runs = (self.anywhere or context.device == "cuda") and context.free and context.dtype != torch.float64
         fits = not spec.shares_directions and any(spec.ranks) and any(spec.reads)
         return self if runs and fits else Auto().at(spec, context)
@@ -102,7 +91,6 @@ class Ragged(Backend):
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ tokens _"]],
     ) -> Float[Tensor, "batch tokens features"]:
-        """Returns the outputs of all heads, concatenated."""
         value = _side_by_side(values)
         sides = [part.folded() for part in factors]
         ranks = tuple(bucket.rank for bucket in buckets for _ in range(bucket.start, bucket.stop))
