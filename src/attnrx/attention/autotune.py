@@ -16,7 +16,7 @@ from attnrx.attention.factors import AttentionContext
 from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import NotSupported, UnknownName
 from attnrx.runtime.hardware import Measurements, may_measure
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 
 CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
@@ -110,9 +110,7 @@ def measured_record(
     }
 
 
-def _error(
-    layer: Attention, make: Callable[[], Backend], tokens: Float[Tensor, "batch tokens width"], reference: Tensor
-) -> float | None:
+def _error(layer: Attention, make: Callable[[], Backend], tokens: TokenBatch, reference: Tensor) -> float | None:
     layer.backend = make()
     try:
         return float((layer(tokens).double() - reference).abs().max())

@@ -7,6 +7,10 @@ import torch
 
 from attnrx.shapes import Float, Tensor
 
+ValueBatch = Float[Tensor, "batch heads keys reads"]
+HeadOutputs = Float[Tensor, "batch queries features"]
+"""The outputs of all heads, concatenated."""
+
 
 class AttentionContext(NamedTuple):
     """The shape, device and recording state of one call.
@@ -64,6 +68,10 @@ class Bucket:
         return slice(self.start, self.stop)
 
 
+HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
+"""The buckets of the heads, and the padded value dimension of every head."""
+
+
 @dataclass(frozen=True)
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
@@ -78,9 +86,7 @@ class ScoreFactors:
     strength: Float[Tensor, "heads width"] | None
     scale: float
 
-    def folded(
-        self,
-    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
+    def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)

@@ -12,7 +12,7 @@ from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models.chunked_forward import chunked_forward
 from attnrx.models.observation_hooks import evaluating
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import BIASES, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.
@@ -100,7 +100,7 @@ class Adopted(nn.Module):
         self.tokens: nn.Module | None = None
         self.last: LastLayer | None = None
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""
         if images.shape[1:] != self.origin.input_shape:
             channels, height, width = self.origin.input_shape
@@ -145,7 +145,7 @@ class Adapter(nn.Module):
         self.attention = attention
         self.key_value_tokens: Tensor | None = None
 
-    def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+    def mixed(self, tokens: TokenBatch) -> TokenBatch:
         key_value_tokens = self.key_value_tokens
         if key_value_tokens is None:
             return self.attention(tokens)

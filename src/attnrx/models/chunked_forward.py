@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.attention import Attention, AttentionContext
 from attnrx.models.token_hooks import reduction_of
 from attnrx.models.token_reduction import TokenRun
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Tensor
 
 WARM = 8 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
@@ -19,12 +19,7 @@ takes longer than starting the operations several times.
 """
 
 
-def chunked_forward(
-    model: nn.Module,
-    run: Callable[[Tensor], Tensor],
-    images: Float[Tensor, "batch channels height width"],
-    largest: int,
-) -> Tensor:
+def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
     """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
     batch.
 

@@ -16,7 +16,7 @@ from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Tensor, TokenBatch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -49,9 +49,9 @@ class HuggingFaceModel(Adopted):
 
     def forward(
         self,
-        images: Float[Tensor, "batch channels height width"] | None = None,
+        images: ImageBatch | None = None,
         *,
-        pixel_values: Float[Tensor, "batch channels height width"] | None = None,
+        pixel_values: ImageBatch | None = None,
         labels: Tensor | None = None,
         **options: Any,
     ) -> Any:
@@ -93,8 +93,8 @@ class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
     def forward(
-        self, hidden_states: Float[Tensor, "batch tokens width"], attention_mask: Tensor | None = None, **options: Any
-    ) -> tuple[Float[Tensor, "batch tokens width"], None]:
+        self, hidden_states: TokenBatch, attention_mask: Tensor | None = None, **options: Any
+    ) -> tuple[TokenBatch, None]:
         """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
 
         During export, transformers passes an explicit mask that includes every token; it is ignored.

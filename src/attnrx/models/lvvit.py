@@ -13,7 +13,7 @@ from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models.timm_family import read_checkpoint
 from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
 from attnrx.serialization.storage import read_tensors, require_finite_tensors
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout
 
@@ -136,9 +136,7 @@ class Stem(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(own) for _ in self.convolutions)
         self.projection = nn.Conv2d(own, config.width, half, half)
 
-    def forward(
-        self, images: Float[Tensor, "batch channels height width"]
-    ) -> Float[Tensor, "batch patches token_width"]:
+    def forward(self, images: ImageBatch) -> Float[Tensor, "batch patches token_width"]:
         """Returns the patches, row by row."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             images = nn.functional.relu(norm(convolution(images)))
@@ -152,7 +150,7 @@ class DividedLayer(Layer):
         super().__init__(config, index)
         self.divisor = config.divisor
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
         tokens = tokens + self.attention(self.attention_norm(tokens)) / self.divisor
         return tokens + self.mlp(self.mlp_norm(tokens)) / self.divisor
 
@@ -175,14 +173,12 @@ class LVViT(Transformer[LVViTConfig]):
         self.classifier = nn.Linear(config.width, config.classes)
         self.patch_classifier = nn.Linear(config.width, config.classes) if config.classifies_patches else None
 
-    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def logits(self, images: ImageBatch) -> Logits:
         """Returns the logits of the class token plus half of the maximum over the patches, class by class."""
         logits, patches = self.answers(images)
         return logits if patches is None else logits + PATCH_SHARE * patches.amax(1)
 
-    def answers(
-        self, images: Float[Tensor, "batch channels height width"]
-    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch patches classes"] | None]:
+    def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
         """Returns the logits of the class token and of the remaining patches, for training with token labels.
 
         Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.

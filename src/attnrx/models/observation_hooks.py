@@ -11,7 +11,7 @@ from attnrx.attention import Attention, AttentionCapture, CapturedAttention, Eag
 from attnrx.errors import NotSupported
 from attnrx.models.family import Family
 from attnrx.observation import Observation
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, ImageBatch, Tensor
 
 
 @contextmanager
@@ -67,9 +67,7 @@ def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]
         yield outputs
 
 
-def head_features(
-    model: nn.Module, heads: Sequence[nn.Linear], images: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch features"]:
+def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBatch) -> Float[Tensor, "batch features"]:
     """Runs the model and returns the inputs of its heads, concatenated where there are several."""
     state: dict[nn.Module, Tensor] = {}
     with ExitStack() as hooks:

@@ -18,7 +18,7 @@ from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_sha
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor, TokenBatch
 
 # Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
 BLOCKS: dict[str, str] = {
@@ -68,9 +68,7 @@ class TimmModel(Adopted):
 class TimmAttention(Adapter):
     """attnrx attention with the call signature of a timm block; classifiers never use its two mask arguments."""
 
-    def forward(
-        self, x: Float[Tensor, "batch tokens width"], attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, x: TokenBatch, attn_mask: Tensor | None = None, is_causal: bool = False) -> TokenBatch:
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         return self.mixed(x)

@@ -8,18 +8,8 @@ from torch import nn
 
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
-from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens import (
-    MOMENTS,
-    MapMoments,
-    Part,
-    Reduction,
-    Shape,
-    TokenPolicy,
-    TokenState,
-    image_keys,
-    sampled_keep,
-)
+from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
+from attnrx.tokens import MOMENTS, MapMoments, Part, Reduction, Shape, TokenPolicy, TokenState, image_keys, sampled_keep
 
 BY = ("mask", "compress")
 
@@ -91,7 +81,7 @@ class TokenReduction(nn.Module):
         """Returns the predictor of a stage, or the one of all stages."""
         return self.stages[0 if self.policy.reducer.one_predictor else stage]
 
-    def begin(self, images: Float[Tensor, "batch channels height width"]) -> None:
+    def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
         self.run.__init__()  # resets all fields in place
         if "image_keys" in self.policy.reducer.needs:
@@ -110,7 +100,7 @@ class TokenReduction(nn.Module):
             run.accumulated[part.images] = self.policy.reducer.accumulate(own, scores)
         run.accumulated_layers += part is None or part.is_last
 
-    def score_layer(self, tokens: Float[Tensor, "batch tokens width"]) -> None:
+    def score_layer(self, tokens: TokenBatch) -> None:
         """Adds the patch scores that the reducer computes from the output of a layer."""
         self.accumulate(self.policy.reducer.layer_score(tokens))
 
@@ -149,7 +139,7 @@ class TokenReduction(nn.Module):
         else:
             run.moments = run.moments.then(attention)
 
-    def decide(self, stage: int, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
+    def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer."""
         prefix, run = self.shape.layout.prefix, self.run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
@@ -210,7 +200,7 @@ class TokenReduction(nn.Module):
         run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
-    def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
+    def pooled(self, tokens: TokenBatch) -> Tensor:
         """Returns the tokens that are pooled, changed so that pruned tokens do not count.
 
         For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,

@@ -17,7 +17,7 @@ from attnrx.models.family import Family, MLPRanks
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.serialization.config import from_dict, to_dict
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Logits, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 
@@ -143,7 +143,7 @@ class Layer(nn.Module):
             _linear(spec.width, config.hidden, first), nn.GELU(), _linear(config.hidden, spec.width, second)
         )
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
         tokens = tokens + self.attention(self.attention_norm(tokens))
         return tokens + self.mlp(self.mlp_norm(tokens))
 
@@ -164,16 +164,16 @@ class Transformer(nn.Module, Generic[Config]):
         self.config: Config = config
         self.tokens: nn.Module | None = None
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits."""
         self.require_images(images)
         return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
-    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def logits(self, images: ImageBatch) -> Logits:
         """Returns the logits of images of the right shape."""
         raise NotImplementedError
 
-    def require_images(self, images: Float[Tensor, "batch channels height width"]) -> None:
+    def require_images(self, images: ImageBatch) -> None:
         size = self.config.image_size
         if images.shape[1:] != (self.config.channels, size, size):
             raise InvalidInput(

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.costs import PartCosts, linear_costs
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, ImageBatch, Logits, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout
 
@@ -66,7 +66,7 @@ class VisionTransformer(Transformer[ViTConfig]):
         self.norm = nn.LayerNorm(config.width)
         self.classifier = nn.Linear(config.width, config.classes)
 
-    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def logits(self, images: ImageBatch) -> Logits:
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + self.positions.to(tokens.dtype)
         for layer in self.layers:

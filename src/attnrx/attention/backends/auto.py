@@ -7,7 +7,15 @@ import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import FEW_TOKENS, NARROW, Explicit, chunked_attention, unfused_is_faster
-from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors, padded_buckets
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    padded_buckets,
+)
 from attnrx.attention.kernels.compilation import native_library
 from attnrx.attention.kernels.native import native_attention
 from attnrx.shapes import Float, Tensor
@@ -33,20 +41,18 @@ class Fused(Backend):
     # The kernels load features in steps of this size; a width between two steps is slower than the next step.
     STEP = 8
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower."""
-        most, width = max(spec.ranks, default=0), self.reads(spec, context)[0]
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
+        keys and values have one width.
+        """
+        most, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
+        stepped = -(-most // self.STEP) * self.STEP
+        width, rank = stepped if stepped <= whole else most, max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        full = spec.keeps_original_norms or most > limit * width
-        return padded_buckets(spec.ranks, width if full else most, width)
+        full = spec.keeps_original_norms or rank > limit * width
+        return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Returns one width for queries, keys and values."""
-        width, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
-        stepped = -(-width // self.STEP) * self.STEP
-        return (stepped if stepped <= whole else width,) * len(spec.heads)
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         query, key = factors.folded()
         return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
 
@@ -77,7 +83,7 @@ class Native(Explicit):
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ) -> Float[Tensor, "batch queries features"]:
+    ) -> HeadOutputs:
         sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
         # Under autocast the projections return lower precision than the layer's float32 inputs.
         if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attnrx.attention.backends.auto import FEW_QUERIES, faster, runs_on
 from attnrx.attention.backends.backend import Backend, scores
-from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
+from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch
 from attnrx.attention.kernels.native import native_attention
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
@@ -68,16 +68,13 @@ class AttentionCapture(Backend):
         """Returns itself, or a faster backend on a CPU if nothing has to be captured, as `Auto` does."""
         return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
         most = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
+        width = max((most, *spec.reads))
+        return (Bucket(0, len(spec.ranks), most, width),), (width,) * len(spec.heads)
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads all heads to one width."""
-        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.sizes()
         query, key = factors.folded()
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
@@ -94,10 +91,7 @@ class AttentionCapture(Backend):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
 
     def _unfused(
-        self,
-        factors: ScoreFactors,
-        value: Float[Tensor, "batch heads keys reads"],
-        sizes: Float[Tensor, "batch tokens"] | None,
+        self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
     ) -> Float[Tensor, "batch heads queries reads"]:
         query, key = factors.folded()
         outputs = []
@@ -113,7 +107,7 @@ class AttentionCapture(Backend):
         self,
         attention: Float[Tensor, "part heads queries tokens"],
         factors: ScoreFactors,
-        value: Float[Tensor, "batch heads keys reads"],
+        value: ValueBatch,
         part: Part | None = None,
     ) -> None:
         """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
@@ -145,15 +139,11 @@ class Observed(Backend):
         self.readout = readout
         self.capture = capture
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         most = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), most, most),)
+        return (Bucket(0, len(spec.ranks), most, most),), (max((*spec.reads, 1)),) * len(spec.heads)
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads all heads to the largest value dimension."""
-        return (max((*spec.reads, 1)),) * len(spec.heads)
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         logits = scores(factors)
         attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
         output = attention @ value

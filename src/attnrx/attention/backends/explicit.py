@@ -5,7 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attnrx.attention.backends.backend import Backend, mean_of
-from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors, exact_buckets, padded_buckets
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    exact_buckets,
+    padded_buckets,
+)
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import CACHED
@@ -29,19 +38,14 @@ class Explicit(Backend):
     def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
         self.sizes = sizes
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Groups only neighbours of equal shape; with few tokens all heads, at the largest rank."""
-        if context.has_fewer_than(FEW_TOKENS):
-            most = max(spec.ranks, default=0)
-            return padded_buckets(spec.ranks, most, most)
-        return exact_buckets(spec.ranks, self.reads(spec, context))
-
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
-        together = spec.shares_directions or context.has_fewer_than(FEW_TOKENS)
-        return (max(spec.reads),) * len(spec.heads) if together else spec.reads
+        few = context.has_fewer_than(FEW_TOKENS)
+        reads = (max(spec.reads),) * len(spec.heads) if few or spec.shares_directions else spec.reads
+        most = max(spec.ranks, default=0)
+        return padded_buckets(spec.ranks, most, most) if few else exact_buckets(spec.ranks, reads), reads
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         query, key = factors.folded()
         return unfused(query, key, value, factors.scale)
 
@@ -50,7 +54,7 @@ class Explicit(Backend):
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ) -> Float[Tensor, "batch queries features"]:
+    ) -> HeadOutputs:
         sizes = None if self.sizes is None else self.sizes()
         if sizes is not None or fits_in_chunks(values[0]):
             return chunked_attention(buckets, factors, values, sizes)
@@ -60,7 +64,7 @@ class Explicit(Backend):
 def unfused(
     query: Float[Tensor, "batch heads queries width"],
     key: Float[Tensor, "batch heads keys width"],
-    value: Float[Tensor, "batch heads keys reads"],
+    value: ValueBatch,
     scale: float,
 ) -> Float[Tensor, "batch heads queries reads"]:
     """Returns softmax(scale * query @ key^T) @ value."""
@@ -92,7 +96,7 @@ def chunked_attention(
     factors: tuple[ScoreFactors, ...],
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     sizes: Float[Tensor, "batch keys"] | None = None,
-) -> Float[Tensor, "batch queries features"]:
+) -> HeadOutputs:
     """Returns the outputs of all heads, concatenated; computes as many images at once as have maps that fit the cache.
 
     The maps of all heads are in one buffer, for any ranks, and one softmax processes them; the outputs are
@@ -116,7 +120,7 @@ def chunked_attention(
     return output
 
 
-def _mean(value: Float[Tensor, "batch heads keys reads"], sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
+def _mean(value: ValueBatch, sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
     if sizes is None:
         return mean_of(value)
     shares = (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)

@@ -8,7 +8,15 @@ import torch
 from attnrx.attention.backends.auto import Auto
 from attnrx.attention.backends.backend import Backend
 from attnrx.attention.backends.explicit import unfused
-from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors, exact_buckets, padded_buckets
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    ScoreFactors,
+    ValueBatch,
+    exact_buckets,
+    padded_buckets,
+)
 from attnrx.attention.kernels.ragged_launch import ragged_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -30,14 +38,11 @@ class Flex(Backend):
             return Auto().at(spec, context)
         return self
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         most = spec.original_rank if spec.keeps_original_norms else max((*spec.ranks, self.LEAST))
-        return padded_buckets(spec.ranks, most, most)
+        return padded_buckets(spec.ranks, most, most), (max((*spec.reads, self.LEAST)),) * len(spec.heads)
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        return (max((*spec.reads, self.LEAST)),) * len(spec.heads)
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Calls the generated kernel; an empty set of keys is handled without it."""
         if not value.shape[2]:
             return unfused(*factors.folded(), value, factors.scale)
@@ -77,11 +82,11 @@ class Ragged(Backend):
         fits = not spec.shares_directions and any(spec.ranks) and any(spec.reads)
         return self if runs and fits else Auto().at(spec, context)
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape; the kernel takes all groups at once."""
-        return exact_buckets(spec.ranks, self.reads(spec, context))
+        return exact_buckets(spec.ranks, spec.reads), spec.reads
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes one bucket alone, unfused."""
         return unfused(*factors.folded(), value, factors.scale)
 

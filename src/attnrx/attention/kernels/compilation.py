@@ -130,12 +130,7 @@ def _build(command: list[str], path: Path) -> None:
 
 def _output_of(command: list[str]) -> str:
     done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=PATIENCE,
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
     )
     if done.returncode:
         reason = done.stderr.strip()[-300:] or f"exit code {done.returncode}"
