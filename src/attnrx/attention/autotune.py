@@ -99,6 +99,7 @@ def measured_record(
         exact = Attention(spec, Eager()).to(context.device, torch.float64)
         exact.load_state_dict(layer.state_dict())
         reference = exact(few.double())
+        # The smallest limit is positive, because an output may be all zeros.
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
         errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
         right = [name for name, error in errors.items() if error is not None and error <= allowed]

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models.chunked_forward import chunked_forward
+from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
 from attnrx.shapes import ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import BIASES, AttentionSpec
@@ -79,7 +79,7 @@ class LastLayer:
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
-        tokens = args[0] if args else kwargs["hidden_states"]
+        tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
         adapter: Any = block.get_submodule(self.attention)
         own: Attention = adapter.attention
         # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
@@ -102,12 +102,7 @@ class Adopted(nn.Module):
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""
-        if images.shape[1:] != self.origin.input_shape:
-            channels, height, width = self.origin.input_shape
-            raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: {self.origin.architecture} takes [batch, {channels}, "
-                f"{height}, {width}]. Load the data with image_size={height}."
-            )
+        require_images(images, self.origin.input_shape, self.origin.architecture)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements)
 
     @cached_property
@@ -185,9 +180,8 @@ def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        parameter
-    )
+    shape = (2, *first.origin.input_shape)
+    images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
     with evaluating((first, second)):
         expected, actual = first(images), second(images)
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)

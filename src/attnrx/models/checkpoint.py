@@ -90,6 +90,7 @@ def save_weights(
     require_ordinary_weights(model)
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
+    # Last comes the file without which the folder is no model.
     with replacing_folder(folder, is_model_file, last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
+from attnrx.errors import InvalidInput
 from attnrx.models.token_hooks import reduction_of
 from attnrx.models.token_reduction import TokenRun
 from attnrx.shapes import ImageBatch, Tensor
@@ -40,6 +41,16 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: I
     if reduction is not None:
         reduction.run = TokenRun.joined(runs)
     return torch.cat(outputs)
+
+
+def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
+    """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
+    if images.shape[1:] != expected:
+        channels, height, width = expected
+        raise InvalidInput(
+            f"images of shape {tuple(images.shape)}: {name} takes [batch, {channels}, {height}, {width}]. Load the "
+            f"data with image_size={height}."
+        )
 
 
 def _needs_whole_batch(module: nn.Module) -> bool:

@@ -19,8 +19,6 @@ from attnrx.serialization.storage import read_json
 from attnrx.shapes import ImageBatch, Tensor, TokenBatch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
 CLASSES = (
     "ViTForImageClassification",
     "DeiTForImageClassification",
@@ -168,6 +166,7 @@ class HuggingFaceFamily(AdoptedFamily):
             except (OSError, ValueError, KeyError) as error:
                 reason = unreachable or error
                 raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
+        # Weights are drawn on the CPU, so that they do not depend on the default device.
         place = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(place):
             torch.manual_seed(0)

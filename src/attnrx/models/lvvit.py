@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.models.chunked_forward import require_images
 from attnrx.models.timm_family import read_checkpoint
 from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
 from attnrx.serialization.storage import read_tensors, require_finite_tensors
@@ -183,7 +184,7 @@ class LVViT(Transformer[LVViTConfig]):
 
         Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.
         """
-        self.require_images(images)
+        require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)
         tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:

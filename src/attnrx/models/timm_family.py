@@ -220,7 +220,7 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
         raise UnknownName("timm model", name, timm.list_models())
     with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # timm draws weights from the global generator
                 torch.manual_seed(0)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
         except Exception as error:  # timm raises AssertionError, and its downloads errors of several packages

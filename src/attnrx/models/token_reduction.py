@@ -182,6 +182,7 @@ class TokenReduction(nn.Module):
         remaining = run.patch_indices
         if self.by == "mask":
             number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+            # A stable sort keeps the order of the remaining patches.
             there = (run.sizes[:, prefix:] > 0).to(torch.int8)
             remaining = remaining.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :number])
         run.trail.append(remaining)
@@ -215,6 +216,7 @@ class TokenReduction(nn.Module):
             patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
         else:
             remains = sizes > 0
+            # argmax takes no booleans.
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
 from attnrx.errors import InvalidInput
-from attnrx.models.chunked_forward import chunked_forward
+from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
@@ -86,6 +86,10 @@ class TransformerConfig(ABC):
     @property
     def patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.image_size, self.image_size
 
     @property
     def tokens(self) -> int:
@@ -166,20 +170,12 @@ class Transformer(nn.Module, Generic[Config]):
 
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits."""
-        self.require_images(images)
+        require_images(images, self.config.input_shape, "this model")
         return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
     def logits(self, images: ImageBatch) -> Logits:
         """Returns the logits of images of the right shape."""
         raise NotImplementedError
-
-    def require_images(self, images: ImageBatch) -> None:
-        size = self.config.image_size
-        if images.shape[1:] != (self.config.channels, size, size):
-            raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: this model takes [batch, {self.config.channels}, {size}, "
-                f"{size}]. Load the data with image_size={size}."
-            )
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
@@ -235,8 +231,7 @@ class OwnFamily(Family, Generic[Config]):
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        config = self._own(model).config
-        return config.channels, config.image_size, config.image_size
+        return self._own(model).config.input_shape
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         config = self._own(model).config

@@ -79,6 +79,7 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
 
     A quarter of the width each holds the sine and the cosine of row and column.
     """
+    # In float64, rounded once at the end.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)

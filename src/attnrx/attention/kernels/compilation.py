@@ -26,11 +26,12 @@ KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILERS = ("c++", "g++", "clang++")
+# Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
 THREADS = "-fopenmp"
 PATIENCE = 120
 """Seconds that a compiler may take; it takes about three."""
-OTHERS_CAN_WRITE = 0o022
+OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -157,6 +158,7 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
     name = path if within is None else path.name
+    # Without following a link that replaced the file since, and without waiting where it is a named pipe.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
     found, user = os.fstat(descriptor), os.geteuid()
     if found.st_uid == user and not found.st_mode & OTHERS_CAN_WRITE:
@@ -236,7 +238,7 @@ def _write_private(path: Path, content: bytes) -> None:
         with os.fdopen(descriptor, "wb") as handle:
             handle.write(content)
             handle.flush()
-            os.fsync(handle.fileno())
+            os.fsync(handle.fileno())  # the record must not name a file that a crash left incomplete
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

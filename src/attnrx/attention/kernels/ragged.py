@@ -8,6 +8,7 @@ keeps a running maximum and sum per row (online softmax).
 import triton
 import triton.language as tl
 
+# exp2 is an instruction of the device; exp is computed with it. "ieee" products do not round float32 to TF32.
 LOG2E = tl.constexpr(1.4426950408889634)
 
 

@@ -10,6 +10,7 @@ import torch
 from attnrx.errors import NotSupported
 from attnrx.shapes import Float, Tensor
 
+# Queries and keys of a tile, and features per product: tl.dot takes 16 or more.
 ROWS, COLUMNS, STEP = 64, 64, 16
 
 
@@ -33,6 +34,7 @@ def ragged_attention(
     heads = len(ranks)
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     output = value.new_empty(batch, tokens, sum(reads))
+    # Triton takes ranges of a power of two only.
     kernels().forward[(-(-tokens // ROWS), batch * heads)](
         query, key, value, output, starts_of(ranks, value.device), starts_of(reads, value.device),
         tokens, heads, scale, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *output.stride()[:2],
