@@ -153,22 +153,23 @@ class TimmFamily(AdoptedFamily):
                 f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
                 "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
+        name = facts["architecture"]
         # get_model_args omits the drop rates, which belong to the model when it is trained further.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+        try:
+            arguments = json.loads(json.dumps(arguments))
+        except TypeError as error:
+            raise NotSupported(
+                f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers "
+                "too, e.g. act_layer='gelu'."
+            ) from error
         embedding: Any = model.patch_embed
         own = image_shape((embedding.proj.in_channels, *embedding.img_size))
         shape = image_shape(stated.get("input_shape") or own)
         if shape != own and not getattr(model, "dynamic_img_size", False):
-            raise InvalidInput(
-                f"{facts['architecture']} was created for images of {own}: create it with img_size={shape[1:]}."
-            )
-        return Origin(
-            facts["architecture"],
-            _as_json(facts["architecture"], arguments),
-            shape,
-            tuple(stated.get("mean") or facts["mean"]),
-            tuple(stated.get("std") or facts["std"]),
-        )
+            raise InvalidInput(f"{name} was created for images of {own}: create it with img_size={shape[1:]}.")
+        mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
+        return Origin(name, arguments, shape, mean, std)
 
     def create(self, origin: Origin) -> nn.Module:
         """Calls timm's entrypoint with model arguments only."""
@@ -245,13 +246,3 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
     return tensors
-
-
-def _as_json(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps(dict(arguments)))
-    except TypeError as error:
-        raise NotSupported(
-            f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers too, "
-            "e.g. act_layer='gelu'."
-        ) from error

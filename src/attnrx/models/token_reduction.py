@@ -34,6 +34,9 @@ class TokenRun:
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
 
+    def begin(self) -> None:
+        self.__init__()
+
     @classmethod
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
         """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
@@ -83,7 +86,7 @@ class TokenReduction(nn.Module):
 
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
-        self.run.__init__()  # resets all fields in place
+        self.run.begin()
         if "image_keys" in self.policy.reducer.needs:
             self.run.image_keys = image_keys(images)
 
