@@ -100,11 +100,6 @@ class TransformerConfig(ABC):
         """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
-    def with_mlp_rank(self: Config, layer: int, which: int, rank: int | None) -> Config:
-        ranks = [list(self.mlp_rank(index)) for index in range(self.depth)]
-        ranks[layer][which] = rank
-        return replace(self, mlp_ranks=tuple((first, second) for first, second in ranks))
-
     def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
@@ -222,7 +217,9 @@ class OwnFamily(Family, Generic[Config]):
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         own = self._own(model)
         own.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)  # index 1 is the GELU
-        own.config = own.config.with_mlp_rank(layer, which, rank_of(linear))
+        ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
+        ranks[layer][which] = rank_of(linear)
+        own.config = replace(own.config, mlp_ranks=tuple((first, second) for first, second in ranks))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return to_dict(self._own(model).config)
