@@ -23,7 +23,7 @@ from attnrx.costs import (
     compare_latency,
     compare_memory,
 )
-from attnrx.models import VisionTransformer, ViTConfig, config_costs, initialize_, named_config
+from attnrx.models import VisionTransformer, ViTConfig, initialize_, named_config
 from attnrx.serialization.storage import write_json
 
 HEADER = (
@@ -83,7 +83,7 @@ def measure(config: ViTConfig, rank: int, pattern: str, batch: int, protocol: La
     return Result(
         rank,
         pattern,
-        config_costs(smaller).macs / config_costs(config).macs,
+        smaller.costs().macs / config.costs().macs,
         compare_latency(candidate, original, images, protocol),
         compare_memory(candidate, original, images, protocol.conditions),
     )

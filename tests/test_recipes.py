@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnrx.errors import InvalidInput, UnknownName
-from attnrx.models import config_costs, named_config
+from attnrx.models import named_config
 from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import Request, SpotExperiment, SvdaExperiment, load_recipe, recipe_names, reproduce
@@ -92,7 +92,7 @@ def test_papers_savings_follow_from_its_directions(name: str):
     file = load_recipe(name)
     for row in file.recipe.rows:
         cells = file.expected[row.label]
-        costs = config_costs(named_config("svda", row.scenario))
+        costs = named_config("svda", row.scenario).costs()
         least, most = (costs.saving_without(share / 100) for share in (cells["removed"].low, cells["removed"].high))
         for cell, low, high in (
             (cells["params_down"], least.params_share, most.params_share),

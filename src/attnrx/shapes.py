@@ -13,4 +13,8 @@
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8"]
+__all__ = ["Bool", "Float", "ImageBatch", "Int", "Logits", "Tensor", "TokenBatch", "UInt8"]
+
+ImageBatch = Float[Tensor, "batch channels height width"]
+TokenBatch = Float[Tensor, "batch tokens width"]
+Logits = Float[Tensor, "batch classes"]

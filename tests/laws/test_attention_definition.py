@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnrx.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
-from attnrx.attention.backends import flex
+from attnrx.attention.backends import generated
 from attnrx.attention.kernels.compilation import native_library
 from attnrx.observation import Observation
 from layers import LAYERS, Case, by_definition
@@ -54,7 +54,7 @@ WITH_SIZES = (
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as PyTorch operations: compiling it takes 20 seconds."""
-    monkeypatch.setattr(flex, "_compiled", flex._plain)
+    monkeypatch.setattr(generated, "_compiled", generated._plain)
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from attnrx.attention import Eager, using
 from attnrx.costs import PartCosts, count_params, count_product_macs, direction_costs, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import Transformer, VisionTransformer, config_costs, family_of
+from attnrx.models import Transformer, VisionTransformer, family_of
 from attnrx.realization import compressed_spec, realize
 from attnrx.spec import AttentionSpec
 from cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
@@ -88,7 +88,7 @@ def test_the_linear_saving_equals_the_difference(config: str) -> None:
     halved = tuple(
         spec.with_ranks(tuple(rank // 2 for rank in spec.ranks), spec.heads, spec.norms) for spec in original.attention
     )
-    before, after = config_costs(original), config_costs(original, halved)
+    before, after = original.costs(), original.costs(halved)
     assert before.saving_without(0.5) == before.saving(after)
     assert 0 < before.saving(after).params_share < 1
     with pytest.raises(InvalidInput, match="share"):
@@ -124,4 +124,4 @@ def test_an_operation_that_torch_cannot_count_is_refused(monkeypatch: pytest.Mon
 def test_specs_must_fit_the_model() -> None:
     config = CONFIGS["svda"]
     with pytest.raises(InvalidInput, match="1 attention specs for 2 layers"):
-        config_costs(config, config.attention[:1])
+        config.costs(config.attention[:1])

@@ -5,7 +5,7 @@ import torch
 
 from attnrx.attention import Eager, using
 from attnrx.costs import count_params, count_product_macs
-from attnrx.models import build_model, family_of, lvvit_config, lvvit_costs
+from attnrx.models import build_model, family_of, lvvit_config
 from attnrx.tokens import DynamicViT, Reducer, Spot, TokenLayout, TokenPolicy
 
 STAGES = {"t": (4, 7, 10), "s": (5, 9, 13)}
@@ -17,7 +17,7 @@ LAYOUT = TokenLayout(1, 196, class_token=True, pooled="max")
     ("size", "patches", "millions"), [("t", True, 8.53), ("s", True, 26.15), ("s", False, 25.77), ("m", True, 55.83)]
 )
 def test_parameters(size: str, patches: bool, millions: float) -> None:
-    costs = lvvit_costs(lvvit_config(size, classifies_patches=patches))
+    costs = lvvit_config(size, classifies_patches=patches).costs()
     assert round(costs.params / 1e6, 2) == millions
 
 

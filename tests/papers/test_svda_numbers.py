@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from attnrx.costs import count_params, direction_costs
-from attnrx.models import build_model, config_costs, named_config
+from attnrx.models import build_model, named_config
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_totals_are_exact(row: Row) -> None:
-    costs = config_costs(named_config("svda", row.scenario))
+    costs = named_config("svda", row.scenario).costs()
     assert (costs.params, costs.macs) == (row.params, row.macs)
 
 
 @pytest.mark.parametrize("scenario", sorted({row.scenario for row in ROWS.values()}))
 def test_totals_are_those_of_the_model(scenario: str) -> None:
-    assert count_params(build_model(f"svda:{scenario}")) == config_costs(named_config("svda", scenario)).params
+    assert count_params(build_model(f"svda:{scenario}")) == named_config("svda", scenario).costs().params
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_savings_come_out_to_the_printed_digit(row: Row) -> None:
-    costs = config_costs(named_config("svda", row.scenario))
+    costs = named_config("svda", row.scenario).costs()
     saving = costs.saving_without(row.removed / 100)
     assert (round(100 * saving.params_share, 3), round(100 * saving.macs_share, 3)) == (row.params_down, row.macs_down)
     # The printed share of directions is itself rounded: the printed saving must be one that it can stand for.
@@ -62,6 +62,6 @@ def test_one_direction_costs_a_row_and_a_bias_of_query_and_key_and_a_strength() 
 
 
 def test_dense_attention_differs_by_the_diagonal() -> None:
-    svda, dense = (config_costs(named_config(form, "cifar10")) for form in ("svda", "dense"))
+    svda, dense = (named_config(form, "cifar10").costs() for form in ("svda", "dense"))
     assert svda.params - dense.params == 4 * 256
     assert svda.macs - dense.macs == 4 * 64 * 256

@@ -66,7 +66,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*given: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(autotune, "trials", measured)
+    monkeypatch.setattr(autotune, "measured_record", measured)
 
 
 def test_the_fastest_that_is_right_is_chosen_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from attnrx.costs import (
     with_fusion,
 )
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.models import FAMILIES, VisionTransformer, ViTConfig, config_costs, family_of
+from attnrx.models import FAMILIES, VisionTransformer, ViTConfig, family_of
 from attnrx.spec import BIASES, AttentionSpec
 from cases import CONFIGS, images, model
 
@@ -54,7 +54,7 @@ def test_closed_form_equals_what_is_allocated_and_what_runs(
     layers = family_of(vit).attention(vit)
     with using(layers, [Eager()] * len(layers)):
         counted = count_product_macs(vit, images(config, 2))
-    costs = config_costs(config)
+    costs = config.costs()
     assert (costs.params, costs.product_macs) == (count_params(vit), counted)
 
 
@@ -91,7 +91,7 @@ def test_irratt_costs_depend_on_the_total_only(ranks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_svda_convention_is_the_default_of_the_costs(config: str) -> None:
-    costs = config_costs(CONFIGS[config])
+    costs = CONFIGS[config].costs()
     price = SVDA.price(costs)
     assert (price.params, price.macs, price.parts) == (costs.params, costs.macs, costs.parts)
 
@@ -99,7 +99,7 @@ def test_the_svda_convention_is_the_default_of_the_costs(config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_irratt_convention_counts_every_product_and_five_for_every_normalized_feature(config: str) -> None:
     vit = model(CONFIGS[config])
-    costs, shape = config_costs(vit.config), vit.config
+    costs, shape = vit.config.costs(), vit.config
     price = IRRATT.price(costs)
     layers = family_of(vit).attention(vit)
     with using(layers, [Eager()] * len(layers)):
@@ -110,7 +110,7 @@ def test_the_irratt_convention_counts_every_product_and_five_for_every_normalize
 
 
 def test_norms_outside_the_layers_may_see_fewer_tokens() -> None:
-    costs = config_costs(CONFIGS["dense"])
+    costs = CONFIGS["dense"].costs()
     one_token = replace(costs, outer_norm_features=12)
     assert IRRATT.price(costs).macs - IRRATT.price(one_token).macs == 5 * (4 - 1) * 12
     assert SVDA.price(one_token).macs == SVDA.price(costs).macs
@@ -121,15 +121,15 @@ def test_fusion_is_a_part_that_only_the_written_form_has() -> None:
     written = with_fusion(layer)
     assert (layer.fusion, written.fusion) == (PartCosts(), PartCosts(9, 25 * 9))
     assert written.read_out.macs - layer.read_out.macs == 25 * 4  # the head that has no directions of its own
-    costs = config_costs(CONFIGS["dense"])
+    costs = CONFIGS["dense"].costs()
     assert Compression("truncatt:2").as_written(costs) == costs
 
 
 def test_layers_that_differ_are_listed() -> None:
     config = compressed(FULL, Compression("truncatt:2"))
-    found = IRRATT.price(config_costs(config)).mhsa_macs_per_layer
+    found = IRRATT.price(config.costs()).mhsa_macs_per_layer
     assert isinstance(found, list) and len(found) == 3 and found[0] == found[1] < found[2]
-    assert isinstance(IRRATT.price(config_costs(CONFIGS["dense"])).mhsa_macs_per_layer, int)
+    assert isinstance(IRRATT.price(CONFIGS["dense"].costs()).mhsa_macs_per_layer, int)
 
 
 def test_the_paper_of_a_family() -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import attnrx as rx
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
-from attnrx.models.lvvit_family import SIZES, LVViTFamily
-from attnrx.models.lvvit_weights import published_names
+from attnrx.models.lvvit import SIZES, LVViTFamily, published_names
 from attnrx.serialization.storage import write_tensors
 from attnrx.tokens import Random, TokenPolicy
 from attnrx.training import train

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_logits_stay(case: tuple[AdoptedFamily, Any, Any]) -> None:
 
 def test_a_description_rebuilds_the_model(case: tuple[AdoptedFamily, Any, Any]) -> None:
     family, _, adopted = case
-    family.set_normalization_(adopted, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    adopted.origin = replace(adopted.origin, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     description = json.loads(json.dumps(family.describe(adopted)))
     with torch.device("meta"):
         twin = family.build(description)
@@ -296,8 +297,6 @@ def test_wrong_images_and_statistics_are_refused() -> None:
         TIMM.costs(adopted, (TIMM.attention(adopted)[0].spec,))
     with pytest.raises(InvalidInput, match="give one for each"):
         TIMM.costs(adopted, ())
-    TIMM.set_normalization_(adopted, (0.1,) * 3, (0.2,) * 3)
-    assert TIMM.describe(adopted)["mean"] == [0.1] * 3
 
 
 @pytest.mark.parametrize("name", ["timm", "transformers"])

@@ -1,24 +1,14 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.attention.attention import Attention, using
-from attnrx.attention.autotune import BACKENDS, Autotuned, backend_of
-from attnrx.attention.backends import (
-    AttentionCapture,
-    Auto,
-    Backend,
-    CapturedAttention,
-    Eager,
-    Explicit,
-    Flex,
-    Fused,
-    Native,
-    Observed,
-    Ragged,
-    sized_softmax,
-)
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
-from attnrx.attention.unit_rows import unit_rows
+from attnrx.attention.autotune import BACKENDS, Autotuned, backend_of, use_backend
+from attnrx.attention.backends.auto import Auto, Fused, Native
+from attnrx.attention.backends.backend import Backend, Eager
+from attnrx.attention.backends.capture import AttentionCapture, CapturedAttention, Observed, sized_softmax
+from attnrx.attention.backends.explicit import Explicit
+from attnrx.attention.backends.generated import Flex, Ragged
+from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
+from attnrx.attention.forms import unit_rows
 
 __all__ = [
     "BACKENDS",
@@ -41,5 +31,6 @@ __all__ = [
     "backend_of",
     "sized_softmax",
     "unit_rows",
+    "use_backend",
     "using",
 ]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.attention.backends import Auto, Backend
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.backends.auto import Auto
+from attnrx.attention.backends.backend import Backend
+from attnrx.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.attention.forms import FORMS
 from attnrx.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.spectrum import Spectrum
 
@@ -51,11 +51,7 @@ class Attention(nn.Module):
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
-    def forward(
-        self,
-        tokens: Float[Tensor, "batch tokens width"],
-        key_tokens: Float[Tensor, "batch keys width"] | None = None,
-    ) -> Float[Tensor, "batch tokens width"]:
+    def forward(self, tokens: TokenBatch, key_tokens: Float[Tensor, "batch keys width"] | None = None) -> TokenBatch:
         """Returns the attention output of `tokens`.
 
         Keys and values are computed from `key_tokens` if given, otherwise from `tokens`.
@@ -72,7 +68,7 @@ class Attention(nn.Module):
         read = plan.backend(plan.buckets, scores(query, key, plan.buckets), values)
         return self.output.padded(read, plan.reads)
 
-    def plan(self, tokens: Float[Tensor, "batch tokens width"]) -> LayerPlan:
+    def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""
         context = AttentionContext.of(tokens)
         if not context.free:
@@ -85,14 +81,11 @@ class Attention(nn.Module):
 
     def _planned(self, context: AttentionContext) -> LayerPlan:
         backend = self.backend.at(self.spec, context)
-        buckets = backend.buckets(self.spec, context)
-        reads = backend.reads(self.spec, context)
+        buckets, reads = backend.layout(self.spec, context)
         widths = tuple([reads[bucket.start] for bucket in buckets])
         return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths)
 
-    def factors(
-        self, tokens: Float[Tensor, "batch tokens width"], buckets: tuple[Bucket, ...]
-    ) -> tuple[ScoreFactors, ...]:
+    def factors(self, tokens: TokenBatch, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the scores of every bucket that has directions."""
         rows = self.scores.rows(buckets)
         return self.scores(self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows), buckets)

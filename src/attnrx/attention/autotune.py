@@ -2,18 +2,21 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from attnrx.attention.attention import Attention
-from attnrx.attention.backends import Auto, Backend, Eager, Explicit, Flex, Fused, Native, Ragged
-from attnrx.attention.context import AttentionContext
+from attnrx.attention.backends.auto import Auto, Fused, Native
+from attnrx.attention.backends.backend import Backend, Eager
+from attnrx.attention.backends.explicit import Explicit
+from attnrx.attention.backends.generated import Flex, Ragged
+from attnrx.attention.factors import AttentionContext
 from attnrx.attention.kernels.compilation import required_library
-from attnrx.errors import UnknownName
+from attnrx.errors import NotSupported, UnknownName
 from attnrx.runtime.hardware import Measurements, may_measure
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor, TokenBatch
 from attnrx.spec import AttentionSpec
 
 CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
@@ -22,28 +25,9 @@ CANDIDATES: dict[str, dict[str, Callable[[], Backend]]] = {
 }
 """The measured backends by device type and name; other devices use `Auto`."""
 
-# The backends by name, with their factories.
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "auto": Auto,
-    "eager": Eager,
-    "explicit": Explicit,
-    "flex": Flex,
-    "fused": Fused,
-    "native": Native,
-}
-
 ROUNDS, WARMUP = 7, 2
 ERROR = 40
 """The largest accepted error against `Eager` in float64, in machine epsilons times the largest output."""
-
-
-@dataclass(frozen=True)
-class BackendTrial:
-    """The seconds of a candidate and its error against the reference backend; a failed candidate has no time."""
-
-    seconds: float | None
-    error: float | None
-    right: bool
 
 
 class Autotuned(Auto):
@@ -62,23 +46,18 @@ class Autotuned(Auto):
             self._measurements("cpu")  # a missing table raises before the model runs
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns the fastest verified backend for this layer and context."""
         candidates = CANDIDATES.get(context.device)
         if not context.free or candidates is None:
             return super().at(spec, context)
         known, key = self._measurements(context.device), key_of(spec, context)
         record = known.get(key, _is_whole)
-        if self._needs_measuring(record, candidates):
-            record = fastest_record(trials(spec, context, candidates))
+        complete = record is not None and candidates.keys() <= record["trials"].keys()
+        if not complete and self.measure and may_measure():
+            record = measured_record(spec, context, candidates)
             known.put(key, record)
         if record is None:
             return super().at(spec, context)
         return candidates.get(record["backend"], Auto)().at(spec, context)
-
-    def _needs_measuring(self, record: Mapping[str, Any] | None, candidates: Mapping[str, object]) -> bool:
-        """Whether to measure: there is no record, or the record lacks a candidate."""
-        whole = record is not None and candidates.keys() <= record["trials"].keys()
-        return not whole and self.measure and may_measure()
 
     def _measurements(self, device: str) -> Measurements:
         if device not in self._known:
@@ -101,43 +80,38 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("backend"), str) and isinstance(record.get("trials"), Mapping)
 
 
-def fastest_record(found: Mapping[str, BackendTrial]) -> dict[str, Any]:
-    """Returns the record of the fastest trial whose output is right."""
-    right = {name: trial.seconds for name, trial in found.items() if trial.right and trial.seconds is not None}
-    best = min(right, key=lambda name: right[name], default="fused")
-    trials = {name: {"seconds": trial.seconds, "error": trial.error} for name, trial in found.items()}
-    return {"backend": best, "trials": trials}
-
-
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def trials(
+def measured_record(
     spec: AttentionSpec, context: AttentionContext, candidates: Mapping[str, Callable[[], Backend]]
-) -> dict[str, BackendTrial]:
-    """Times a fresh layer of this shape on every candidate in turns; uses no global random generator."""
+) -> dict[str, Any]:
+    """Times a fresh layer of this shape on every candidate in turns; uses no global random generator.
+
+    Returns the fastest backend whose output is right, and the error of every candidate against `Eager` in float64 with
+    its seconds; None for a candidate that failed, and for the seconds of one whose output is wrong.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layer = Attention(spec).to(context.device, context.dtype).eval()
         shape = (int(context.images), int(context.tokens), spec.width)
         tokens = torch.randn(shape).to(context.device, context.dtype)
         few = tokens[: min(len(tokens), 2)]
-        reference = _reference(layer, few)
+        exact = Attention(spec, Eager()).to(context.device, torch.float64)
+        exact.load_state_dict(layer.state_dict())
+        reference = exact(few.double())
+        # The smallest limit is positive, because an output may be all zeros.
         allowed = ERROR * torch.finfo(context.dtype).eps * max(float(reference.abs().max()), 1e-30)
         errors = {name: _error(layer, make, few, reference) for name, make in candidates.items()}
-        right = {name for name, error in errors.items() if error is not None and error <= allowed}
+        right = [name for name, error in errors.items() if error is not None and error <= allowed]
         seconds = _seconds(layer, {name: candidates[name]() for name in right}, tokens)
-    return {name: BackendTrial(seconds.get(name), errors[name], name in right) for name in candidates}
+    best = min(seconds, key=lambda name: seconds[name], default="fused")
+    return {
+        "backend": best,
+        "trials": {name: {"seconds": seconds.get(name), "error": error} for name, error in errors.items()},
+    }
 
 
-def _reference(layer: Attention, tokens: Tensor) -> Tensor:
-    exact = Attention(layer.spec, Eager()).to(tokens.device, torch.float64)
-    exact.load_state_dict(layer.state_dict())
-    return exact(tokens.double())
-
-
-def _error(
-    layer: Attention, make: Callable[[], Backend], tokens: Float[Tensor, "batch tokens width"], reference: Tensor
-) -> float | None:
+def _error(layer: Attention, make: Callable[[], Backend], tokens: TokenBatch, reference: Tensor) -> float | None:
     layer.backend = make()
     try:
         return float((layer(tokens).double() - reference).abs().max())
@@ -157,20 +131,26 @@ def _seconds(layer: Attention, backends: Mapping[str, Backend], tokens: Tensor) 
 
 def _timed(layer: Attention, tokens: Tensor) -> float:
     """Runs the layer twice and times the second run, because the first one allocates its plan and buffers."""
-    layer(tokens)
-    _finish(tokens)
-    start = time.perf_counter()
-    layer(tokens)
-    _finish(tokens)
+    start = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        layer(tokens)
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
     return time.perf_counter() - start
 
 
-def _finish(tokens: Tensor) -> None:
-    if tokens.is_cuda:
-        torch.cuda.synchronize(tokens.device)
-
-
-BACKENDS |= {"ragged": Ragged, "autotuned": Autotuned}
+# The backends by name, with their factories.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "auto": Auto,
+    "eager": Eager,
+    "explicit": Explicit,
+    "flex": Flex,
+    "fused": Fused,
+    "native": Native,
+    "ragged": Ragged,
+    "autotuned": Autotuned,
+}
 
 
 def backend_of(name: str) -> Backend:
@@ -185,3 +165,27 @@ def backend_of(name: str) -> Backend:
     if name == "native":
         required_library()
     return BACKENDS[name]()
+
+
+def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
+    """Sets the backend of every layer of the model, in place, and returns the model.
+
+    Names: "auto" (the default of new models: "native" for float32 inference on a CPU, else the usually fastest one),
+    "eager" (the reference), "explicit", "flex", "fused", "native", "ragged", or "autotuned", which measures. Layers
+    whose attention is captured for a token reducer keep their backend. The choice is not saved with the model, because
+    the fastest backend depends on the machine.
+
+    Raises:
+        UnknownName: No backend has this name.
+        NotSupported: The model has no attnrx attention, every layer's attention is captured for a token reducer, or the
+            kernel of "native" could not be built.
+    """
+    layers = [part for part in model.modules() if isinstance(part, Attention)]
+    free = [layer for layer in layers if not layer.backend.watches]
+    if not free:
+        found = "every layer's attention is captured for a token reducer" if layers else "it has no attention of attnrx"
+        raise NotSupported(f"no layer of this {type(model).__name__} can take another backend: {found}.")
+    new_backend = backend_of(backend) if isinstance(backend, str) else backend
+    for layer in free:
+        layer.backend = new_backend
+    return model

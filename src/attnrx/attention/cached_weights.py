@@ -11,20 +11,6 @@ from attnrx.shapes import Tensor
 Value = TypeVar("Value")
 
 
-class _Steps:
-    """Counts the steps of all optimizers in this process."""
-
-    def __init__(self):
-        self.count = 0
-        register_optimizer_step_post_hook(self._count)
-
-    def _count(self, *_: object) -> None:
-        self.count += 1
-
-
-_steps = _Steps()
-
-
 class CachedWeights(Generic[Value]):
     """A value that `build` computes from parameters, cached until one of them, or `key`, changes.
 
@@ -32,6 +18,9 @@ class CachedWeights(Generic[Value]):
     computed every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step
     of any optimizer and after a pass with gradients. A copy of the owning module has its own cache.
     """
+
+    steps = 0
+    """The steps of all optimizers in this process so far."""
 
     def __init__(self):
         self._kept: tuple[list[object], Value] | None = None
@@ -41,7 +30,7 @@ class CachedWeights(Generic[Value]):
         if not self.possible(parameters):
             self._kept = None
             return build()
-        state: list[object] = [key, _steps.count]
+        state: list[object] = [key, CachedWeights.steps]
         for part in parameters:
             if part is not None:
                 state += (part.data_ptr(), part._version, part.dtype, part.device)
@@ -64,3 +53,10 @@ class CachedWeights(Generic[Value]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CachedWeights[Value]":
         return CachedWeights()
+
+
+def _count_step(*_: object) -> None:
+    CachedWeights.steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)

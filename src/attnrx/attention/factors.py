@@ -1,8 +1,52 @@
-"""The interface between forms and backends: the two factors of the scores."""
+"""The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from attnrx.shapes import Float, Tensor
+
+ValueBatch = Float[Tensor, "batch heads keys reads"]
+HeadOutputs = Float[Tensor, "batch queries features"]
+"""The outputs of all heads, concatenated."""
+
+
+class AttentionContext(NamedTuple):
+    """The shape, device and recording state of one call.
+
+    A call is free if nothing of it is recorded: no gradients, no captured graph. Only then may buffers be reused and
+    the batch be computed in chunks. In an export for batches of any size the number of images is unknown.
+    """
+
+    images: int | torch.SymInt
+    tokens: int | torch.SymInt
+    device: str
+    dtype: torch.dtype
+    threads: int
+    free: bool
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> "AttentionContext":
+        """Returns the context of tokens of shape [batch, tokens, width]."""
+        free = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing())
+        threads = torch.get_num_threads() if free else 0
+        return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)
+
+    @property
+    def free_on_cpu(self) -> bool:
+        return self.free and self.device == "cpu"
+
+    def has_fewer_than(self, count: int) -> bool:
+        """Whether all images together are known to have fewer tokens.
+
+        False during export: the result would hold for batches of one size only, and in a strict export (Dynamo) a
+        symbolic size is an int.
+        """
+        if torch.compiler.is_exporting():
+            return False
+        total = self.images * self.tokens
+        return isinstance(total, int) and total < count
 
 
 @dataclass(frozen=True)
@@ -24,6 +68,10 @@ class Bucket:
         return slice(self.start, self.stop)
 
 
+HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
+"""The buckets of the heads, and the padded value dimension of every head."""
+
+
 @dataclass(frozen=True)
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
@@ -38,9 +86,7 @@ class ScoreFactors:
     strength: Float[Tensor, "heads width"] | None
     scale: float
 
-    def folded(
-        self,
-    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
+    def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
         """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
@@ -60,5 +106,5 @@ def exact_buckets(ranks: tuple[int, ...], reads: tuple[int, ...] | None = None) 
 
 def padded_buckets(ranks: tuple[int, ...], rank: int, width: int) -> tuple[Bucket, ...]:
     """Groups neighbouring heads that have any directions, at one rank and width; heads of rank 0 are not grouped."""
-    fused_qkv = exact_buckets(tuple(rank if own else 0 for own in ranks))
-    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in fused_qkv)
+    grouped = exact_buckets(tuple(rank if own else 0 for own in ranks))
+    return tuple(replace(bucket, width=width) if bucket.rank else bucket for bucket in grouped)

@@ -1,6 +1,7 @@
 """The forms of attention: how tokens become the factors of the scores."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,6 @@ from torch import nn
 from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
-from attnrx.attention.unit_rows import unit_rows
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -110,7 +110,6 @@ class SvdaForm(ScoreForm):
         self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns unit rows and the strengths."""
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
@@ -127,22 +126,69 @@ class SvdaForm(ScoreForm):
 
     def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
         """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
-        ranks = self.spec.ranks
-        owns = self.strength.split([sum(ranks[bucket.heads]) for bucket in buckets])
-        return {
-            bucket: _widened(own, ranks[bucket.heads], bucket.width) for bucket, own in zip(buckets, owns, strict=True)
-        }
+        found, start = {}, 0
+        for bucket in buckets:
+            ranks = self.spec.ranks[bucket.heads]
+            own = self.strength[start : start + sum(ranks)]
+            start += sum(ranks)
+            if any(rank != bucket.width for rank in ranks):
+                index = padding_index(ranks, (bucket.width,) * len(ranks)).to(own.device)
+                own = F.pad(own, (0, 1)).index_select(0, index)
+            found[bucket] = own.view(len(ranks), bucket.width)
+        return found
 
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
     return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
 
 
-def _widened(own: Tensor, ranks: tuple[int, ...], width: int) -> Float[Tensor, "heads width"]:
-    if any(rank != width for rank in ranks):
-        index = padding_index(ranks, (width,) * len(ranks)).to(own.device)
-        own = F.pad(own, (0, 1)).index_select(0, index)
-    return own.view(len(ranks), width)
+def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
+    """Divides every row by its Euclidean norm (Eq. 4); with a `width`, zeros follow up to it.
+
+    A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
+    float32 or better, so float16 rows cannot overflow.
+    """
+    missing = 0 if width is None else width - rows.shape[-1]
+    if torch.is_grad_enabled():
+        unit = _UnitRows.apply(rows)
+        assert isinstance(unit, Tensor)
+        return F.pad(unit, (0, missing)) if missing else unit
+    inverse = inverse_norms(rows).to(rows.dtype)
+    if not missing:
+        return rows * inverse
+    # The products are written into the padded buffer: padding them afterwards would be one more copy.
+    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + missing)
+    padded[..., rows.shape[-1] :] = 0
+    torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
+    return padded
+
+
+def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
+    """Returns one over the Euclidean norm of every row, in float32 or better; zero for a zero row."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
+    # Below the smallest normal number the reciprocal overflows: such a row is treated as zero.
+    return torch.where(norms > torch.finfo(wide).tiny, norms.reciprocal(), torch.zeros_like(norms))
+
+
+class _UnitRows(torch.autograd.Function):
+    # Written by hand: autograd's own graph for x / |x| makes about twice as many passes over memory, which is the
+    # overhead of an SVDA layer over fused dense attention in eager mode.
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        inverse = inverse_norms(rows)
+        ctx.save_for_backward(rows, inverse)
+        # In half precision the product is rounded like every other one: a factor of at most 1 + 2^-9 a row in bfloat16.
+        return rows * inverse.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        rows, inverse = ctx.saved_tensors
+        along = (gradient * rows).sum(-1, keepdim=True, dtype=inverse.dtype)
+        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|; the factor of x is formed in float32.
+        tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
+        return tangent.mul_(inverse.to(rows.dtype))
 
 
 FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm, "shared": SharedForm}

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, Tensor, TokenBatch
 
 
 class HeadLinear(nn.Module):
@@ -28,13 +28,10 @@ class HeadLinear(nn.Module):
             nn.init.trunc_normal_(self.weight, std=0.02)
         self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
-        """Returns the features of all heads, concatenated."""
+    def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
         return F.linear(tokens, self.weight, self.bias)
 
-    def padded(
-        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
-    ) -> Float[Tensor, "batch tokens rows"]:
+    def padded(self, tokens: TokenBatch, rows: tuple[int, ...]) -> Float[Tensor, "batch tokens rows"]:
         """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
         if rows == self.rows:
             return self(tokens)
@@ -69,7 +66,7 @@ class FusedQKV:
     def __init__(self):
         self._kept: CachedWeights[tuple[Tensor, Tensor | None, list[int]]] = CachedWeights()
 
-    def __call__(self, tokens: Float[Tensor, "batch tokens width"], sides: Sequence[Side]) -> list[Tensor]:
+    def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
         """Returns the result of `padded` for every projection."""
         # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
         own: list[Tensor | None] = []
@@ -117,13 +114,10 @@ class OutputProjection(nn.Module):
             nn.init.trunc_normal_(self.weight, std=0.02)
         self._kept: CachedWeights[Tensor] = CachedWeights()
 
-    def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-        """Projects the concatenated features of the heads."""
+    def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
         return F.linear(features, self.weight, self.bias)
 
-    def padded(
-        self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
-    ) -> Float[Tensor, "batch tokens width"]:
+    def padded(self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]) -> TokenBatch:
         """Projects heads that are padded to `reads[h]` features; features beyond the head's own are ignored."""
         if reads == self.reads:
             return self(features)

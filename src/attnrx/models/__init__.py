@@ -1,38 +1,35 @@
 """Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from attnrx.attention import use_backend
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.models.adopted_family import AdoptedFamily
-from attnrx.models.backend_selection import use_backend
-from attnrx.models.blocks import block_names, parameter_blocks, recording_blocks
 from attnrx.models.checkpoint import load_weights, require_model_folder, save_weights
 from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
-from attnrx.models.lvvit import LVViT, LVViTConfig
-from attnrx.models.lvvit_family import SIZES, LVViTFamily, lvvit_config, lvvit_costs
-from attnrx.models.observation_hooks import evaluating, head_features, observing, observing_mlp
-from attnrx.models.timm_family import TimmFamily
-from attnrx.models.token_costs import counted_by_spec
-from attnrx.models.token_hooks import (
-    attach_tokens_,
-    described_tokens,
-    reduction_of,
-    require_all_tokens,
-    shape_of,
+from attnrx.models.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, lvvit_config
+from attnrx.models.observation_hooks import (
+    block_names,
+    counted_by_spec,
+    evaluating,
+    head_features,
+    observing,
+    observing_mlp,
+    parameter_blocks,
+    recording_blocks,
 )
+from attnrx.models.timm_family import TimmFamily
+from attnrx.models.token_hooks import attach_tokens_, described_tokens, reduction_of, require_all_tokens, shape_of
 from attnrx.models.token_reduction import TokenReduction
 from attnrx.models.transformer import Transformer, TransformerConfig, initialize_
-from attnrx.models.vit import VisionTransformer, ViTConfig
-from attnrx.models.vit_family import SCENARIOS, ViTFamily, config_costs, named_config
+from attnrx.models.vit import SCENARIOS, VisionTransformer, ViTConfig, ViTFamily, named_config
 from attnrx.serialization.hub import download
 
 # The families of other libraries, by the prefix of a model name.
@@ -40,19 +37,11 @@ LIBRARIES: dict[str, AdoptedFamily] = {"timm": TimmFamily(), "hf": HuggingFaceFa
 FAMILIES: tuple[Family, ...] = (ViTFamily(), LVViTFamily(), *LIBRARIES.values())
 
 
-def _vit(form: str, scenario: str, **changes: Any) -> VisionTransformer:
-    return VisionTransformer(named_config(form, scenario, **changes))
-
-
-def _lvvit(size: str, **changes: Any) -> LVViT:
-    return LVViT(lvvit_config(size, **changes))
-
-
-# The models of attnrx by name, without weights.
-_OWN: dict[str, Callable[..., Transformer]] = {
-    **{f"{form}:{scenario}": partial(_vit, form, scenario) for form in ("svda", "dense") for scenario in SCENARIOS},
-    **{f"lvvit:{size}": partial(_lvvit, size) for size in SIZES},
-}
+# The names of attnrx models.
+_OWN = (
+    *(f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS),
+    *(f"lvvit:{size}" for size in SIZES),
+)
 
 __all__ = [
     "FAMILIES",
@@ -72,7 +61,6 @@ __all__ = [
     "attach_tokens_",
     "block_names",
     "build_model",
-    "config_costs",
     "counted_by_spec",
     "described_tokens",
     "evaluating",
@@ -81,7 +69,6 @@ __all__ = [
     "initialize_",
     "load_model",
     "lvvit_config",
-    "lvvit_costs",
     "model_fingerprint",
     "model_names",
     "named_config",
@@ -122,7 +109,7 @@ def family_of(model: nn.Module) -> Family:
 
 def model_names() -> tuple[str, ...]:
     """Returns the names of all attnrx models."""
-    return tuple(_OWN)
+    return _OWN
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
@@ -133,10 +120,12 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     """
     library, _, own = name.partition(":")
     if library in LIBRARIES:
-        return LIBRARIES[library].fresh(own, on_meta=torch.get_default_device().type == "meta", **changes)
+        return LIBRARIES[library].fresh(own, **changes)
     if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
-    return initialize_(_OWN[name](**changes), seed, strength)
+    if library == "lvvit":
+        return initialize_(LVViT(lvvit_config(own, **changes)), seed, strength)
+    return initialize_(VisionTransformer(named_config(library, own, **changes)), seed, strength)
 
 
 def load_model(
@@ -166,10 +155,6 @@ def load_model(
         return HuggingFaceFamily().load(name)
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
-    return _read_folder(source)
-
-
-def _read_folder(source: str | Path) -> nn.Module:
     return HuggingFaceFamily().load(source) if is_transformers_folder(source) else load_weights(source, FAMILIES)
 
 
@@ -177,7 +162,7 @@ def _adopt_if_foreign(model: nn.Module) -> nn.Module:
     for library in LIBRARIES.values():
         if library.adopts(model):
             return library.adopt(model)
-    family_of(model)
+    family_of(model)  # raises an error for a model without a family
     return model
 
 

@@ -1,6 +1,6 @@
 """A model of another library whose attention was replaced by attnrx attention."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,13 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models.chunked_forward import chunked_forward
-from attnrx.models.last_layer import LastLayer
+from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.observation_hooks import evaluating
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.spec import BIASES, AttentionSpec
 
-PARAMETER_NAMES: dict[str, str] = {"query": "scores.query", "key": "scores.key", "value": "value", "output": "output"}
+# The projections in attnrx attention, in the order of BIASES.
+PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,47 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
     return channels, height, width
 
 
+class LastLayer:
+    """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
+
+    The logits do not change. The shortcut is active only while `at_work` is True, which the model sets during its
+    forward pass. The MACs of a model (`attnrx.costs`) count all tokens, as papers do.
+    """
+
+    by_image = True
+
+    def __init__(self, block: nn.Module, attention: str, norm: str | None, after: nn.Module, prefix: int):
+        """Registers the hook.
+
+        `attention` and `norm` are the paths, inside the block, of its adapter and of the norm before it; `after` is the
+        norm after the block, `prefix` the number of tokens before the patches.
+        """
+        self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
+        self.at_work = False
+        block.register_forward_pre_hook(self, with_kwargs=True)
+
+    @property
+    def watched(self) -> bool:
+        """Whether the patch tokens of the last block are needed: for training, or by a hook."""
+        for module in (*self.block.modules(), self.after):
+            hooks = module._forward_pre_hooks.values()
+            if module.training or module._forward_hooks or not all(getattr(hook, "by_image", False) for hook in hooks):
+                return True
+        return False
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
+        tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
+        adapter: Any = block.get_submodule(self.attention)
+        own: Attention = adapter.attention
+        # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
+        if not (self.at_work and all(own.spec.ranks or (0,)) and own.plan(tokens).backend.takes_few_queries):
+            return args, kwargs
+        adapter.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        queries = tokens[:, : self.prefix]
+        return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
+
+
 class Adopted(nn.Module):
     """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
 
@@ -59,14 +100,9 @@ class Adopted(nn.Module):
         self.tokens: nn.Module | None = None
         self.last: LastLayer | None = None
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
+    def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits, or the pooled features where the model has no classifier."""
-        if images.shape[1:] != self.origin.input_shape:
-            channels, height, width = self.origin.input_shape
-            raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: {self.origin.architecture} takes [batch, {channels}, "
-                f"{height}, {width}]. Load the data with image_size={height}."
-            )
+        require_images(images, self.origin.input_shape, self.origin.architecture)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements)
 
     @cached_property
@@ -104,8 +140,7 @@ class Adapter(nn.Module):
         self.attention = attention
         self.key_value_tokens: Tensor | None = None
 
-    def mixed(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Returns the output of the attention."""
+    def mixed(self, tokens: TokenBatch) -> TokenBatch:
         key_value_tokens = self.key_value_tokens
         if key_value_tokens is None:
             return self.attention(tokens)
@@ -113,21 +148,20 @@ class Adapter(nn.Module):
         return self.attention(tokens, key_value_tokens)
 
 
-def assembled(
-    weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None], heads: int, scale: float
-) -> Attention:
-    """Returns dense attnrx attention with copies of four projections ("query", "key", "value", "output").
+def assembled(weights: Sequence[Tensor], biases: Sequence[Tensor | None], heads: int, scale: float) -> Attention:
+    """Returns dense attnrx attention with copies of four projections: query, key, value, output.
 
     The rows of query, key and value, and the columns of output, are sorted by head.
     """
-    rows, width = weights["query"].shape
-    present = tuple(name for name in BIASES if biases[name] is not None)
+    rows, width = weights[0].shape
     ranks = (rows // heads,) * heads
+    present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
     spec = AttentionSpec("dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0], biases=present)
     with torch.device("meta"):
         attention = Attention(spec)
-    tensors = {f"{path}.weight": weights[name] for name, path in PARAMETER_NAMES.items()}
-    tensors |= {f"{PARAMETER_NAMES[name]}.bias": bias for name, bias in biases.items() if bias is not None}
+    tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
+    named_biases = zip(PROJECTION_PATHS, biases, strict=True)
+    tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
     # Cloned, because the slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():
@@ -146,7 +180,8 @@ def require_equal_logits(first: Adopted, second: Adopted, because: str) -> None:
     if parameter.is_meta:
         raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, *first.origin.input_shape, generator=generator, dtype=torch.float64).to(parameter)
+    shape = (2, *first.origin.input_shape)
+    images = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter)
     with evaluating((first, second)):
         expected, actual = first(images), second(images)
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)

@@ -15,7 +15,7 @@ from torch import nn
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.evidence import KIND as EVIDENCE
 from attnrx.models.family import Family, require_ordinary_weights
-from attnrx.models.token_hooks import attach_described_, described_tokens
+from attnrx.models.token_hooks import attach_tokens_, described_tokens
 from attnrx.models.token_reduction import BY
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.serialization.atomic_writes import replacing_folder, require_absent
@@ -45,6 +45,7 @@ from attnrx.serialization.validation import (
     validated,
 )
 from attnrx.shapes import Tensor
+from attnrx.tokens import policy_from_dict
 
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
@@ -89,6 +90,7 @@ def save_weights(
     require_ordinary_weights(model)
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
+    # Last comes the file without which the folder is no model.
     with replacing_folder(folder, is_model_file, last="config.json") as new:
         weights = write_tensors(new / "model.safetensors", tensors, {"kind": PARTS["model.safetensors"]})
         record = {
@@ -140,8 +142,9 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
         with torch.device("meta"):
             family = known[record["family"]]
             model = family.build(record["model"])
-            if record["tokens"] is not None:
-                attach_described_(model, family, record["tokens"])
+            tokens = record["tokens"]
+            if tokens is not None:
+                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
         model.load_state_dict(tensors, strict=True, assign=True)
         require_ordinary_weights(model)
     except Exception as error:  # timm and transformers build from the record too and raise their own errors

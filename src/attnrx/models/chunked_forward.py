@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
+from attnrx.errors import InvalidInput
 from attnrx.models.token_hooks import reduction_of
-from attnrx.models.token_run import TokenRun
-from attnrx.shapes import Float, Tensor
+from attnrx.models.token_reduction import TokenRun
+from attnrx.shapes import ImageBatch, Tensor
 
 WARM = 8 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
@@ -19,12 +20,7 @@ takes longer than starting the operations several times.
 """
 
 
-def chunked_forward(
-    model: nn.Module,
-    run: Callable[[Tensor], Tensor],
-    images: Float[Tensor, "batch channels height width"],
-    largest: int,
-) -> Tensor:
+def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
     """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
     batch.
 
@@ -45,6 +41,16 @@ def chunked_forward(
     if reduction is not None:
         reduction.run = TokenRun.joined(runs)
     return torch.cat(outputs)
+
+
+def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
+    """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
+    if images.shape[1:] != expected:
+        channels, height, width = expected
+        raise InvalidInput(
+            f"images of shape {tuple(images.shape)}: {name} takes [batch, {channels}, {height}, {width}]. Load the "
+            f"data with image_size={height}."
+        )
 
 
 def _needs_whole_batch(module: nn.Module) -> bool:

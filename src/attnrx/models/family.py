@@ -15,6 +15,9 @@ from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
+MLPRanks = tuple[tuple[int | None, int | None], ...]
+"""The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
+
 
 class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
@@ -96,7 +99,7 @@ class Family(ABC):
         self,
         model: nn.Module,
         attention: tuple[AttentionSpec, ...] | None = None,
-        mlp_ranks: tuple[tuple[int | None, int | None], ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
         """Returns parameters and MACs in closed form, of the model or with these specs, ranks and tokens in its layers.

@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,19 @@ from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Tensor, TokenBatch
 
-PROJECTIONS: dict[str, str] = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The module paths of one classifier class; `resizes` is True if it accepts images of another size."""
-
-    body: str
-    layers: str
-    attention: str
-    resizes: bool = False
-
-
-# class -> its module paths. Inside a layer, all of these classes use the same names.
-LAYOUTS: dict[str, Layout] = {
-    "ViTForImageClassification": Layout("vit", "layers", "ViTAttention"),
-    "DeiTForImageClassification": Layout("deit", "layers", "DeiTAttention"),
-    "DeiTForImageClassificationWithTeacher": Layout("deit", "layers", "DeiTAttention"),
-    "Dinov2ForImageClassification": Layout("dinov2", "encoder.layer", "Dinov2Attention", resizes=True),
-    "Dinov2WithRegistersForImageClassification": Layout(
-        "dinov2_with_registers", "encoder.layer", "Dinov2WithRegistersAttention", resizes=True
-    ),
-}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+CLASSES = (
+    "ViTForImageClassification",
+    "DeiTForImageClassification",
+    "DeiTForImageClassificationWithTeacher",
+    "Dinov2ForImageClassification",
+    "Dinov2WithRegistersForImageClassification",
+)
+# The parts of these classes are named after their first word, e.g. ViTAttention and ViTMLP.
+WORDS = tuple(dict.fromkeys(name.partition("ForImage")[0] for name in CLASSES))
 PREFIX = ("cls_token", "distillation_token", "register_tokens")
-CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -62,9 +47,9 @@ class HuggingFaceModel(Adopted):
 
     def forward(
         self,
-        images: Float[Tensor, "batch channels height width"] | None = None,
+        images: ImageBatch | None = None,
         *,
-        pixel_values: Float[Tensor, "batch channels height width"] | None = None,
+        pixel_values: ImageBatch | None = None,
         labels: Tensor | None = None,
         **options: Any,
     ) -> Any:
@@ -81,23 +66,20 @@ class HuggingFaceModel(Adopted):
         optional = {} if labels is None else {"labels": labels}
         return self.source(pixel_values=pixel_values, **optional, **options)
 
+    # Pipelines and trainers of transformers read these of every model.
     @property
     def config(self) -> Any:
-        """The configuration of transformers."""
         return self.source.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return next(self.parameters()).dtype
 
     def can_generate(self) -> bool:
-        """Returns False; pipelines of transformers call this on every model."""
         return False
 
     def logits(self, images: Tensor) -> Tensor:
@@ -109,8 +91,8 @@ class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
     def forward(
-        self, hidden_states: Float[Tensor, "batch tokens width"], attention_mask: Tensor | None = None, **options: Any
-    ) -> tuple[Float[Tensor, "batch tokens width"], None]:
+        self, hidden_states: TokenBatch, attention_mask: Tensor | None = None, **options: Any
+    ) -> tuple[TokenBatch, None]:
         """Returns the attention output; raises NotSupported for masks and requests for the attention weights.
 
         During export, transformers passes an explicit mask that includes every token; it is ignored.
@@ -126,15 +108,22 @@ class HuggingFaceAttention(Adapter):
 
 
 class HuggingFaceFamily(AdoptedFamily):
-    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `LAYOUTS`."""
+    """`hf:ID` or `hf:FOLDER`, and any instance of the classes in `CLASSES`."""
 
     name = "huggingface"
+    library = "transformers"
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
-    attention_name = "attention"
-    mlp_types = ("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP")
-    classifier_names = CLASSIFIERS
-    head_names = (*CLASSIFIERS, *sorted({f"{layout.body}.layernorm" for layout in LAYOUTS.values()}))
+    attention_name, patches_path, norm_path = "attention", "embeddings.patch_embeddings.projection", "layernorm"
+    mlp_types = tuple(f"{word}MLP" for word in WORDS)
+    classifier_names = ("classifier", "cls_classifier", "distillation_classifier")
+    head_names = (
+        *classifier_names,
+        "vit.layernorm",
+        "deit.layernorm",
+        "dinov2.layernorm",
+        "dinov2_with_registers.layernorm",
+    )
 
     def load(self, source: Path | str, **changes: Any) -> Adopted:
         """Reads a classifier from a local folder, or from the hub by its id, and adopts it in evaluation mode.
@@ -158,7 +147,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 f"hf:{source} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
                 "Fine-tune it as a classifier first, and save the result."
             )
-        return self.adopt(model, **_processor(source, LAYOUTS.get(type(model).__name__))).eval()
+        return self.adopt(model, **_processor(source, _is_dinov2(model))).eval()
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the image processor of transformers that was saved with the model; None where there is none."""
@@ -169,8 +158,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return None
         return lambda picture: processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
-    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Creates the classifier of a configuration, with fresh weights or with none on the meta device."""
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
         automatic = _transformers("AutoModelForImageClassification")
         with local_copies_if_unreachable(name) as unreachable:
             try:
@@ -178,71 +166,64 @@ class HuggingFaceFamily(AdoptedFamily):
             except (OSError, ValueError, KeyError) as error:
                 reason = unreachable or error
                 raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
-        if not on_meta:
-            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(0)
-                return self.adopt(automatic.from_config(config)).eval()
-        with torch.device("meta"):
-            return self.outlined(automatic.from_config(config))
-
-    def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model's class is one of transformers."""
-        return type(model).__module__.split(".")[0] == "transformers"
+        # Weights are drawn on the CPU, so that they do not depend on the default device.
+        place = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(place):
+            torch.manual_seed(0)
+            return automatic.from_config(config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models or attention, and unsupported features."""
         yield from features(model)
-        layout = LAYOUTS.get(type(model).__name__)
-        if layout is None or not self.adopts(model):
-            name = type(model).__name__
+        name = type(model).__name__
+        if name not in CLASSES or not self.adopts(model):
             classifies = "ForImageClassification" in name
             lacks = "has no reader" if classifies else "is not an image classifier"
-            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(LAYOUTS)}.")
+            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(CLASSES)}.")
             return
         config: Any = model.config
         if config.output_attentions:
             yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
         for layer in self.layers(model):
             attention: Any = layer.attention
-            if type(attention).__name__ != layout.attention:
+            if type(attention).__name__ != f"{name.partition('ForImage')[0]}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
-            yield from changed_linears(attention, tuple(PROJECTIONS.values()))
+            yield from changed_linears(attention, PROJECTIONS)
             if attention.attention_dropout:
                 yield Refusal("dropout inside attention (load it with attention_probs_dropout_prob=0.0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
         name, config = type(model).__name__, model.config
-        layout: Layout = LAYOUTS[name]
         arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        embedding: Any = model.get_submodule(f"{layout.body}.embeddings.patch_embeddings")
+        embedding: Any = self.body(model).get_submodule("embeddings.patch_embeddings")
         own = image_shape((embedding.num_channels, *embedding.image_size))
         shape = image_shape(stated.get("input_shape") or own)
-        if shape != own and not (layout.resizes and shape[0] == own[0]):
+        if shape != own and not (_is_dinov2(model) and shape[0] == own[0]):
             raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
         half = (0.5,) * own[0]
         return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration."""
-        if origin.architecture not in LAYOUTS:
-            raise UnknownName("class of transformers", origin.architecture, LAYOUTS)
+        if origin.architecture not in CLASSES:
+            raise UnknownName("class of transformers", origin.architecture, CLASSES)
         kind = _transformers(origin.architecture)
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the layers of the encoder."""
-        layout = LAYOUTS[type(source).__name__]
-        return tuple(source.get_submodule(f"{layout.body}.{layout.layers}").children())
+        path = "encoder.layer" if _is_dinov2(source) else "layers"
+        return tuple(self.body(source).get_submodule(path).children())
+
+    def body(self, source: nn.Module) -> nn.Module:
+        return source.base_model  # type: ignore[return-value]
 
     def own(self, attention: nn.Module) -> Attention:
-        """Returns attnrx attention with copies of the four projections."""
         theirs: Any = attention
-        linears: dict[str, nn.Linear] = {name: getattr(theirs, path) for name, path in PROJECTIONS.items()}
-        weights = {name: linear.weight for name, linear in linears.items()}
-        biases = {name: linear.bias for name, linear in linears.items()}
+        linears: list[nn.Linear] = [getattr(theirs, name) for name in PROJECTIONS]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -255,30 +236,13 @@ class HuggingFaceFamily(AdoptedFamily):
         """Returns the first norm of ViT and DeiT; not used for DINOv2, which pools all tokens."""
         return "layernorm_before"
 
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
-        embeddings: Any = self._embeddings(source)
-        return embeddings.patch_embeddings.projection
-
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of class, distillation and register tokens."""
-        embeddings = self._embeddings(source)
+        embeddings = self.body(source).get_submodule("embeddings")
         return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
-
-    def has_class_token(self, source: nn.Module) -> bool:
-        """Returns True: all supported classes have a class token."""
-        return True
 
     def pooling(self, source: nn.Module) -> str:
         """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
-        return "mean" if type(source).__name__.startswith("Dinov2") else "class"
-
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the encoder."""
-        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.layernorm")
-
-    def _embeddings(self, source: nn.Module) -> nn.Module:
-        return source.get_submodule(f"{LAYOUTS[type(source).__name__].body}.embeddings")
+        return "mean" if _is_dinov2(source) else "class"
 
 
 def _transformers(name: str) -> Any:
@@ -299,13 +263,18 @@ def _image_processor(source: Path | str) -> Any:
         return None
 
 
-def _processor(source: Path | str, layout: Layout | None) -> dict[str, Any]:
+def _is_dinov2(source: nn.Module) -> bool:
+    """Returns whether the model is a DINOv2, which accepts images of another size."""
+    return type(source).__name__.startswith("Dinov2")
+
+
+def _processor(source: Path | str, resizes: bool) -> dict[str, Any]:
     """Returns the input format from the saved image processor; empty where there is none."""
     processor = _image_processor(source)
     if processor is None:
         return {}
     facts: dict[str, Any] = {"mean": processor.image_mean, "std": processor.image_std}
     size = dict((processor.crop_size if getattr(processor, "do_center_crop", None) else processor.size) or {})
-    if layout is not None and layout.resizes and {"height", "width"} <= size.keys():
+    if resizes and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(processor.image_mean), size["height"], size["width"])
     return facts

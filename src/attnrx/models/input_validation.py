@@ -8,7 +8,7 @@ from torch import nn
 from attnrx.diagnostics import ImageScale
 from attnrx.errors import DataError, ScaleWarning
 from attnrx.models.family import Family
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import ImageBatch, Tensor
 
 
 class InputValidation:
@@ -21,7 +21,7 @@ class InputValidation:
         self._scale = ImageScale(*family.normalization(model))
         self._warned = False
 
-    def take(self, images: Float[Tensor, "batch channels height width"]) -> Tensor:
+    def take(self, images: ImageBatch) -> Tensor:
         """Returns the images in the model's dtype.
 
         Raises:

@@ -42,11 +42,6 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
 
 
-def linear_of_rank(inputs: int, outputs: int, rank: int | None) -> nn.Module:
-    """Returns one linear map, or two factors of it where a rank is given."""
-    return nn.Linear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
-
-
 def rank_of(linear: nn.Module) -> int | None:
     """Returns the rank of a factored map, or None."""
     return linear.rank if isinstance(linear, LowRankLinear) else None

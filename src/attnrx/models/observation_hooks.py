@@ -1,28 +1,38 @@
-"""Hooks that observe every attention layer and MLP of a model during its forward passes."""
+"""Hooks that observe a model during its forward passes: attention layers, MLPs, blocks, heads; and their names."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from attnrx.attention import Attention, AttentionCapture, Observed, using
+from attnrx.attention import Attention, AttentionCapture, CapturedAttention, Eager, Observed, using
+from attnrx.errors import NotSupported
 from attnrx.models.family import Family
 from attnrx.observation import Observation
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Float, ImageBatch, Tensor
 
 
 @contextmanager
 def observing(model: nn.Module, family: Family, observe: Callable[[int, Observation], None]) -> Iterator[None]:
     """Calls `observe(layer, observation)` for every layer of every forward pass inside the context."""
     layers = family.attention(model)
-    projections = [_output_projection(layer) for layer in layers]
-    captures = [layer.backend if isinstance(layer.backend, AttentionCapture) else None for layer in layers]
-    pairs = enumerate(zip(projections, captures, strict=True))
-    backends = [Observed(partial(observe, index), projection, capture) for index, (projection, capture) in pairs]
+    backends = [
+        Observed(
+            partial(observe, index),
+            _output_projection(layer),
+            layer.backend if isinstance(layer.backend, AttentionCapture) else None,
+        )
+        for index, layer in enumerate(layers)
+    ]
     with using(layers, backends):
         yield
+
+
+def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
+    heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.reads, 1))
+    return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
 
 
 @contextmanager
@@ -32,41 +42,62 @@ def observing_mlp(
     """Calls `observe(layer, which, inputs, outputs)` for both maps of every MLP in every forward pass inside the
     context.
     """
-    handles = [
-        linear.register_forward_hook(partial(_observe_linear, partial(observe, layer, which)))
-        for layer, pair in enumerate(family.mlp(model))
-        for which, linear in enumerate(pair)
-    ]
-    try:
+
+    def show(index: tuple[int, int], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor) -> None:
+        observe(*index, args[0].detach(), outputs.detach())
+
+    with ExitStack() as hooks:
+        for layer, pair in enumerate(family.mlp(model)):
+            for which, linear in enumerate(pair):
+                hooks.enter_context(linear.register_forward_hook(partial(show, (layer, which))))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _observe_linear(
-    observe: Callable[[Tensor, Tensor], None], module: nn.Module, args: tuple[Tensor, ...], outputs: Tensor
-) -> None:
-    observe(args[0].detach(), outputs.detach())
+@contextmanager
+def recording_blocks(model: nn.Module, family: Family) -> Iterator[list[Tensor]]:
+    """Collects the output of every block in each forward pass; the caller clears the list."""
+    outputs: list[Tensor] = []
+
+    def record(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as hooks:
+        for name in block_names(model, family):
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
+        yield outputs
 
 
-def _output_projection(layer: Attention) -> Float[Tensor, "heads v_head_dim width"]:
-    heads, v_head_dim = len(layer.spec.heads), max((*layer.spec.reads, 1))
-    return layer.output.spread((v_head_dim,) * heads).detach().T.unflatten(0, (heads, v_head_dim))
-
-
-def head_features(
-    model: nn.Module, heads: Sequence[nn.Linear], images: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch features"]:
+def head_features(model: nn.Module, heads: Sequence[nn.Linear], images: ImageBatch) -> Float[Tensor, "batch features"]:
     """Runs the model and returns the inputs of its heads, concatenated where there are several."""
     state: dict[nn.Module, Tensor] = {}
-    handles = [head.register_forward_pre_hook(lambda head, given: state.update({head: given[0]})) for head in heads]
-    try:
+    with ExitStack() as hooks:
+        for head in heads:
+            hooks.enter_context(head.register_forward_pre_hook(lambda head, given: state.update({head: given[0]})))
         model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
     return torch.cat([state[head] for head in heads], dim=-1)
+
+
+@contextmanager
+def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
+    """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
+
+    Token reducers receive uniform attention maps here: the logits are not those of the model, but the costs are,
+    because they do not depend on which tokens are pruned.
+    """
+    layers = family.attention(model)
+    with ExitStack() as hooks:
+        for layer in layers:
+            if isinstance(layer.backend, AttentionCapture) and layer.backend.wanted:
+                hooks.enter_context(layer.register_forward_hook(partial(_capture_uniform, layer.backend)))
+        hooks.enter_context(using(layers, [Eager()] * len(layers)))
+        yield
+
+
+def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[Tensor, ...], output: Tensor) -> None:
+    spec, (batch, count) = layer.spec, output.shape[:2]
+    uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
+    keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
+    capture.show(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
 
 
 @contextmanager
@@ -82,3 +113,34 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
+    """Returns the path of the block around every attention layer: the layer's path up to its last number."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = []
+    for layer in family.attention(model):
+        parts = paths[id(layer)].split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        if not numbers:
+            raise NotSupported(
+                f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."
+            )
+        names.append(".".join(parts[: numbers[-1] + 1]))
+    return tuple(names)
+
+
+def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
+    """Returns the block index of every parameter, in the order of the forward pass.
+
+    0 stands for parameters before the blocks (patches, position embeddings, tokens), 1 to L for the blocks, L + 1 for
+    parameters after them.
+    """
+    blocks = block_names(model, family)
+    indices: dict[str, int] = {}
+    last_block = 0
+    for name, _ in model.named_parameters():
+        own = next((index for index, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
+        last_block = max(last_block, own or 0)
+        indices[name] = own or (0 if not last_block else len(blocks) + 1)
+    return indices

@@ -18,22 +18,21 @@ from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_sha
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor, TokenBatch
 
-# Reasons why timm's other blocks are unsupported; a block that is not listed is refused with its class name.
+# Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
 BLOCKS: dict[str, str] = {
     "ParallelScalingBlock": "attention and MLP in parallel with common projections",
     "ParallelThingsBlock": "several parallel attention modules in one layer",
     "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
 }
-CLASSES: dict[str, str] = {
+ATTENTION: dict[str, str] = {
     "AttentionRope": "rotary positions",
     "DiffAttention": "differential attention",
     "RelPosAttention": "relative position bias",
     "TalkingHeadAttn": "talking heads",
 }
-
-
+# Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
 
@@ -49,14 +48,10 @@ class TimmModel(Adopted):
         taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
         return {**config, **taken, "num_classes": self.num_classes}
 
-    @property
-    def default_cfg(self) -> dict[str, Any]:
-        """The same, under the older name of timm."""
-        return self.pretrained_cfg
+    default_cfg = pretrained_cfg  # its older name in timm
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return int(self.source.num_classes)  # type: ignore[arg-type]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -73,10 +68,7 @@ class TimmModel(Adopted):
 class TimmAttention(Adapter):
     """attnrx attention with the call signature of a timm block; classifiers never use its two mask arguments."""
 
-    def forward(
-        self, x: Float[Tensor, "batch tokens width"], attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Float[Tensor, "batch tokens width"]:
-        """Returns the attention output; raises NotSupported for masks."""
+    def forward(self, x: TokenBatch, attn_mask: Tensor | None = None, is_causal: bool = False) -> TokenBatch:
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         return self.mixed(x)
@@ -85,13 +77,13 @@ class TimmAttention(Adapter):
 class TimmFamily(AdoptedFamily):
     """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any plain VisionTransformer instance of timm."""
 
-    name = "timm"
+    name = library = "timm"
     model_type = TimmModel
     adapter_type = TimmAttention
-    attention_name = "attn"
+    attention_name, patches_path, norm_path = "attn", "patch_embed.proj", "norm"
     mlp_types = ("Mlp",)
-    head_names = ("norm", "fc_norm", "head", "head_dist")
     classifier_names = ("head", "head_dist")
+    head_names = ("norm", "fc_norm", *classifier_names)
     pooled_names = ("fc_norm",)
 
     def load(
@@ -109,24 +101,22 @@ class TimmFamily(AdoptedFamily):
             self.require_supported(_create(name, arguments))  # before anything is downloaded or read
         model = _create(name, arguments, pretrained=weights is None and pretrained is not False)
         if weights is not None:
-            _load_file_(model, Path(weights), name)
+            state = read_checkpoint(Path(weights))
+            try:
+                # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
+                state = _timm("models.vision_transformer").checkpoint_filter_fn(state, model)
+                model.load_state_dict(state, strict=True)
+            except Exception as error:  # timm's conversion and torch raise errors of many types
+                raise CheckpointError(f"the weights in {weights} do not fit timm:{name} ({error}).") from error
         return self.adopt(model).eval()
 
-    def fresh(self, name: str, *, on_meta: bool = False, **arguments: Any) -> Adopted:
-        """Creates the model with weights initialized from seed 0, or with none on the meta device."""
-        if not on_meta:
-            return self.load(name, pretrained=False, **arguments)
-        with torch.device("meta"):
-            return self.outlined(_create(name, arguments))
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        return _create(name, arguments)
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor]:
         """Returns the evaluation transform of timm: resize, centre crop, normalization."""
         data = _timm("data")
         return data.create_transform(**data.resolve_model_data_config(model))
-
-    def adopts(self, model: nn.Module) -> bool:
-        """Returns whether the model's class is one of timm."""
-        return type(model).__module__.split(".")[0] == "timm"
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models, blocks, attention or patch embeddings, and unsupported features."""
@@ -142,16 +132,18 @@ class TimmFamily(AdoptedFamily):
         if type(model.patch_embed) is not timm_layers.PatchEmbed:
             yield Refusal(f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed")
         for block in self.layers(model):
+            attention: Any = getattr(block, "attn", None)
             kind = type(block)
             if kind not in (vit.Block, vit.ResPostBlock):
                 yield Refusal(BLOCKS.get(kind.__name__, f"the block {kind.__name__} has no reader"))
-            elif type(block.attn) is not timm_layers.Attention:
-                own = type(block.attn).__name__
-                yield Refusal(
-                    CLASSES.get(own, f"the attention {own} has no reader"), NOT_PLAIN if own in CLASSES else ""
-                )
+            elif type(attention) is not timm_layers.Attention:
+                own = type(attention).__name__
+                reason = ATTENTION.get(own)
+                yield Refusal(reason, NOT_PLAIN) if reason else Refusal(f"the attention {own} has no reader")
             else:
-                yield from _changes(block.attn)
+                yield from changed_linears(attention, ("qkv", "proj"))
+                if attention.attn_drop.p or attention.proj_drop.p:
+                    yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
@@ -161,25 +153,26 @@ class TimmFamily(AdoptedFamily):
                 f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
                 "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
+        name = facts["architecture"]
         # get_model_args omits the drop rates, which belong to the model when it is trained further.
         arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+        try:
+            arguments = json.loads(json.dumps(arguments))
+        except TypeError as error:
+            raise NotSupported(
+                f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers "
+                "too, e.g. act_layer='gelu'."
+            ) from error
         embedding: Any = model.patch_embed
         own = image_shape((embedding.proj.in_channels, *embedding.img_size))
         shape = image_shape(stated.get("input_shape") or own)
         if shape != own and not getattr(model, "dynamic_img_size", False):
-            raise InvalidInput(
-                f"{facts['architecture']} was created for images of {own}: create it with img_size={shape[1:]}."
-            )
-        return Origin(
-            facts["architecture"],
-            _as_json(facts["architecture"], arguments),
-            shape,
-            tuple(stated.get("mean") or facts["mean"]),
-            tuple(stated.get("std") or facts["std"]),
-        )
+            raise InvalidInput(f"{name} was created for images of {own}: create it with img_size={shape[1:]}.")
+        mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
+        return Origin(name, arguments, shape, mean, std)
 
     def create(self, origin: Origin) -> nn.Module:
-        """Calls timm's entrypoint with model arguments only; other arguments read files or access the hub."""
+        """Calls timm's entrypoint with model arguments only."""
         forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
         if ":" in origin.architecture or forbidden:
             raise InvalidInput(
@@ -189,42 +182,29 @@ class TimmFamily(AdoptedFamily):
         return _create(origin.architecture, origin.arguments)
 
     def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        """Returns the blocks."""
         return tuple(source.get_submodule("blocks").children())
 
     def own(self, attention: nn.Module) -> Attention:
         """Splits the fused projection into query, key and value."""
         theirs: Any = attention
-        names = ("query", "key", "value")
-        weights = dict(zip(names, theirs.qkv.weight.chunk(3), strict=True))
         fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
-        biases = {**dict(zip(names, fused, strict=True)), "output": theirs.proj.bias}
-        return assembled({**weights, "output": theirs.proj.weight}, biases, theirs.num_heads, theirs.scale)
+        weights = (*theirs.qkv.weight.chunk(3), theirs.proj.weight)
+        return assembled(weights, (*fused, theirs.proj.bias), theirs.num_heads, theirs.scale)
 
     def norm_before(self, layer: nn.Module) -> str | None:
         """Returns the first norm, unless the block is post-norm."""
         return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
 
-    def patches(self, source: nn.Module) -> nn.Conv2d:
-        """Returns the convolution of the patch embedding."""
-        return source.get_submodule("patch_embed.proj")  # type: ignore[return-value]
-
     def prefix_tokens(self, source: nn.Module) -> int:
-        """Returns the number of class, distillation and register tokens."""
         return int(source.num_prefix_tokens)  # type: ignore[arg-type]
 
     def has_class_token(self, source: nn.Module) -> bool:
-        """Returns whether the first token is a class token."""
         return source.cls_token is not None
 
     def pooling(self, source: nn.Module) -> str:
         if source.pool_include_prefix:
             return f"{source.global_pool} with the tokens before the patches"
         return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
-
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        """Returns the norm after the blocks; an identity where the norm follows the mean."""
-        return source.get_submodule("norm")
 
 
 def _timm(module: str) -> ModuleType:
@@ -234,13 +214,6 @@ def _timm(module: str) -> ModuleType:
         raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
 
 
-def _changes(attention: Any) -> Iterator[Refusal]:
-    """Yields changes of a plain attention module by the user or another package."""
-    yield from changed_linears(attention, ("qkv", "proj"))
-    if attention.attn_drop.p or attention.proj_drop.p:
-        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
-
-
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
     timm = _timm("models")
     plain = name.partition(".")[0]
@@ -248,7 +221,7 @@ def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -
         raise UnknownName("timm model", name, timm.list_models())
     with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # timm draws weights from the global generator
                 torch.manual_seed(0)
                 return timm.create_model(name, pretrained=pretrained, **arguments)
         except Exception as error:  # timm raises AssertionError, and its downloads errors of several packages
@@ -273,22 +246,3 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{path} holds values that are not tensors, so it is not a file with weights.")
     return tensors
-
-
-def _load_file_(model: nn.Module, path: Path, name: str) -> None:
-    # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
-    convert, state = _timm("models.vision_transformer").checkpoint_filter_fn, read_checkpoint(path)
-    try:
-        model.load_state_dict(convert(state, model), strict=True)
-    except Exception as error:  # timm's conversion and torch raise errors of many types
-        raise CheckpointError(f"the weights in {path} do not fit timm:{name} ({error}).") from error
-
-
-def _as_json(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps(dict(arguments)))
-    except TypeError as error:
-        raise NotSupported(
-            f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers too, "
-            "e.g. act_layer='gelu'."
-        ) from error

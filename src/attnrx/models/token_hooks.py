@@ -1,25 +1,21 @@
-"""Attaches a token policy to a model: hooks before its layers, captures of its attention, and its description."""
+"""Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from attnrx.attention import Attention, AttentionCapture, CapturedAttention
+from attnrx.costs import TokenCosts, token_costs
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models.blocks import block_names
 from attnrx.models.family import Family
-from attnrx.models.token_reduction import POOLED, TokenReduction
+from attnrx.models.observation_hooks import block_names
+from attnrx.models.token_reduction import TokenReduction
 from attnrx.serialization.config import to_dict
 from attnrx.shapes import Tensor
-from attnrx.tokens import (
-    LAST_LAYER,
-    MOMENTS,
-    Shape,
-    TokenPolicy,
-    policy_from_dict,
-)
+from attnrx.spec import AttentionSpec
+from attnrx.tokens import LAST_LAYER, MOMENTS, Shape, TokenPolicy
 
 
 def shape_of(model: nn.Module, family: Family, heads: int | None = None) -> Shape:
@@ -49,30 +45,64 @@ def attach_tokens_(
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     blocks = [model.get_submodule(name) for name in block_names(model, family)]
     for stage, layer in enumerate(policy.layers):
-        _first_(blocks[layer - 1], _Stage(reduction, stage))
-    for block in blocks[1 : policy.layers[-1] if "accumulated" in policy.reducer.needs else 1]:
-        _first_(block, _Accumulate(reduction))  # the input of a block is the output of the one before
-    _first_(family.patch_embedding(model), _Begin(reduction))
+        _first_(blocks[layer - 1], partial(reduction.decide, stage))
+    if "accumulated" in policy.reducer.needs:
+        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
+            _first_(block, reduction.score_layer)
+    _first_(family.patch_embedding(model), reduction.begin)
     for index, layer in enumerate(layers, 1):
         _capture_(layer, index, reduction)
-    if layout.pooled in POOLED:
+    if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(_Pooled(reduction))
     return reduction.train(model.training)
 
 
-def _first_(block: nn.Module, hook: Any) -> None:
-    """Registers a pre-forward hook that runs before the existing ones."""
+class _TokenHook:
+    """Replaces the tokens that enter a module by `run(tokens)`, unless that is None.
+
+    It treats the images of a batch independently, so that a batch may be chunked.
+    """
+
+    by_image = True
+
+    def __init__(self, run: Callable[[Tensor], Tensor | None]):
+        self.run = run
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        tokens = self.run(args[0] if args else kwargs["hidden_states"])
+        if tokens is None:
+            return None
+        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
+
+
+class _Pooled:
+    by_image = True
+
+    def __init__(self, reduction: TokenReduction):
+        self.reduction = reduction
+
+    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
+        return self.reduction.pooled(tokens)
+
+
+def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook on the module's input that runs before the existing ones."""
     # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
-    later = dict(block._forward_pre_hooks)
-    block._forward_pre_hooks.clear()
-    block.register_forward_pre_hook(hook, with_kwargs=True)
-    block._forward_pre_hooks.update(later)
+    later = dict(module._forward_pre_hooks)
+    module._forward_pre_hooks.clear()
+    module.register_forward_pre_hook(_TokenHook(run), with_kwargs=True)
+    module._forward_pre_hooks.update(later)
 
 
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
     policy = reduction.policy
-    statistics = _needed_statistics(policy, index)
+    needs = set(policy.reducer.needs)
+    found = needs & LAST_LAYER if index + 1 in policy.layers else set()
+    if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
+        found |= {"attention"} if needs & MOMENTS else set()
+        found |= {"class_attention"} if "class_attention_sum" in needs else set()
+    statistics = tuple(sorted(found))
     uses_sizes = reduction.counts_sizes or policy.reducer.learned
     if statistics or (uses_sizes and index >= policy.layers[0]):
         show = partial(reduction.show, layer.spec.heads, decides=index + 1 in policy.layers)
@@ -84,20 +114,9 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
     """Returns the policy of a model as JSON-ready values; None where it has none."""
     reduction = reduction_of(model)
-    return (
-        None
-        if reduction is None
-        else {
-            "policy": to_dict(reduction.policy),
-            "by": reduction.by,
-            "heads": reduction.shape.heads,
-        }
-    )
-
-
-def attach_described_(model: nn.Module, family: Family, record: Mapping[str, Any]) -> None:
-    """Attaches the described policy to the model."""
-    attach_tokens_(model, family, policy_from_dict(record["policy"]), record["by"], record["heads"])
+    if reduction is None:
+        return None
+    return {"policy": to_dict(reduction.policy), "by": reduction.by, "heads": reduction.shape.heads}
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
@@ -116,15 +135,20 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
         )
 
 
-def _needed_statistics(policy: TokenPolicy, layer: int) -> tuple[str, ...]:
-    """Returns the statistics that the reducer needs of a layer."""
-    needs = set(policy.reducer.needs)
-    statistics = needs & LAST_LAYER if layer + 1 in policy.layers else set()
-    if needs & MOMENTS and layer < policy.layers[-1]:
-        statistics.add("attention")
-    if "class_attention_sum" in needs and layer < policy.layers[-1]:
-        statistics.add("class_attention")
-    return tuple(sorted(statistics))
+def costs_of_tokens(
+    model: nn.Module, family: Family, policy: TokenPolicy | None, specs: Sequence[AttentionSpec], tokens: int
+) -> TokenCosts:
+    """Returns the token costs of `policy`, or else of the policy attached to the model, for layers with these specs.
+
+    `tokens` is the number of tokens per layer without a policy.
+    """
+    attached = reduction_of(model)
+    if policy is not None:
+        require_all_tokens(model, "compute the costs of a policy on")
+        return token_costs(policy, shape_of(model, family), specs)
+    if attached is not None:
+        return token_costs(attached.policy, attached.shape, specs, attached.by)
+    return TokenCosts((tokens,) * len(specs))
 
 
 def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -132,39 +156,3 @@ def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[T
     batch, count = output.shape[:2]
     maps = output.new_zeros(batch, 0, count, count)
     capture.show(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))
-
-
-class _Hook:
-    """A hook of a reduction. It treats the images of a batch independently, so that a batch may be chunked."""
-
-    by_image = True
-
-    def __init__(self, reduction: TokenReduction):
-        self.reduction = reduction
-
-
-class _Begin(_Hook):
-    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        self.reduction.begin(args[0])
-
-
-class _Accumulate(_Hook):
-    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        tokens = args[0] if args else kwargs["hidden_states"]
-        self.reduction.accumulate(self.reduction.policy.reducer.layer_score(tokens))
-
-
-class _Stage(_Hook):
-    def __init__(self, reduction: TokenReduction, stage: int):
-        super().__init__(reduction)
-        self.stage = stage
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if args:
-            return (self.reduction.decide(self.stage, args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.reduction.decide(self.stage, kwargs["hidden_states"])}
-
-
-class _Pooled(_Hook):
-    def __call__(self, module: nn.Module, args: tuple, tokens: Tensor) -> Tensor:
-        return self.reduction.pooled(tokens)

@@ -1,5 +1,6 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -7,26 +8,45 @@ from torch import nn
 
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
-from attnrx.models.token_run import TokenRun
-from attnrx.models.token_updates import (
-    compressed_state,
-    masked_state,
-    remaining_indices,
-    replaced_state,
-)
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens import (
-    MOMENTS,
-    MapMoments,
-    Part,
-    Shape,
-    TokenPolicy,
-    TokenState,
-    image_keys,
-    sampled_keep,
-)
+from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
+from attnrx.tokens import MOMENTS, MapMoments, Part, Reduction, Shape, TokenPolicy, TokenState, image_keys, sampled_keep
 
 BY = ("mask", "compress")
+
+
+class TokenRun:
+    """Token statistics of one batch during a forward pass; reset at every batch.
+
+    `sizes` is None until a token is pruned. `patch_indices` holds the index of every patch token in the image, -1 for
+    tokens added by a stage; `trail` holds those indices after each stage. `image_keys` are hashes of the images, for
+    reducers that need them. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0 for a
+    pruned one, with a gradient.
+    """
+
+    def __init__(self):
+        self.sizes: Float[Tensor, "batch tokens"] | None = None
+        self.patch_indices: Int[Tensor, "batch patches"] | None = None
+        self.moments: MapMoments | None = None
+        self.accumulated: Float[Tensor, "batch patches"] | None = None
+        self.accumulated_layers = 0
+        self.image_keys: Int[Tensor, " batch"] | None = None
+        self.captures: list[CapturedAttention] = []
+        self.trail: list[Int[Tensor, "batch kept"]] = []
+        self.sampled: list[Float[Tensor, "batch patches"]] = []
+
+    def begin(self) -> None:
+        self.__init__()
+
+    @classmethod
+    def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
+        """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
+        found = cls()
+        sizes = [run.sizes for run in runs if run.sizes is not None]
+        indices = [run.patch_indices for run in runs if run.patch_indices is not None]
+        found.sizes = torch.cat(sizes) if sizes else None
+        found.patch_indices = torch.cat(indices) if indices else None
+        found.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
+        return found
 
 
 class TokenReduction(nn.Module):
@@ -64,7 +84,7 @@ class TokenReduction(nn.Module):
         """Returns the predictor of a stage, or the one of all stages."""
         return self.stages[0 if self.policy.reducer.one_predictor else stage]
 
-    def begin(self, images: Float[Tensor, "batch channels height width"]) -> None:
+    def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
         self.run.begin()
         if "image_keys" in self.policy.reducer.needs:
@@ -83,6 +103,10 @@ class TokenReduction(nn.Module):
             run.accumulated[part.images] = self.policy.reducer.accumulate(own, scores)
         run.accumulated_layers += part is None or part.is_last
 
+    def score_layer(self, tokens: TokenBatch) -> None:
+        """Adds the patch scores that the reducer computes from the output of a layer."""
+        self.accumulate(self.policy.reducer.layer_score(tokens))
+
     def show(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
         """Receives the captured attention of a layer with these heads of the original model, for all images or some.
 
@@ -97,76 +121,75 @@ class TokenReduction(nn.Module):
                 captured,
                 attention=_at_all_heads(captured.attention, heads, self.shape.heads, sizes),
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
-                value_norms=_with_zeros(captured.value_norms, heads, self.shape.heads),
+                value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
         if decides:
-            self.run.captures = (
-                [captured] if captured.part is None or captured.part.start == 0 else [*self.run.captures, captured]
-            )
+            first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
+            self.run.captures = [captured] if first else [*self.run.captures, captured]
         needs = self.policy.reducer.needs
         if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
-            self._add_to_moments(captured.attention, captured.part, "attention_variance" in needs)
+            self._add_to_moments(captured.attention, captured.part)
         if "class_attention_sum" in needs and captured.class_attention is not None:
             self.accumulate(captured.class_attention.mean(1), captured.part)
 
-    def _add_to_moments(
-        self, attention: Float[Tensor, "part heads queries keys"], part: Part | None, variance: bool
-    ) -> None:
-        """Adds a layer's attention maps to the moments."""
-        run = self.run
-        if part is None:
-            before = run.moments
-            run.moments = MapMoments.of(attention, variance) if before is None else before.then(attention)
-            return
-        if run.moments is None:
-            run.moments = MapMoments.room(attention, part.batch, variance)
-        run.moments.write_(attention, part)
+    def _add_to_moments(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
+        run, variance = self.run, "attention_variance" in self.policy.reducer.needs
+        if part is not None:
+            run.moments = run.moments or MapMoments.room(attention, part.batch, variance)
+            run.moments.write_(attention, part)
+        elif run.moments is None:
+            run.moments = MapMoments.of(attention, variance)
+        else:
+            run.moments = run.moments.then(attention)
 
-    def decide(self, stage: int, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
+    def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer."""
         prefix, run = self.shape.layout.prefix, self.run
-        count = self.policy.counts(self.shape.layout.patches)[stage]
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
+        patches = self.shape.layout.patches
+        count = self.policy.counts(patches)[stage]
         if run.patch_indices is None:
-            self._require_patches(tokens.shape[1] - prefix)
-            run.patch_indices = torch.arange(tokens.shape[1] - prefix, device=tokens.device).expand(tokens.shape[0], -1)
-        if count >= self.shape.layout.patches:  # no token is pruned, so the tokens must not change at all
+            if tokens.shape[1] - prefix != patches:
+                raise InvalidInput(
+                    f"an image has {tokens.shape[1] - prefix} patches, and {self.policy} was attached for {patches}: "
+                    "give images of the model's input size, or adopt the model for this size and attach the policy "
+                    "to it."
+                )
+            run.patch_indices = torch.arange(patches, device=tokens.device).expand(tokens.shape[0], -1)
+        if count >= patches:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
         captured = CapturedAttention.joined(run.captures)
-        statistics = (
+        state = TokenState(
+            tokens,
+            prefix,
+            sizes,
+            run.patch_indices,
             captured.class_attention,
             captured.attention,
             run.moments,
             captured.keys,
             run.accumulated,
             run.image_keys,
-        )
-        whole = self.by == "compress" and not self.draws
-        position = {"stage": stage, "layer": self.policy.layers[stage], "depth": self.shape.depth}
-        state = TokenState(
-            tokens, prefix, sizes, run.patch_indices, *statistics, captured.value_norms, **position, whole=whole
+            captured.value_norms,
+            stage,
+            self.policy.layers[stage],
+            self.shape.depth,
+            whole=self.by == "compress" and not self.draws,
         )
         if self.draws:
             return self._draw(stage, state)
         reduction = self.policy.reducer.reduce(state, count, self.predictor(stage))
         apply = compressed_state if self.by == "compress" else masked_state
         tokens, run.sizes, run.patch_indices, run.moments, run.accumulated = apply(state, reduction)
-        run.trail.append(
-            run.patch_indices
-            if self.by == "compress"
-            else remaining_indices(run.patch_indices, run.sizes[:, prefix:], reduction)
-        )
+        remaining = run.patch_indices
+        if self.by == "mask":
+            number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+            # A stable sort keeps the order of the remaining patches.
+            there = (run.sizes[:, prefix:] > 0).to(torch.int8)
+            remaining = remaining.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :number])
+        run.trail.append(remaining)
         return tokens
-
-    def _require_patches(self, found: int) -> None:
-        """Raises InvalidInput for an image size other than the one the policy was attached for."""
-        expected = self.shape.layout.patches
-        if found != expected:
-            raise InvalidInput(
-                f"an image has {found} patches, and {self.policy} was attached for {expected}: give images of the "
-                "model's input size, or adopt the model for this size and attach the policy to it."
-            )
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
@@ -181,45 +204,93 @@ class TokenReduction(nn.Module):
         run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
-    def pooled(self, tokens: Float[Tensor, "batch tokens width"]) -> Tensor:
-        """Returns the tokens that are pooled, changed so that pruned tokens do not count."""
-        return tokens if self.run.sizes is None else POOLED[self.shape.layout.pooled](self, tokens, self.run.sizes)
+    def pooled(self, tokens: TokenBatch) -> Tensor:
+        """Returns the tokens that are pooled, changed so that pruned tokens do not count.
 
-    def for_mean(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
-        """Scales the patches so that their mean is the mean over the patches of the image."""
+        For a mean, the patches are scaled so that their mean is the mean over the patches of the image. For a maximum,
+        pruned patches are overwritten by the first remaining one, which does not change it.
+        """
+        if self.run.sizes is None:
+            return tokens
         prefix = self.shape.layout.prefix
-        counts = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
-        patches = counts[:, prefix:]
-        weights = patches * (patches.shape[1] / patches.sum(1, keepdim=True))
-        return torch.cat([tokens[:, :prefix], tokens[:, prefix:] * weights[..., None]], dim=1)
-
-    def for_max(self, tokens: Float[Tensor, "batch tokens width"], sizes: Float[Tensor, "batch tokens"]) -> Tensor:
-        """Overwrites pruned patches by the first remaining one, which does not change the maximum."""
-        prefix = self.shape.layout.prefix
-        patches, remains = tokens[:, prefix:], sizes[:, prefix:] > 0
-        first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
-        patches = torch.where(remains[..., None], patches, patches.gather(1, first))
+        patches, sizes = tokens[:, prefix:], self.run.sizes[:, prefix:]
+        if self.shape.layout.pooled == "mean":
+            counts = sizes if self.policy.reducer.proportional or self.draws else (sizes > 0).to(sizes.dtype)
+            patches = patches * (counts * (counts.shape[1] / counts.sum(1, keepdim=True)))[..., None]
+        else:
+            remains = sizes > 0
+            # argmax takes no booleans.
+            first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
+            patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
 
 
-POOLED = {"mean": TokenReduction.for_mean, "max": TokenReduction.for_max}
-
-
-def _at_all_heads(maps: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None) -> Tensor | None:
-    """Returns the maps of all `count` heads: those of `heads` at their indices, the others uniform over the keys."""
-    if maps is None:
+def _at_all_heads(
+    own: Tensor | None, heads: tuple[int, ...], count: int, sizes: Tensor | None, attends: bool = True
+) -> Tensor | None:
+    """Returns the statistic of all `count` heads: `own` of `heads` at their indices; the others are zero, or attend
+    uniformly over the keys.
+    """
+    if own is None:
         return None
-    weights = maps.new_ones(maps.shape[0], maps.shape[-1]) if sizes is None else sizes.to(maps.dtype)
-    uniform = (weights / weights.sum(-1, keepdim=True)).view(maps.shape[0], *(1,) * (maps.ndim - 2), -1)
-    found = uniform.expand(maps.shape[0], count, *maps.shape[2:]).clone()
-    found[:, list(heads)] = maps
+    found = own.new_zeros(own.shape[0], count, *own.shape[2:])
+    if attends:
+        weights = own.new_ones(own.shape[0], own.shape[-1]) if sizes is None else sizes.to(own.dtype)
+        found = found + (weights / weights.sum(-1, keepdim=True)).view(own.shape[0], *(1,) * (own.ndim - 2), -1)
+    found[:, list(heads)] = own
     return found
 
 
-def _with_zeros(norms: Tensor | None, heads: tuple[int, ...], count: int) -> Tensor | None:
-    """Returns the value norms of all `count` heads: those of `heads` at their indices, the others zero."""
-    if norms is None:
-        return None
-    found = norms.new_zeros(norms.shape[0], count, norms.shape[2])
-    found[:, list(heads)] = norms
-    return found
+# tokens, sizes, patch indices, moments, accumulated scores
+Reduced = tuple[Tensor, Tensor, Tensor, MapMoments | None, Tensor | None]
+
+
+def compressed_state(state: TokenState, reduction: Reduction) -> Reduced:
+    """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
+    kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
+    tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
+    sizes, indices = remaining_sizes(state, reduction), state.patch_indices.gather(1, kept)
+    if extra is not None:
+        indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
+    moments = state.moments
+    if moments is not None:
+        first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
+        moments = moments.at(torch.cat([first, prefix + kept], dim=1))
+        moments = moments if extra is None else moments.with_new(extra.shape[1])
+    gathered = state.accumulated
+    if gathered is not None:
+        gathered = nn.functional.pad(gathered.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
+    return torch.cat(tokens, dim=1), torch.cat([state.sizes[:, :prefix], sizes], dim=1), indices, moments, gathered
+
+
+def masked_state(state: TokenState, reduction: Reduction) -> Reduced:
+    """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
+    kept, extra, indices = reduction.kept, reduction.extra, state.patch_indices
+    moments, gathered = state.moments, state.accumulated
+    targets, values = kept, reduction.tokens
+    if extra is not None:
+        pruned_mask = state.there.scatter(1, kept, 0.0)
+        free = pruned_mask.argsort(dim=1, descending=True, stable=True)[:, : extra.shape[1]]
+        targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
+        indices, moments, gathered = replaced_state(state, free)
+    patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
+    sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
+    tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
+    return tokens, torch.cat([state.sizes[:, : state.prefix], sizes], dim=1), indices, moments, gathered
+
+
+def replaced_state(state: TokenState, added: Tensor) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+    """Returns patch indices and statistics after new tokens were written at the patches `added`."""
+    moments, gathered = state.moments, state.accumulated
+    return (
+        state.patch_indices.scatter(1, added, -1),
+        None if moments is None else moments.without(state.prefix + added),
+        None if gathered is None else gathered.scatter(1, added, 0.0),
+    )
+
+
+def remaining_sizes(state: TokenState, reduction: Reduction) -> Tensor:
+    if reduction.sizes is not None:
+        return reduction.sizes
+    sizes = state.sizes[:, state.prefix :].gather(1, reduction.kept)
+    return sizes if reduction.extra is None else torch.cat([sizes, torch.ones_like(reduction.extra[..., 0])], dim=1)

@@ -1,17 +1,25 @@
-"""The base classes of attnrx models: configuration, layers, weight initialization."""
+"""The base classes of attnrx models: configuration with costs, layers, initialization, and the family."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from attnrx.attention import Attention
+from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
 from attnrx.errors import InvalidInput
-from attnrx.models.low_rank_linear import linear_of_rank
-from attnrx.shapes import Float, Tensor
+from attnrx.models.chunked_forward import chunked_forward, require_images
+from attnrx.models.family import Family, MLPRanks
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.token_hooks import costs_of_tokens
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.shapes import ImageBatch, Logits, TokenBatch
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenPolicy
 
 Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
@@ -20,8 +28,8 @@ MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of the model and its input format.
+class TransformerConfig(ABC):
+    """The shape of the model and its input format; the defaults are those of the SVDA paper for CIFAR-10.
 
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
     ranks of the two maps of every MLP (None: one matrix), or is empty. `mean` and `std` are the image normalization
@@ -29,14 +37,14 @@ class TransformerConfig:
     """
 
     attention: tuple[AttentionSpec, ...]
-    image_size: int
-    patch_size: int
-    channels: int
-    classes: int
-    mlp_ratio: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    mlp_ranks: tuple[tuple[int | None, int | None], ...]
+    image_size: int = 32
+    patch_size: int = 4
+    channels: int = 3
+    classes: int = 10
+    mlp_ratio: float = 4.0
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    mlp_ranks: MLPRanks = ()
 
     def __post_init__(self):
         if not self.attention:
@@ -65,90 +73,104 @@ class TransformerConfig:
 
     @property
     def width(self) -> int:
-        """Features of a token."""
         return self.attention[0].width
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return len(self.attention)
 
     @property
     def hidden(self) -> int:
-        """Features inside the MLP."""
         return int(self.width * self.mlp_ratio)
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.image_size, self.image_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: its patches, and the class token where the model has one."""
+        return self.patches
 
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
         """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
 
-    def with_mlp_rank(self: Config, layer: int, which: int, rank: int | None) -> Config:
-        """Returns the configuration with another rank for one map of one MLP."""
-        ranks = [list(self.mlp_rank(index)) for index in range(self.depth)]
-        ranks[layer][which] = rank
-        return replace(self, mlp_ranks=tuple((first, second) for first, second in ranks))
-
     def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
-        """Returns the configuration with another spec for one layer."""
         return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
-    def with_attention(self: Config, attention: tuple[AttentionSpec, ...] | None) -> Config:
-        """Returns the configuration with other specs in all layers; None changes nothing."""
-        if attention is None:
-            return self
+    def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
+        """Returns the costs without building the model, optionally with other specs and tokens in its layers.
+
+        This gives the costs of a prescription before it is realized.
+        """
+        attention = self.attention if attention is None else attention
         if len(attention) != self.depth:
             raise InvalidInput(f"{len(attention)} attention specs for {self.depth} layers: give one for each layer.")
-        return replace(self, attention=attention)
+        tokens = tokens or TokenCosts((self.tokens,) * self.depth)
+        return ModelCosts(
+            patches=self.patch_costs(),
+            layers=tuple(
+                layer_costs(spec, own, self.hidden, self.mlp_rank(index))
+                for index, (spec, own) in enumerate(zip(attention, tokens.tokens, strict=True))
+            ),
+            classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
+            classifier_macs=self.width * self.classes,
+            predictors=tokens.predictors,
+            predictor_norm_features=tokens.norm_features,
+        )
 
-
-class MLP(nn.Sequential):
-    """Two linear maps with a GELU between them."""
-
-    def __init__(self, width: int, hidden: int, ranks: tuple[int | None, int | None] = (None, None)):
-        first, second = linear_of_rank(width, hidden, ranks[0]), linear_of_rank(hidden, width, ranks[1])
-        super().__init__(first, nn.GELU(), second)
+    @abstractmethod
+    def patch_costs(self) -> PartCosts:
+        """Returns the costs of the patch embedding."""
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block; its MLP is two linear maps, or their low-rank forms, with a GELU between them."""
 
-    def __init__(self, spec: AttentionSpec, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)):
+    def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
+        spec, (first, second) = config.attention[index], config.mlp_rank(index)
         self.attention_norm = nn.LayerNorm(spec.width)
         self.attention = Attention(spec)
         self.mlp_norm = nn.LayerNorm(spec.width)
-        self.mlp = MLP(spec.width, hidden, mlp_ranks)
+        self.mlp = nn.Sequential(
+            _linear(spec.width, config.hidden, first), nn.GELU(), _linear(config.hidden, spec.width, second)
+        )
 
-    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        """Adds attention and MLP to the residual stream."""
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
         tokens = tokens + self.attention(self.attention_norm(tokens))
         return tokens + self.mlp(self.mlp_norm(tokens))
 
 
+def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
+    return nn.Linear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
+
+
 class Transformer(nn.Module, Generic[Config]):
-    """The base of attnrx models: layers, a final norm, and the configuration that describes them."""
+    """The base of attnrx models: layers, a final norm, a classifier, and the configuration that describes them."""
 
     layers: nn.ModuleList
     norm: nn.LayerNorm
+    classifier: nn.Linear
 
     def __init__(self, config: Config):
         super().__init__()
         self.config: Config = config
         self.tokens: nn.Module | None = None
 
-    def require_images(self, images: Float[Tensor, "batch channels height width"]) -> None:
-        """Raises InvalidInput for images of another shape."""
-        size = self.config.image_size
-        if images.shape[1:] != (self.config.channels, size, size):
-            raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: this model takes [batch, {self.config.channels}, {size}, "
-                f"{size}]. Load the data with image_size={size}."
-            )
+    def forward(self, images: ImageBatch) -> Logits:
+        """Returns the logits."""
+        require_images(images, self.config.input_shape, "this model")
+        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
+
+    def logits(self, images: ImageBatch) -> Logits:
+        """Returns the logits of images of the right shape."""
+        raise NotImplementedError
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
@@ -170,3 +192,67 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
         else:
             nn.init.trunc_normal_(parameter, std=0.02, generator=generator)
     return model
+
+
+class OwnFamily(Family, Generic[Config]):
+    """A family of attnrx models, which are described by their configuration."""
+
+    model_type: type[Transformer[Config]]
+    config_type: type[Config]
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, self.model_type)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        own = self._own(model)
+        own.layers[layer].attention = attention
+        own.config = own.config.with_layer(layer, attention.spec)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        return tuple((layer.mlp[0], layer.mlp[2]) for layer in self._own(model).layers)  # type: ignore[union-attr]
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        own = self._own(model)
+        own.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)  # index 1 is the GELU
+        ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
+        ranks[layer][which] = rank_of(linear)
+        own.config = replace(own.config, mlp_ranks=tuple((first, second) for first, second in ranks))
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        return to_dict(self._own(model).config)
+
+    def build(self, description: Mapping[str, Any]) -> nn.Module:
+        return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._own(model).config.input_shape
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        config = self._own(model).config
+        return config.mean, config.std
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+    ) -> ModelCosts:
+        config = self._own(model).config
+        token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
+        config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
+        return config.costs(attention, token_costs)
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return self._own(model).norm
+
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        return (self._own(model).classifier,)
+
+    def _own(self, model: nn.Module) -> Transformer[Config]:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
+        return model

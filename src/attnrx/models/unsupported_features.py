@@ -17,30 +17,20 @@ class Refusal:
     remedy: str = ""
 
 
-# Attributes of attention modules, and of any module. An attribute that is None or an identity counts as absent.
-ATTENTION_FEATURES: dict[str, str] = {
-    "q_norm": "QK-norm",
-    "k_norm": "QK-norm",
-    "q_layernorm": "QK-norm",
-    "k_layernorm": "QK-norm",
-    "norm": "a norm between attention and output projection",
-    "gate": "a gate on the output of attention",
-    "rel_pos": "relative position bias",
-    "relative_position_bias": "relative position bias",
-    "relative_position_bias_table": "relative position bias",
-    "lambda_q1": "differential attention",
-    "lambda_a": "differential attention",
-    "proj_l": "talking heads",
-    "proj_w": "talking heads",
+# The attributes of modules that show a feature, unless they are None or an identity; the first group is read of any
+# module, the second of attention modules only.
+MODEL_FEATURES: dict[str, tuple[str, ...]] = {
+    "rotary positions": ("rope", "rope_embed", "rope_embeddings", "rotary_emb"),
+    "relative position bias": ("rel_pos_bias", "shared_rel_pos"),
+    "attention pooling before the classifier": (POOLING,),
 }
-MODEL_FEATURES: dict[str, str] = {
-    "rope": "rotary positions",
-    "rope_embed": "rotary positions",
-    "rope_embeddings": "rotary positions",
-    "rotary_emb": "rotary positions",
-    "rel_pos_bias": "relative position bias",
-    "shared_rel_pos": "relative position bias",
-    POOLING: "attention pooling before the classifier",
+ATTENTION_FEATURES: dict[str, tuple[str, ...]] = {
+    "QK-norm": ("q_norm", "k_norm", "q_layernorm", "k_layernorm"),
+    "a norm between attention and output projection": ("norm",),
+    "a gate on the output of attention": ("gate",),
+    "relative position bias": ("rel_pos", "relative_position_bias", "relative_position_bias_table"),
+    "differential attention": ("lambda_q1", "lambda_a"),
+    "talking heads": ("proj_l", "proj_w"),
 }
 
 
@@ -48,10 +38,10 @@ def features(model: nn.Module) -> Iterator[Refusal]:
     """Yields the features by which attention anywhere in the model is not plain."""
     for name, module in model.named_modules():
         is_attention = "Att" in type(module).__name__ and POOLING not in name.split(".")
-        table = {**MODEL_FEATURES, **ATTENTION_FEATURES} if is_attention else MODEL_FEATURES
-        for attribute, feature in table.items():
-            if not isinstance(getattr(module, attribute, None), nn.Identity | None):
-                yield Refusal(feature, "" if attribute == POOLING else NOT_PLAIN)
+        tables = (MODEL_FEATURES, ATTENTION_FEATURES) if is_attention else (MODEL_FEATURES,)
+        for feature, attributes in (row for table in tables for row in table.items()):
+            if not all(isinstance(getattr(module, attribute, None), nn.Identity | None) for attribute in attributes):
+                yield Refusal(feature, "" if POOLING in attributes else NOT_PLAIN)
 
 
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:

@@ -1,30 +1,34 @@
 """The Vision Transformer of attnrx: the compact SVDA-ViT of the paper, and the same model with dense attention."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.errors import InvalidInput
-from attnrx.models.chunked_forward import chunked_forward
-from attnrx.models.transformer import Layer, Transformer, TransformerConfig
-from attnrx.shapes import Float, Tensor
+from attnrx.costs import PartCosts, linear_costs
+from attnrx.errors import InvalidInput, UnknownName
+from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
+from attnrx.shapes import Float, ImageBatch, Logits, Tensor
 from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenLayout
+
+# The input scenarios of the paper (Tables 3 and 4), and small ones for demonstrations and tests.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "fashion_mnist": {"channels": 1, "classes": 10},
+    "cifar10": {"classes": 10},
+    "cifar100": {"classes": 100},
+    "food101": {"classes": 101, "image_size": 224, "patch_size": 16},
+    "tiny_imagenet": {"classes": 200, "image_size": 64, "patch_size": 8},
+    "imagenette": {"classes": 10, "image_size": 224, "patch_size": 16},
+    "imagenet-1k": {"classes": 1000, "image_size": 224, "patch_size": 16},
+    "digits": {"channels": 1, "classes": 10, "image_size": 16, "patch_size": 2, "width": 64, "depth": 3, "heads": 4},
+}
 
 
 @dataclass(frozen=True)
 class ViTConfig(TransformerConfig):
-    """The shape of the model and its input format; the defaults are those of the paper for CIFAR-10."""
-
-    image_size: int = 32
-    patch_size: int = 4
-    channels: int = 3
-    classes: int = 10
-    mlp_ratio: float = 4.0
-    mean: tuple[float, ...] = field(default=(0.5, 0.5, 0.5))
-    std: tuple[float, ...] = field(default=(0.5, 0.5, 0.5))
-    mlp_ranks: tuple[tuple[int | None, int | None], ...] = ()
+    """The shape of a Vision Transformer without class token, and its input format."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -40,15 +44,11 @@ class ViTConfig(TransformerConfig):
         Depth, heads, width and patch size default to those of the SVDA paper (Table 4). The paper does not state the
         MLP width: four times the model width reproduces its printed savings.
         """
-        channels = facts.get("channels", 3)
-        facts.setdefault("mean", (0.5,) * channels)
-        facts.setdefault("std", (0.5,) * channels)
-        return cls(attention=(AttentionSpec.full(form, width, heads),) * depth, **facts)
+        half = (0.5,) * facts.get("channels", 3)
+        return cls(attention=(AttentionSpec.full(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of an image: its patches; there is no class token."""
-        return self.patches
+    def patch_costs(self) -> PartCosts:
+        return linear_costs(self.channels * self.patch_size**2, self.width, self.patches)
 
 
 class VisionTransformer(Transformer[ViTConfig]):
@@ -62,19 +62,11 @@ class VisionTransformer(Transformer[ViTConfig]):
         # On the CPU even when the module is built on the meta device: positions are computed, not loaded.
         positions = sincos_positions(config.image_size // config.patch_size, config.width)
         self.register_buffer("positions", positions, persistent=False)
-        self.layers = nn.ModuleList(
-            Layer(spec, config.hidden, config.mlp_rank(index)) for index, spec in enumerate(config.attention)
-        )
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
         self.classifier = nn.Linear(config.width, config.classes)
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Returns the logits."""
-        self.require_images(images)
-        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
-
-    def logits(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
-        """Returns the logits of images of the right shape."""
+    def logits(self, images: ImageBatch) -> Logits:
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + self.positions.to(tokens.dtype)
         for layer in self.layers:
@@ -87,9 +79,31 @@ def sincos_positions(side: int, width: int) -> Float[Tensor, "tokens width"]:
 
     A quarter of the width each holds the sine and the cosine of row and column.
     """
+    # In float64, rounded once at the end.
     frequencies = torch.logspace(0, -1, width // 4 + 1, base=10_000.0, device="cpu", dtype=torch.float64)[:-1]
     angles = torch.arange(side, device="cpu", dtype=torch.float64)[:, None] * frequencies
     row = angles[:, None].expand(side, side, -1)
     column = angles[None].expand(side, side, -1)
     table = torch.cat([row.sin(), row.cos(), column.sin(), column.cos()], dim=-1)
     return table.flatten(0, 1).to(torch.get_default_dtype())
+
+
+class ViTFamily(OwnFamily[ViTConfig]):
+    """`svda:NAME` and `dense:NAME`, e.g. `svda:cifar10`."""
+
+    name = "vit"
+    model_type = VisionTransformer
+    config_type = ViTConfig
+
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self._own(model).get_submodule("patches")
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")
+
+
+def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
+    """Returns the configuration `form:scenario`; `changes` override fields of ViTConfig, width, depth or heads."""
+    if scenario not in SCENARIOS:
+        raise UnknownName("configuration", scenario, SCENARIOS)
+    return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})

@@ -13,9 +13,7 @@ from torch import nn
 from attnrx.costs import Conditions, LatencyProtocol, interleave
 from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.models import TokenReduction, attach_tokens_, family_of
-from attnrx.models.blocks import block_names
-from attnrx.models.last_layer import last_layer_of
+from attnrx.models import TokenReduction, attach_tokens_, block_names, family_of
 from attnrx.planning.cost_correction import never_slower, never_slower_mlp
 from attnrx.planning.cost_table import CostTable
 from attnrx.planning.space import TOKENS, Choices, Space
@@ -153,7 +151,7 @@ class _Timer:
     def last(self) -> np.ndarray:
         """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
         model = copy.deepcopy(self.space.model)
-        shortened = last_layer_of(model)
+        shortened: Any = getattr(model, "last", None)
         if shortened is not None:
             shortened.at_work = True
         return self._times(model, self.space.depth - 1)

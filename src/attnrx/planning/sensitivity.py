@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from attnrx.checks.fidelity import divergence
-from attnrx.models import Family, attach_tokens_, evaluating, family_of
-from attnrx.models.blocks import block_names
+from attnrx.models import Family, attach_tokens_, block_names, evaluating, family_of
 from attnrx.planning.reference_outputs import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision

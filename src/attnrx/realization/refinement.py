@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext, Eager
-from attnrx.attention.backends import scores
+from attnrx.attention.backends.backend import scores
 from attnrx.data import ImageData, ImageSet
 from attnrx.errors import InvalidInput, ScaleWarning
 from attnrx.model_data import images_for
@@ -155,7 +155,7 @@ def _size(row: Tensor) -> float:
 def _log_attention(layer: Attention, tokens: Tensor) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the log-attention of the layer; a head without directions has uniform attention."""
     eager = Eager()
-    buckets = eager.buckets(layer.spec, AttentionContext.of(tokens))
+    buckets, _ = eager.layout(layer.spec, AttentionContext.of(tokens))
     found = {part.bucket: scores(part) for part in layer.factors(tokens, buckets)}
     length = tokens.shape[1]
     flat = tokens.new_zeros(tokens.shape[0], 1, length, length)

@@ -1,14 +1,102 @@
-"""The default backend: the usually fastest backend by rule, without measuring."""
+"""The backends of a CPU and the default: fused attention, the C++ kernel, and the choice between them by rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
 
 from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.explicit import NARROW, Explicit, unfused_is_faster
-from attnrx.attention.backends.fused import Fused
-from attnrx.attention.backends.native import Native
-from attnrx.attention.context import AttentionContext
+from attnrx.attention.backends.explicit import FEW_TOKENS, NARROW, Explicit, chunked_attention, unfused_is_faster
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    padded_buckets,
+)
+from attnrx.attention.kernels.compilation import native_library
+from attnrx.attention.kernels.native import native_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
+
+# A head's keys are transposed once for all its queries; with fewer queries that costs more than it saves.
+FEW_QUERIES = 8
+
+
+class Fused(Backend):
+    """Fused attention: heads padded to one rank, query and key padded to the width of the values.
+
+    The fused kernels of PyTorch require equal widths of query, key and value, and fall back to a slow path otherwise.
+    The scale is always passed, because its default depends on the padded rank.
+    """
+
+    takes_few_queries = True
+
+    # Above this share of the width of the values, projecting fewer rows saves less than it costs to scatter them
+    # again: the rows are padded in the weights instead, and the compressed layer runs exactly as the original did. With
+    # few tokens there is little arithmetic to save, and the launch overhead of further operations is larger.
+    FULL_ABOVE, FULL_ABOVE_WITH_FEW = 0.75, 0.25
+    # The kernels load features in steps of this size; a width between two steps is slower than the next step.
+    STEP = 8
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
+        keys and values have one width.
+        """
+        most, whole = max((*spec.ranks, *spec.reads, 1)), max(spec.original_rank, spec.head_dim)
+        stepped = -(-most // self.STEP) * self.STEP
+        width, rank = stepped if stepped <= whole else most, max(spec.ranks, default=0)
+        limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
+        full = spec.keeps_original_norms or rank > limit * width
+        return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        query, key = factors.folded()
+        return F.scaled_dot_product_attention(query, key, value, scale=factors.scale)
+
+
+def runs_on(context: AttentionContext) -> bool:
+    """Whether the kernel is built and supports tensors of this context."""
+    return context.free_on_cpu and context.dtype == torch.float32 and native_library() is not None
+
+
+class Native(Explicit):
+    """Queries, keys and values of any widths, all heads in one call; for inference in float32 on a CPU.
+
+    Heads are grouped as by `Explicit`. The kernel is built with the user's compiler on first use (`native_library`);
+    without one, and while gradients or a graph are recorded, `Fused` runs in its place. With `sizes`, the number of
+    original tokens in each token, `runs` must have returned True.
+    """
+
+    def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
+        return self if self.runs(spec, context) else Fused()
+
+    @staticmethod
+    def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether there is a kernel for this layer in this context."""
+        return any(spec.ranks) and any(spec.reads) and runs_on(context)
+
+    def __call__(
+        self,
+        buckets: tuple[Bucket, ...],
+        factors: tuple[ScoreFactors, ...],
+        values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ) -> HeadOutputs:
+        sizes, first = None if self.sizes is None else self.sizes(), factors[0].query
+        # Under autocast the projections return lower precision than the layer's float32 inputs.
+        if first.shape[1] < FEW_QUERIES or first.dtype != torch.float32:
+            return chunked_attention(buckets, factors, values, sizes)
+        left, queries, keys = iter(factors), [], []
+        for bucket, own in zip(buckets, values, strict=True):
+            if bucket.rank:
+                query, key = next(left).folded()
+            else:
+                query, key = own.new_empty(len(own), own.shape[1], first.shape[1], 0), own[..., :0]
+            queries.append(query)
+            keys.append(key)
+        return native_attention(queries, keys, values, sizes, factors[0].scale)
 
 
 def faster(
@@ -31,5 +119,4 @@ class Auto(Fused):
     kernel."""
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
-        """Returns the backend for this layer and context."""
         return faster(spec, context) or Fused()

@@ -1,12 +1,19 @@
-"""The base class of backends, which compute the output of the heads from score factors and values."""
+"""The base class of backends, which compute the output of the heads from score factors and values; the reference."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    exact_buckets,
+)
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -21,19 +28,17 @@ class Backend(ABC):
     """Whether queries may have fewer tokens than keys and values."""
 
     @abstractmethod
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Returns the neighbouring heads that are computed together, with their padded rank."""
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Returns the neighbouring heads that are computed together, with their padded rank, and the padded value
+        dimension of every head, equal for all heads of a bucket.
+        """
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> "Backend":
         """Returns the backend that computes in this context: itself, unless it delegates."""
         return self
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Returns the padded value dimension of every head, equal for all heads of a bucket."""
-        return spec.reads
-
     @abstractmethod
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Returns the output of one bucket's heads, at the width of their values."""
 
     def __call__(
@@ -41,7 +46,7 @@ class Backend(ABC):
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ) -> Float[Tensor, "batch queries features"]:
+    ) -> HeadOutputs:
         """Returns the outputs of all heads, concatenated, from the values of every bucket.
 
         A head without directions returns the mean of its values, zero if there are no keys.
@@ -57,6 +62,25 @@ class Backend(ABC):
         return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
-def mean_of(value: Float[Tensor, "batch heads keys reads"]) -> Float[Tensor, "batch heads 1 reads"]:
+def mean_of(value: ValueBatch) -> Float[Tensor, "batch heads 1 reads"]:
     """Returns the mean over the keys; zero if there are none, like softmax over no keys times no values."""
     return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
+
+
+class Eager(Backend):
+    """The reference: scores, softmax, weighted sum of the values."""
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        """Groups only neighbours of equal shape; pads values only if heads share their directions, in one bucket."""
+        reads = (max(spec.reads, default=0),) * len(spec.heads) if spec.shares_directions else spec.reads
+        return exact_buckets(spec.ranks, reads), reads
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        """Computes scores (Eq. 2), attention (Eq. 3) and the weighted sum of the values."""
+        return torch.softmax(scores(factors), dim=-1) @ value
+
+
+def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the scores of one bucket, before the softmax (Eq. 2)."""
+    query, key = factors.folded()
+    return (query @ key.transpose(-1, -2)) * factors.scale

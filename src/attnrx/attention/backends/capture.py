@@ -1,17 +1,17 @@
-"""A backend that weights tokens by their size and captures the attention that a token reducer needs."""
+"""Backends that show the attention: to a token reducer, with tokens weighted by their size, or to an observer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from attnrx.attention.backends.auto import faster
-from attnrx.attention.backends.backend import Backend
-from attnrx.attention.backends.native import FEW_QUERIES, runs_on
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors
+from attnrx.attention.backends.auto import FEW_QUERIES, faster, runs_on
+from attnrx.attention.backends.backend import Backend, scores
+from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch
 from attnrx.attention.kernels.native import native_attention
+from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import Part, chunks_of, images_of
@@ -36,17 +36,11 @@ class CapturedAttention:
         """Concatenates the chunks that a layer captured."""
         if len(captures) < 2:
             return captures[0] if captures else cls()
-        return cls(
-            _fused_qkv([captured.attention for captured in captures]),
-            _fused_qkv([captured.class_attention for captured in captures]),
-            _fused_qkv([captured.keys for captured in captures]),
-            _fused_qkv([captured.value_norms for captured in captures]),
-        )
-
-
-def _fused_qkv(parts: list[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+        found: dict[str, Any] = {}
+        for name in ("attention", "class_attention", "keys", "value_norms"):
+            if getattr(captures[0], name) is not None:
+                found[name] = torch.cat([getattr(captured, name) for captured in captures])
+        return cls(**found)
 
 
 class AttentionCapture(Backend):
@@ -74,17 +68,13 @@ class AttentionCapture(Backend):
         """Returns itself, or a faster backend on a CPU if nothing has to be captured, as `Auto` does."""
         return self if self.wanted else faster(spec, context, self.sizes, self.NARROW) or self
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Puts all heads into one bucket at the width of the values: the fused kernels require equal widths."""
         most = max((*spec.ranks, 1))
-        return (Bucket(0, len(spec.ranks), most, max((most, *spec.reads))),)
+        width = max((most, *spec.reads))
+        return (Bucket(0, len(spec.ranks), most, width),), (width,) * len(spec.heads)
 
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
-        """Pads all heads to one width."""
-        return (max((*spec.ranks, *spec.reads, 1)),) * len(spec.heads)
-
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes the output and captures the requested quantities."""
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.sizes()
         query, key = factors.folded()
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
@@ -101,10 +91,7 @@ class AttentionCapture(Backend):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=counted, scale=factors.scale)
 
     def _unfused(
-        self,
-        factors: ScoreFactors,
-        value: Float[Tensor, "batch heads keys reads"],
-        sizes: Float[Tensor, "batch tokens"] | None,
+        self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
     ) -> Float[Tensor, "batch heads queries reads"]:
         query, key = factors.folded()
         outputs = []
@@ -120,7 +107,7 @@ class AttentionCapture(Backend):
         self,
         attention: Float[Tensor, "part heads queries tokens"],
         factors: ScoreFactors,
-        value: Float[Tensor, "batch heads keys reads"],
+        value: ValueBatch,
         part: Part | None = None,
     ) -> None:
         """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
@@ -131,6 +118,51 @@ class AttentionCapture(Backend):
             found["value_norms"] = value[images_of(part)].norm(dim=-1)
         if self.wanted:
             self.show(CapturedAttention(**{name: found[name] for name in self.wanted}, part=part))
+
+
+class Observed(Backend):
+    """Computes as `Eager` does, all heads in one padded bucket, and passes the intermediate results to `observe`.
+
+    A head of rank 0 has zero rows, so its scores are zero and its attention is uniform. In place of a `capture` backend
+    it weights tokens by their size and captures the same quantities.
+    """
+
+    watches = True
+
+    def __init__(
+        self,
+        observe: Callable[[Observation], None],
+        readout: Float[Tensor, "heads reads width"],
+        capture: AttentionCapture | None = None,
+    ):
+        self.observe = observe
+        self.readout = readout
+        self.capture = capture
+
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
+        most = max((*spec.ranks, 1))
+        return (Bucket(0, len(spec.ranks), most, most),), (max((*spec.reads, 1)),) * len(spec.heads)
+
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
+        logits = scores(factors)
+        attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
+        output = attention @ value
+        if self.capture is not None:
+            self.capture.pass_on(attention, factors, value)
+        self.observe(
+            Observation(
+                factors.query.expand(-1, -1, value.shape[1], -1),
+                factors.key.expand(-1, -1, value.shape[1], -1),
+                factors.strength,
+                factors.scale,
+                logits,
+                attention,
+                value,
+                output,
+                self.readout,
+            )
+        )
+        return output
 
 
 def sized_softmax(

@@ -5,8 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from attnrx.attention.backends.backend import Backend, mean_of
-from attnrx.attention.context import AttentionContext
-from attnrx.attention.factors import Bucket, ScoreFactors, exact_buckets, padded_buckets
+from attnrx.attention.factors import (
+    AttentionContext,
+    Bucket,
+    HeadLayout,
+    HeadOutputs,
+    ScoreFactors,
+    ValueBatch,
+    exact_buckets,
+    padded_buckets,
+)
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import CACHED
@@ -30,20 +38,14 @@ class Explicit(Backend):
     def __init__(self, sizes: Callable[[], Float[Tensor, "batch keys"] | None] | None = None):
         self.sizes = sizes
 
-    def buckets(self, spec: AttentionSpec, context: AttentionContext) -> tuple[Bucket, ...]:
-        """Groups only neighbours of equal shape; with few tokens all heads, at the largest rank."""
-        if context.has_fewer_than(FEW_TOKENS):
-            most = max(spec.ranks, default=0)
-            return padded_buckets(spec.ranks, most, most)
-        return exact_buckets(spec.ranks, self.reads(spec, context))
-
-    def reads(self, spec: AttentionSpec, context: AttentionContext) -> tuple[int, ...]:
+    def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Pads nothing, unless all heads must be in one bucket: shared directions, or few tokens."""
-        fused_qkv = spec.shares_directions or context.has_fewer_than(FEW_TOKENS)
-        return (max(spec.reads),) * len(spec.heads) if fused_qkv else spec.reads
+        few = context.has_fewer_than(FEW_TOKENS)
+        reads = (max(spec.reads),) * len(spec.heads) if few or spec.shares_directions else spec.reads
+        most = max(spec.ranks, default=0)
+        return padded_buckets(spec.ranks, most, most) if few else exact_buckets(spec.ranks, reads), reads
 
-    def attend(self, factors: ScoreFactors, value: Float[Tensor, "batch heads keys reads"]) -> Tensor:
-        """Computes scores, attention and the weighted sum of the values."""
+    def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         query, key = factors.folded()
         return unfused(query, key, value, factors.scale)
 
@@ -52,8 +54,7 @@ class Explicit(Backend):
         buckets: tuple[Bucket, ...],
         factors: tuple[ScoreFactors, ...],
         values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ) -> Float[Tensor, "batch queries features"]:
-        """Returns the outputs of all heads, concatenated."""
+    ) -> HeadOutputs:
         sizes = None if self.sizes is None else self.sizes()
         if sizes is not None or fits_in_chunks(values[0]):
             return chunked_attention(buckets, factors, values, sizes)
@@ -63,7 +64,7 @@ class Explicit(Backend):
 def unfused(
     query: Float[Tensor, "batch heads queries width"],
     key: Float[Tensor, "batch heads keys width"],
-    value: Float[Tensor, "batch heads keys reads"],
+    value: ValueBatch,
     scale: float,
 ) -> Float[Tensor, "batch heads queries reads"]:
     """Returns softmax(scale * query @ key^T) @ value."""
@@ -95,7 +96,7 @@ def chunked_attention(
     factors: tuple[ScoreFactors, ...],
     values: Sequence[Float[Tensor, "batch _ keys _"]],
     sizes: Float[Tensor, "batch keys"] | None = None,
-) -> Float[Tensor, "batch queries features"]:
+) -> HeadOutputs:
     """Returns the outputs of all heads, concatenated; computes as many images at once as have maps that fit the cache.
 
     The maps of all heads are in one buffer, for any ranks, and one softmax processes them; the outputs are
@@ -119,7 +120,7 @@ def chunked_attention(
     return output
 
 
-def _mean(value: Float[Tensor, "batch heads keys reads"], sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
+def _mean(value: ValueBatch, sizes: Float[Tensor, "batch keys"] | None) -> Tensor:
     if sizes is None:
         return mean_of(value)
     shares = (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)
@@ -136,18 +137,18 @@ def _mix(
     (batch, _, queries, _), keys = sides[0][0].shape, sides[0][1].shape[3]
     heads = [query.shape[1] for query, *_ in sides]
     size = 2 * sum(heads) * queries * keys * sides[0][0].element_size()
-    fused_qkv = min(max(CACHED // max(size, 1), 1), batch)
-    buffer = sides[0][0].new_empty(fused_qkv, sum(heads), queries, keys)
+    chunk = min(max(CACHED // max(size, 1), 1), batch)
+    buffer = sides[0][0].new_empty(chunk, sum(heads), queries, keys)
     # One product takes all heads of an image, or one head of all images of the chunk: whichever gives fewer products.
-    across = [0 if fused_qkv <= count else 1 for count in heads]
-    pieces = [[_pieces(side, fused_qkv, way) for side in own] for own, way in zip(sides, across, strict=True)]
-    counts = [min(fused_qkv, batch - start) for start in range(0, batch, fused_qkv)]
+    across = [0 if chunk <= count else 1 for count in heads]
+    pieces = [[_pieces(side, chunk, way) for side in own] for own, way in zip(sides, across, strict=True)]
+    counts = [min(chunk, batch - start) for start in range(0, batch, chunk)]
     maps = {
         count: [part.unbind(way) for part, way in zip(buffer[:count].split(heads, 1), across, strict=True)]
         for count in set(counts)
     }
     start = buffer.new_zeros(batch, 1, 1, 1) if added is None else added
-    starts = {way: _pieces(start, fused_qkv, way) for way in set(across)}
+    starts = {way: _pieces(start, chunk, way) for way in set(across)}
     beta = 0 if added is None else 1
     for number, count in enumerate(counts):
         for (query, key, _, _), scores, way in zip(pieces, maps[count], across, strict=True):
@@ -160,9 +161,9 @@ def _mix(
                 torch.bmm(own, v, out=out)
 
 
-def _pieces(side: Float[Tensor, "batch heads _ _"], fused_qkv: int, across: int) -> list[tuple[Tensor, ...]]:
+def _pieces(side: Float[Tensor, "batch heads _ _"], chunk: int, across: int) -> list[tuple[Tensor, ...]]:
     """Returns the slices that one matrix product takes: every image of a chunk, or every head of it."""
     if across:
-        return [images.unbind(1) for images in side.split(fused_qkv)]
+        return [images.unbind(1) for images in side.split(chunk)]
     images = side.unbind(0)
-    return [images[start : start + fused_qkv] for start in range(0, len(images), fused_qkv)]
+    return [images[start : start + chunk] for start in range(0, len(images), chunk)]

@@ -1,27 +1,38 @@
-"""The C++ kernels: built with the user's compiler on first use and stored in the cache folder."""
+"""The C++ kernels: built with the user's compiler on first use and stored in a private cache folder.
+
+A library is native code, so its file name proves nothing. The folder, the library and its record must belong to this
+user, must not be symbolic links and must not be writable by other users; then the hash recorded when it was built can
+be trusted, and it is compared with the content of the file descriptor from which the library is loaded.
+"""
 
 import ctypes
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import warnings
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
 
-from attnrx.attention.kernels.library_cache import LibraryRecipe, load_or_build
-from attnrx.errors import AttnrxError, InvalidInput, KernelWarning, NotSupported
+from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.runtime.hardware import cache_folder
+from attnrx.serialization.storage import check_schema, json_text
 
+KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILERS = ("c++", "g++", "clang++")
+# Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
 THREADS = "-fopenmp"
 PATIENCE = 120
 """Seconds that a compiler may take; it takes about three."""
+OTHERS_CAN_WRITE = 0o022  # group and all others
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 @lru_cache(maxsize=1)
@@ -32,9 +43,8 @@ def native_library() -> ctypes.CDLL | None:
     `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's slower kernels run in
     their place.
     """
-    if (
-        os.environ.get(BUILD, "1") == "0" or os.name != "posix"
-    ):  # on other systems the owner of a file cannot be checked
+    # On systems other than POSIX the owner of a file cannot be checked.
+    if os.environ.get(BUILD, "1") == "0" or os.name != "posix":
         return None
     try:
         compiler = _compiler()
@@ -85,17 +95,30 @@ def _built(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:
-    """Loads the library of this source, compiler and machine."""
+    """Loads the library of this source, compiler and machine; an absent, damaged or non-private one is rebuilt once.
+
+    Raises:
+        CheckpointError: The folder is not private, or the new library cannot be loaded.
+    """
     # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
     # be shared by machines with equal names.
     defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
     source = SOURCE.read_text(encoding="utf-8")
     key = _sha256("\n".join((source, *command, defined)))[:16]
-    version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
-    about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
-    return load_or_build(
-        cache_folder() / "kernels", LibraryRecipe(f"native-{key}", partial(_build, command), _declared, about)
-    )
+    record = cache_folder() / "kernels" / f"native-{key}.json"
+    _create_private(record.parent)
+    try:
+        return _loaded(record)
+    except (OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
+        version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
+        about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
+        _build_into(record, command, about)
+    try:
+        return _loaded(record)
+    except (OSError, AttributeError) as error:
+        raise CheckpointError(
+            f"{record.stem} in {record.parent} was just built and cannot be loaded ({error})."
+        ) from error
 
 
 def _sha256(text: str) -> str:
@@ -107,8 +130,9 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _output_of(command: list[str]) -> str:
-    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace")
-    done = run(command, timeout=PATIENCE)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
+    )
     if done.returncode:
         reason = done.stderr.strip()[-300:] or f"exit code {done.returncode}"
         raise _CompilerFailed(
@@ -121,8 +145,101 @@ class _CompilerFailed(NotSupported):
     """The compiler returned an error."""
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _create_private(folder: Path) -> None:
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for each in (folder.parent, folder):
+        if not each.is_symlink():
+            each.mkdir(mode=0o700, exist_ok=True)
+    os.close(_open_private(folder, os.O_DIRECTORY))
+
+
+def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
+    """Opens a file or folder and returns its descriptor, after checking its owner and permissions."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link, which could lead to files of others. Remove it.")
+    name = path if within is None else path.name
+    # Without following a link that replaced the file since, and without waiting where it is a named pipe.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=within)
+    found, user = os.fstat(descriptor), os.geteuid()
+    if found.st_uid == user and not found.st_mode & OTHERS_CAN_WRITE:
+        return descriptor
+    os.close(descriptor)
+    if found.st_uid != user:
+        raise CheckpointError(
+            f"{path} belongs to user {found.st_uid}, not to {user}. Set ATTNRX_CACHE to a folder of your own."
+        )
+    raise CheckpointError(
+        f"{path} can be written by others (mode {found.st_mode & 0o777:o}). Run chmod 700 {path}, or set ATTNRX_CACHE "
+        "to a folder of your own."
+    )
+
+
+def _loaded(record: Path) -> ctypes.CDLL:
+    within = _open_private(record.parent, os.O_DIRECTORY)
+    try:
+        digest = _recorded_sha256(record, within)
+        path = _library_path(record, digest)
+        descriptor = _open_private(path, within=within)
+    finally:
+        os.close(within)
+    if sha256(_content(descriptor)).hexdigest() != digest:
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
+    # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
+    # libraries by name: the next file with this descriptor would be taken for this one.
+    opened = DESCRIPTORS / str(descriptor)
+    library = ctypes.CDLL(str(opened if opened.exists() else path))
     whole, pointer = ctypes.c_int, ctypes.c_void_p
     library.attnrx_attention.argtypes = [pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole]
     library.attnrx_attention.restype = whole
     return library
+
+
+def _recorded_sha256(path: Path, within: int) -> str:
+    descriptor = _open_private(path, within=within)
+    try:
+        record = json.loads(_content(descriptor))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({type(error).__name__}).") from error
+    finally:
+        os.close(descriptor)
+    check_schema(record, KIND, SCHEMA, path)
+    if not isinstance(record.get("sha256"), str) or not re.fullmatch("[0-9a-f]{64}", record["sha256"]):
+        raise CheckpointError(f"{path} holds no sha256 of a library.")
+    return record["sha256"]
+
+
+def _content(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb", closefd=False) as handle:
+        return handle.read()
+
+
+def _library_path(record: Path, digest: str) -> Path:
+    """Returns a path with the hash of the library, so that concurrent builds use different files."""
+    return record.with_name(f"{record.stem}-{digest[:16]}.so")
+
+
+def _build_into(record: Path, command: list[str], about: dict[str, object]) -> None:
+    """Writes the library, then the record that makes it valid."""
+    with TemporaryDirectory() as place:
+        built = Path(place) / "library.so"
+        _build(command, built)
+        content = built.read_bytes()
+    digest = sha256(content).hexdigest()
+    _write_private(_library_path(record, digest), content)
+    facts = {"kind": KIND, "schema": SCHEMA, "sha256": digest, **about}
+    _write_private(record, json_text(facts).encode())
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
+    descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())  # the record must not name a file that a crash left incomplete
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

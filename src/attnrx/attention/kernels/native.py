@@ -10,7 +10,8 @@ from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
-# The arguments of the kernel for every head, and the bytes of a float.
+# The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
+# and value dimension), and the bytes of a float.
 DESCRIBED, FLOAT = 14, 4
 
 _library = torch.library.Library("attnrx", "FRAGMENT")

@@ -1,14 +1,14 @@
-"""Attention of heads with different ranks in one launch, and the statistics of its maps, in Triton.
+"""Attention of heads with different ranks in one launch, in Triton.
 
 Queries and keys of all heads are concatenated in one row per token, unpadded: head h has the features from `starts[h]`
 to `starts[h + 1]`; values likewise. A head of rank 0 has zero scores and attends uniformly. No map is stored: `forward`
-keeps a running maximum and sum per row (online softmax), and `statistics` recomputes the scores from the row sums of
-`forward`.
+keeps a running maximum and sum per row (online softmax).
 """
 
 import triton
 import triton.language as tl
 
+# exp2 is an instruction of the device; exp is computed with it. "ieee" products do not round float32 to TF32.
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -38,11 +38,11 @@ def scores_of(
 
 @triton.jit
 def forward(
-    query, key, value, output, log_sums, starts, value_starts, tokens, heads, scale,
+    query, key, value, output, starts, value_starts, tokens, heads, scale,
     batch_q, stride_q, batch_k, stride_k, batch_v, stride_v, batch_o, stride_o,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of one head of one image for some rows, and the base-2 logarithm of their sums."""
+    """Writes the output of one head of one image for some rows."""
     image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first = tl.load(starts + head)
@@ -75,64 +75,3 @@ def forward(
         read.to(output.dtype.element_ty),
         mask=(rows[:, None] < tokens) & (features[None, :] < reads),
     )
-    tl.store(log_sums + tl.program_id(1).to(tl.int64) * tokens + rows, largest + tl.log2(total), mask=rows < tokens)
-
-
-@triton.jit
-def row_statistics(
-    query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Writes for some rows: sum and sum of squares over the patches, and the attention to the first token."""
-    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first = tl.load(starts + head)
-    rank = tl.load(starts + head + 1) - first
-    q, k = query + image.to(tl.int64) * batch_q, key + image.to(tl.int64) * batch_k
-    own = tl.program_id(1).to(tl.int64) * tokens
-    sums = tl.load(log_sums + own + rows, mask=rows < tokens, other=0.0)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    squares = tl.zeros([ROWS], dtype=tl.float32)
-    to_first = tl.zeros([ROWS], dtype=tl.float32)
-    for start in range(0, tokens, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        scores = scores_of(q, k, rows, columns, tokens, first, rank, scale, stride_q, stride_k, ROWS, COLUMNS, STEP)
-        weights = tl.exp2(scores - sums[:, None])
-        to_first += tl.sum(tl.where(columns[None, :] == 0, weights, 0.0), 1)
-        weights = tl.where(columns[None, :] >= prefix, weights, 0.0)
-        total += tl.sum(weights, 1)
-        squares += tl.sum(weights * weights, 1)
-    place = found + 3 * (own + rows)
-    tl.store(place, total, mask=rows < tokens)
-    tl.store(place + 1, squares, mask=rows < tokens)
-    tl.store(place + 2, to_first, mask=rows < tokens)
-
-
-@triton.jit
-def column_statistics(
-    query, key, log_sums, found, starts, tokens, heads, scale, prefix, batch_q, stride_q, batch_k, stride_k,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Writes for some columns: sum and sum of squares over the patches, and the attention from the first token."""
-    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.load(starts + head)
-    rank = tl.load(starts + head + 1) - first
-    q, k = query + image.to(tl.int64) * batch_q, key + image.to(tl.int64) * batch_k
-    own = tl.program_id(1).to(tl.int64) * tokens
-    total = tl.zeros([COLUMNS], dtype=tl.float32)
-    squares = tl.zeros([COLUMNS], dtype=tl.float32)
-    from_first = tl.zeros([COLUMNS], dtype=tl.float32)
-    for start in range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        sums = tl.load(log_sums + own + rows, mask=rows < tokens, other=0.0)
-        scores = scores_of(q, k, rows, columns, tokens, first, rank, scale, stride_q, stride_k, ROWS, COLUMNS, STEP)
-        weights = tl.where(rows[:, None] < tokens, tl.exp2(scores - sums[:, None]), 0.0)
-        from_first += tl.sum(tl.where(rows[:, None] == 0, weights, 0.0), 0)
-        weights = tl.where(rows[:, None] >= prefix, weights, 0.0)
-        total += tl.sum(weights, 0)
-        squares += tl.sum(weights * weights, 0)
-    place = found + 3 * (own + columns)
-    tl.store(place, total, mask=columns < tokens)
-    tl.store(place + 1, squares, mask=columns < tokens)
-    tl.store(place + 2, from_first, mask=columns < tokens)
