@@ -1,6 +1,6 @@
 """Every interchangeable part, listed once, at sizes that take milliseconds; the laws run over all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from attnrx.models import (
     model_fingerprint,
 )
 from attnrx.models.transformer import Model
-from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision
+from attnrx.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
 from attnrx.realization import realize
 from attnrx.rules import (
     ContributionEnergy,
@@ -33,7 +33,6 @@ from attnrx.rules import (
     MedianThreshold,
     NormClip,
     RandomMatched,
-    RemoveHeads,
     Rule,
     SharedRank,
     Shrinkage,
@@ -104,11 +103,10 @@ RULES: dict[str, Rule] = {
     "shrinkage": Shrinkage(0.4),
     "norm_clip": NormClip(0.7),
     "uniform_heads": UniformHeads(0.2),
-    "remove_heads": RemoveHeads(spectral=0.9, output=0.9),
     "random_matched": RandomMatched(EnergyRetention(0.8), seed=3),
     "largest_matched": LargestMatched(EnergyRetention(0.8)),
     "uniform_matched": UniformMatched(EnergyRetention(0.8)),
-    "both": EnergyRetention(0.9) & RemoveHeads(spectral=0.9, output=0.9),
+    "both": EnergyRetention(0.9) & TopRank(5),
     "either": (Shrinkage(0.3) & TopRank(3)) | UniformHeads(0.2),
 }
 
@@ -229,11 +227,18 @@ def prescription(vit: Transformer, pattern: Pattern, seed: int = 0) -> Prescript
         keep = torch.zeros(heads, directions, dtype=torch.bool)
         for row, rank in zip(keep, pattern.ranks(heads, directions), strict=True):
             row[torch.randperm(directions, generator=generator)[:rank]] = True
-        stays = torch.ones(heads, dtype=torch.bool)
-        if pattern.removes_head:
-            stays[0] = heads == 1
-        layers.append(LayerPrescription({"qk": ScoreDecision(keep, spectrum.strength, stays, ("because",) * heads)}))
+        layer = LayerPrescription({"qk": ScoreDecision(keep, spectrum.strength, ("because",) * heads)})
+        removes = pattern.removes_head and heads > 1
+        layers.append(with_heads(layer, [False, *[True] * (heads - 1)]) if removes else layer)
     return Prescription(tuple(layers), {"qk": "top_rank:1"}, model_fingerprint(vit), {})
+
+
+def with_heads(layer: LayerPrescription, stays: Sequence[bool]) -> LayerPrescription:
+    """The layer with these heads only."""
+    keep = torch.tensor(stays)
+    scores = replace(layer.qk, keep=layer.qk.keep & keep[:, None])
+    heads = HeadDecision(keep, torch.ones(len(keep), dtype=torch.float64), ("because",))
+    return LayerPrescription({**layer.decisions, "qk": scores, "heads": heads})
 
 
 def with_strength(given: Prescription, factor: float) -> Prescription:

@@ -556,7 +556,7 @@ EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
         (f"{HEAD}.keep[0]", None), (f"{HEAD}.keep", [0, 0]), (f"{HEAD}.keep", "all"), (f"{HEAD}.rank", 99),
         (f"{HEAD}.rank", -1), (f"{HEAD}.strength[0]", NAN), (f"{HEAD}.strength[0]", INFINITY),
         (f"{HEAD}.strength[0]", 1e39),
-        (f"{HEAD}.strength", []), (f"{HEAD}.stays", 2), (f"{HEAD}.why", 3), (HEAD, None), ("layers[1]", ABSENT),
+        (f"{HEAD}.strength", []), (f"{HEAD}.why", 3), (HEAD, None), ("layers[1]", ABSENT),
         ("layers[1].qk.heads", []), ("layers[1].qk.heads[1]", ABSENT), ("layers[1].qk.directions", -1),
         ("layers[1].qk.directions", 10**15), ("layers[1].qk", ABSENT), ("rules.qk", 3), ("rules.mlp", "top_rank:1"),
         ("layers", []), ("layers", {}), ("rule", "top_rank"), ("about", None), ("rules.tokens", "random:0.5@99"),

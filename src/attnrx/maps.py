@@ -8,7 +8,12 @@ LINEAR_MAPS = ("fc1", "fc2")
 OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
 """Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
 
-LAYER_MAPS = ("qk", *OUTPUT_MAPS)
+HEADS = "heads"
+UNIT_MAPS = (HEADS,)
+"""Maps whose directions are fixed units, which are kept or removed whole: the heads of a layer. The hidden units of an
+MLP belong here."""
+
+LAYER_MAPS = ("qk", *OUTPUT_MAPS, *UNIT_MAPS)
 """The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
 
 TOKENS = "tokens"
@@ -20,4 +25,5 @@ COST_PARTS: Mapping[str, tuple[str, ...]] = {
     "vo": ("value_output", "read_out"),
     "mlp": ("mlp",),
 }
-"""The parts of `costs.LayerCosts` that depend on the rank of a map; both maps of the MLP share theirs."""
+"""The parts of `costs.LayerCosts` that depend on the rank of a map. Both maps of the MLP share theirs, and the number
+of heads changes those of "qk" and "vo"."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.maps import LAYER_MAPS, OUTPUT_MAPS, TOKENS
+from attnrx.maps import HEADS, LAYER_MAPS, OUTPUT_MAPS, TOKENS
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -32,13 +32,12 @@ from attnrx.serialization.validation import (
     Record,
     Text,
     below,
-    shown,
     validated,
 )
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens import TokenPolicy, parse_policy
 
-KIND, SCHEMA = "attnrx prescription", 4
+KIND, SCHEMA = "attnrx prescription", 5
 
 
 def _lay_out(part: Any, *fields: str) -> None:
@@ -100,24 +99,20 @@ class OutputDecision:
 
 @dataclass(frozen=True)
 class ScoreDecision:
-    """The decision about "qk": the kept directions, their strengths, the kept heads, and a reason per head.
+    """The decision about "qk": the kept directions, their strengths, and a reason per head.
 
-    `strength` is the new strength of the kept directions (unchanged for most rules). A kept head without directions has
-    uniform attention; a pruned head outputs zero. The directions are the model's own, or those of `basis`.
+    `strength` is the new strength of the kept directions (unchanged for most rules). A head without directions has
+    uniform attention. The directions are the model's own, or those of `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]
     strength: Float[Tensor, "heads directions"]
-    heads: Bool[Tensor, "heads"]
     reasons: tuple[str, ...]
     basis: Basis | None = None
 
     def __post_init__(self):
-        if self.keep.shape != self.strength.shape or self.heads.shape[0] != self.keep.shape[0]:
-            raise InvalidInput(
-                f"keep {tuple(self.keep.shape)}, strength {tuple(self.strength.shape)} and "
-                f"heads {tuple(self.heads.shape)} disagree."
-            )
+        if self.keep.shape != self.strength.shape:
+            raise InvalidInput(f"keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree.")
         if len(self.reasons) != self.keep.shape[0]:
             raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
         owners = 1 if self.is_shared else self.keep.shape[0]
@@ -129,8 +124,8 @@ class ScoreDecision:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The number of kept directions per head; zero for a pruned head."""
-        return tuple((self.keep & self.heads[:, None]).sum(-1).tolist())
+        """The number of kept directions per head."""
+        return tuple(self.keep.sum(-1).tolist())
 
     @property
     def is_shared(self) -> bool:
@@ -150,16 +145,36 @@ class ScoreDecision:
     @property
     def kept(self) -> int:
         """The number of kept directions; a shared direction counts once."""
-        keep = self.keep & self.heads[:, None]
-        return int(keep.any(0).sum() if self.is_shared else keep.sum())
+        return int(self.keep.any(0).sum() if self.is_shared else self.keep.sum())
 
 
-Decision = ScoreDecision | OutputDecision
+@dataclass(frozen=True)
+class HeadDecision:
+    """The decision about "heads": which heads stay, and their strengths. A removed head outputs zero.
+
+    Where the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
+    """
+
+    keep: Bool[Tensor, "heads"]
+    strength: Float[Tensor, "heads"]
+    reasons: tuple[str, ...]
+
+    def __post_init__(self):
+        if self.keep.shape != self.strength.shape or len(self.reasons) != 1:
+            raise InvalidInput(
+                f"heads: keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree, or there "
+                f"are {len(self.reasons)} reasons instead of one."
+            )
+
+
+Decision = ScoreDecision | OutputDecision | HeadDecision
 
 
 @dataclass(frozen=True)
 class LayerPrescription:
-    """The decisions about one layer by map: always "qk", and the reduced ones of OUTPUT_MAPS."""
+    """The decisions about one layer by map: always "qk", and the maps that are reduced; a removed head has no
+    directions.
+    """
 
     decisions: Mapping[str, Decision]
 
@@ -168,8 +183,19 @@ class LayerPrescription:
         if unknown or "qk" not in self.decisions:
             raise InvalidInput(
                 f"a layer was given decisions about {', '.join(self.decisions) or 'nothing'}: give one about qk, and "
-                f"others about {', '.join(OUTPUT_MAPS)}."
+                f"others about {', '.join(name for name in LAYER_MAPS if name != 'qk')}."
             )
+        if self.heads.shape != self.qk.keep.shape[:1] or bool(self.qk.keep[~self.heads].any()):
+            raise InvalidInput(
+                f"{len(self.heads)} heads, of which {int(self.heads.sum())} stay, do not fit the ranks {self.qk.ranks} "
+                "of qk: a removed head keeps no direction."
+            )
+
+    @property
+    def heads(self) -> Bool[Tensor, "heads"]:
+        """The kept heads."""
+        found = self.decisions.get(HEADS)
+        return found.keep if isinstance(found, HeadDecision) else torch.ones(len(self.qk.keep), dtype=torch.bool)
 
     @property
     def qk(self) -> ScoreDecision:
@@ -360,8 +386,13 @@ def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _to_record(layer: LayerPrescription) -> dict[str, Any]:
-    outputs = {name: _output_record(output) for name, output in layer.outputs.items()}
-    return {"qk": _score_record(layer.qk), **outputs}
+    record = {"qk": _score_record(layer.qk)}
+    record |= {name: _output_record(output) for name, output in layer.outputs.items()}
+    heads = layer.decisions.get(HEADS)
+    if isinstance(heads, HeadDecision):
+        keep, strength = torch.nonzero(heads.keep).flatten().tolist(), heads.strength.tolist()
+        record[HEADS] = {"keep": keep, "strength": strength, "why": heads.reasons[0]}
+    return record
 
 
 def _score_record(decision: ScoreDecision) -> dict[str, Any]:
@@ -369,14 +400,13 @@ def _score_record(decision: ScoreDecision) -> dict[str, Any]:
         "directions": decision.keep.shape[1],
         "heads": [
             {
-                "stays": bool(stays),
                 "rank": rank,
                 "keep": torch.nonzero(keep).flatten().tolist(),
                 "strength": strength.tolist(),
                 "why": why,
             }
-            for stays, rank, keep, strength, why in zip(
-                decision.heads, decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
+            for rank, keep, strength, why in zip(
+                decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
             )
         ],
     }
@@ -398,7 +428,16 @@ def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> La
     for name in OUTPUT_MAPS:
         if name in record:
             decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
+    if HEADS in record:
+        decisions[HEADS] = _heads(record[HEADS])
     return LayerPrescription(decisions)
+
+
+def _heads(record: Mapping[str, Any]) -> HeadDecision:
+    strength = torch.tensor(record["strength"], dtype=torch.float64)
+    keep = torch.zeros(len(strength), dtype=torch.bool)
+    keep[record["keep"]] = True
+    return HeadDecision(keep, strength, (record["why"],))
 
 
 def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDecision:
@@ -407,10 +446,9 @@ def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDe
     for row, head in zip(keep, heads, strict=True):
         row[head["keep"]] = True
     strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
-    stays = torch.tensor([head["stays"] for head in heads], dtype=torch.bool)
     reasons = tuple(head["why"] for head in heads)
     basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"]) if "basis" in record else None
-    return ScoreDecision(keep, strength.reshape(keep.shape), stays, reasons, basis)
+    return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
 
 
 def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputDecision:
@@ -434,10 +472,8 @@ def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
         path = f"{below(where, 'heads')}[{index}]"
         keep.check(head["keep"], below(path, "keep"))
         strength.check(head["strength"], below(path, "strength"))
-        rank = len(head["keep"]) if head["stays"] else 0
-        if head["rank"] != rank:
-            kept = f"keep has {len(head['keep'])} directions and stays is {shown(head['stays'])}"
-            raise Invalid(below(path, "rank"), f"is {head['rank']}; {kept}, so it must be {rank}")
+        if head["rank"] != len(head["keep"]):
+            raise Invalid(below(path, "rank"), f"is {head['rank']}, and keep has {len(head['keep'])} directions")
 
 
 def _require_units(output: Mapping[str, Any], where: str) -> None:
@@ -449,17 +485,24 @@ def _require_units(output: Mapping[str, Any], where: str) -> None:
         Integer(0, directions).check(unit["rank"], below(path, "rank"))
 
 
+def _require_heads(heads: Mapping[str, Any], where: str) -> None:
+    """Checks that the kept heads exist."""
+    most = len(heads["strength"])
+    Items(Integer(0, most - 1), 0, most, unique=True).check(heads["keep"], below(where, "keep"))
+
+
 # `then` checks the lengths and ranges of these lists, which depend on the number of directions.
 RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
-HEAD = Record({"stays": Flag(), "rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
+HEAD = Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
 UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
+STAYING = Record({"keep": LATER, "strength": Items(Number(), 0, MOST_HEADS), "why": Text()}, then=_require_heads)
 OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
 SCORES = Record(
     {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
     {"basis": Record({"shared": Flag()})},
     then=_require_ranks,
 )
-LAYER = Record({"qk": SCORES}, dict.fromkeys(OUTPUT_MAPS, OUTPUT))
+LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), HEADS: STAYING})
 POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
 
 

@@ -110,7 +110,7 @@ def test_every_bound_holds_on_the_activations_of_every_model(config: str, patter
     findings = Bounds(images=6)(setting.comparison(setting.reference, images=6))
     assert all(finding.outcome == "holds" for finding in findings)
     svda = cases.CONFIGS[config].attention[0].form == "svda"
-    loses = any(not layer.qk.keep[layer.qk.heads].all() for layer in setting.prescription.layers)
+    loses = any(not layer.qk.keep[layer.heads].all() for layer in setting.prescription.layers)
     found = {finding.details["quantity"] for finding in findings}
     assert {"Proposition 4", "Eq. 25"} <= found
     assert ("Theorem 1, Eq. 12" in found) == (svda and loses)

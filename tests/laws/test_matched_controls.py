@@ -26,7 +26,7 @@ SCORES = {
         "total_rank:0.3,scope=model,metric=centered",
         "uniform_rank:0.5,metric=weights",
         "energy_retention:0.8,metric=softmax",
-        "energy_retention:0.6,metric=weights & remove_heads:0.01,0.01",
+        "energy_retention:0.6,metric=weights & top_rank:3",
         "by_layer(top_rank:1,metric=augmented; top_rank:2; top_rank:2)",
         "contribution_energy:0.7",
     ),
@@ -34,7 +34,7 @@ SCORES = {
         None,
         "energy_retention:0.8",
         "total_rank:0.5",
-        "effective_rank & remove_heads:0.9,0.9",
+        "effective_rank & top_rank:3",
         "top_rank:2 | shrinkage:0.3",
     ),
 }
@@ -45,6 +45,7 @@ VALUES = (
     "energy_retention:0.7",
     "total_rank:0.4,scope=model",
 )
+HEADS = (None, None, "remove_heads:0.01,0.01", "total_rank:2", "energy_retention:0.8,metric=weights")
 MLP = (
     None,
     "uniform_rank:0.3",
@@ -90,9 +91,8 @@ def prescribed(subject: Subject, draw: random.Random) -> Prescription:
     while True:
         scores = draw.choice(SCORES[subject.form])
         linear = draw.choice(MLP)
-        maps = {"qk": scores, "vo": draw.choice(VALUES), "fc1": linear, "fc2": linear, "tokens": draw.choice(TOKENS)}
-        if maps["vo"] is not None and scores is not None and "remove_heads" in scores:
-            continue  # cannot be realized together
+        values, heads, tokens = (draw.choice(rules) for rules in (VALUES, HEADS, TOKENS))
+        maps = {"qk": scores, "vo": values, "fc1": linear, "fc2": linear, "heads": heads, "tokens": tokens}
         try:
             return rx.prescribe(subject.diagnosis, maps)
         except NoOpPrescription:

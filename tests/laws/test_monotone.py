@@ -13,7 +13,6 @@ from attnrx.rules import (
     LargestMatched,
     NormClip,
     RandomMatched,
-    RemoveHeads,
     Rule,
     Shrinkage,
     Threshold,
@@ -36,18 +35,16 @@ KNOBS: dict[str, tuple[Callable[[float], Rule], list[float]]] = {
     "shrinkage": (Shrinkage, [3.0, 1.0, 0.5, 0.1, 0.01]),
     "norm_clip": (NormClip, [0.01, 0.1, 0.5, 1.0, 3.0]),
     "uniform_heads": (UniformHeads, [0.9, 0.3, 0.1, 1e-3, 1e-9]),
-    # Not its other knob: which pairs go first follows the output, so a pair too few can free two others.
-    "remove_heads": (lambda output: RemoveHeads(0.1, output), [0.01, 0.2, 0.4, 0.9, 1.0]),
 }
 
 
 def same(a: ScoreDecision, b: ScoreDecision) -> bool:
-    return torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength) and torch.equal(a.heads, b.heads)
+    return torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength)
 
 
 def within(less: ScoreDecision, more: ScoreDecision) -> bool:
     """Whether everything that `less` keeps `more` keeps too, at least as strong."""
-    kept = not (less.keep & ~more.keep).any() and not (less.heads & ~more.heads).any()
+    kept = not (less.keep & ~more.keep).any()
     return kept and bool((less.strength.abs() <= more.strength.abs()).all())
 
 
@@ -71,11 +68,9 @@ def test_every_decision_is_sound(name: str, ragged: bool) -> None:
     for layer, whole in enumerate(found.layers):
         before, decision = whole.spectrum, RULES[name].decide(found, layer)
         assert not (decision.keep & ~before.used).any()  # padding never stays
-        assert bool(decision.heads.any())
         assert bool((decision.strength[~decision.keep] == 0).all())
         assert bool((decision.strength.abs() <= before.strength.abs()).all())  # nothing grows
         assert bool((decision.strength * before.strength >= 0).all())  # no sign turns
-        assert not decision.keep[~decision.heads].any()
         assert all(decision.reasons)
 
 
@@ -88,7 +83,6 @@ def test_permuting_heads_permutes_the_decision(name: str, order: list[int]) -> N
         before, after = RULES[name].decide(found, layer), RULES[name].decide(moved, layer)
         assert torch.equal(after.keep, before.keep[order])
         assert torch.equal(after.strength, before.strength[order])
-        assert torch.equal(after.heads, before.heads[order])
         assert after.reasons == tuple(before.reasons[head] for head in order)
 
 
@@ -101,13 +95,11 @@ def test_controls_match_the_rank_of_every_head(name: str, ragged: bool) -> None:
         for control in (RandomMatched(rule, seed=5), LargestMatched(rule)):
             got = control.decide(found, layer)
             assert got.ranks == wanted.ranks
-            assert torch.equal(got.heads, wanted.heads)
         even = UniformMatched(rule).decide(found, layer)
-        assert torch.equal(even.heads, wanted.heads)
         assert sum(even.ranks) == sum(wanted.ranks)
 
 
-@pytest.mark.parametrize("a", ["threshold", "shrinkage", "remove_heads", "uniform_heads"])
+@pytest.mark.parametrize("a", ["threshold", "shrinkage", "effective_rank", "uniform_heads"])
 @pytest.mark.parametrize("b", ["energy_retention", "norm_clip", "random_matched"])
 def test_rules_combine_like_sets(a: str, b: str) -> None:
     found, first, second, third = diagnosis(), RULES[a], RULES[b], RULES["top_rank"]
@@ -134,7 +126,7 @@ def scores_of(strength: torch.Tensor, query: torch.Tensor, key: torch.Tensor, sc
     return scale * torch.einsum("hir,hr,hjr->hij", query, strength, key)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ("remove_heads", "both")])
+@pytest.mark.parametrize("name", RULES)
 def test_the_score_bound_holds_and_is_reached(name: str) -> None:
     """Theorem 1, Eq. 12: for any unit rows; and the bound is the smallest such number."""
     found, generator = diagnosis(), torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.errors import FingerprintMismatch, InvalidInput, NotSupported
 from attnrx.models import TransformerConfig, family_of, observing
 from attnrx.realization import realize, realizing
-from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_strength
+from cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 
 def calibration(config: TransformerConfig) -> ImageSet:
@@ -53,7 +53,7 @@ def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
         family_of(small).attention(small), given.layers, family_of(vit).attention(vit), strict=True
     ):
         spec = attention.spec
-        assert sorted(spec.heads) == torch.nonzero(layer.qk.heads).flatten().tolist()
+        assert sorted(spec.heads) == torch.nonzero(layer.heads).flatten().tolist()
         assert [layer.qk.ranks[head] for head in spec.heads] == list(spec.ranks)
         assert list(spec.ranks) == sorted(spec.ranks, reverse=True)
         assert spec.scale == before.spec.scale
@@ -113,8 +113,8 @@ def test_rank_zero_is_not_a_removed_head() -> None:
     vit, inputs = model(config), images(config)
     zero = realize(vit, prescription(vit, PATTERNS["zero"]))
     removed = prescription(vit, PATTERNS["zero"])
-    for layer in removed.layers:
-        layer.qk.heads[:] = torch.tensor([False, True, True])
+    layers = tuple(with_heads(layer, [False, True, True]) for layer in removed.layers)
+    removed = replace(removed, layers=layers)
     assert not torch.allclose(realize(vit, removed)(inputs), zero(inputs))
 
 
@@ -122,8 +122,7 @@ def test_all_heads_can_go() -> None:
     config = CONFIGS["svda"]
     vit, inputs = model(config), images(config)
     given = prescription(vit, PATTERNS["full"])
-    for layer in given.layers:
-        layer.qk.heads[:] = False
+    given = replace(given, layers=tuple(with_heads(layer, [False] * 3) for layer in given.layers))
     torch.testing.assert_close(realize(vit, given)(inputs), realize(vit, given, "mask")(inputs))
 
 

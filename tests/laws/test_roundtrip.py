@@ -43,8 +43,10 @@ def test_prescriptions_survive_saving(tmp_path: Path, config: str, pattern: str)
     given = prescription(own(OWN[config]), PATTERNS[pattern])
     again = Prescription.load(given.save(tmp_path / "p.json"))
     assert again.ranks == given.ranks and again.fingerprint == given.fingerprint
-    for ours, theirs in zip(*([layer.qk for layer in each.layers] for each in (again, given)), strict=True):
-        assert torch.equal(ours.keep, theirs.keep) and torch.equal(ours.heads, theirs.heads)
+    for mine, own_layer in zip(again.layers, given.layers, strict=True):
+        ours, theirs = mine.qk, own_layer.qk
+        assert torch.equal(mine.heads, own_layer.heads)
+        assert torch.equal(ours.keep, theirs.keep)
         assert torch.equal(ours.strength, theirs.strength) and ours.reasons == theirs.reasons
 
 

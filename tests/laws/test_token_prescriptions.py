@@ -29,7 +29,7 @@ from attnrx.planning.budget import prescribed_costs
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.realization import prescribed_tokens, realize
 from attnrx.tokens import TokenPolicy, parse_policy
-from cases import PATTERNS, REDUCTIONS
+from cases import PATTERNS, REDUCTIONS, with_heads
 from comparisons import pixels
 from pretrained import TIMM, VIT, of_timm
 
@@ -80,7 +80,7 @@ def test_mask_equals_compress_on_both_axes(pattern: str, kind: str) -> None:
 def test_a_layer_without_heads_is_seen_as_its_mask_is() -> None:
     prescription = both(DEEP, "half", TokenPolicy.staged(REDUCTIONS["spot"], 0.6, (2, 4)))
     third = prescription.layers[2]
-    gone = third.with_scores(replace(third.qk, heads=torch.zeros(3, dtype=torch.bool)))
+    gone = with_heads(third, [False] * 3)
     layers = (*prescription.layers[:2], gone, prescription.layers[3])
     masked, small = (realize(DEEP, replace(prescription, layers=layers), by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(logits(masked), logits(small), rtol=1e-9, atol=1e-9)

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+import cases
 import report_content
 from attnrx.costs import LatencyComparison
 from attnrx.errors import FingerprintMismatch, InvalidInput
@@ -237,8 +238,7 @@ def test_a_compressed_model_with_removed_heads_is_reported():
     content = report_content.example()
     assert content.prescription is not None
     layers = list(content.prescription.layers)
-    heads = torch.tensor([True, False, True, True])
-    layers[1] = layers[1].with_scores(replace(layers[1].qk, heads=heads))
+    layers[1] = cases.with_heads(layers[1], [True, False, True, True])
     prescription = replace(content.prescription, layers=tuple(layers))
     slim = realize(model, prescription, by="compress")
     attention = sample_attention({"original": model, "compressed": slim}, torch.zeros(1, 1, 16, 16))

@@ -18,7 +18,7 @@ from attnrx.reports.page import render
 from attnrx.reports.ranks import HeadRank, prescribed_ranks
 from attnrx.reports.sections.layers import ranks
 from attnrx.rules import SharedRank, TotalRank, prescribe_maps
-from cases import CONFIGS, model
+from cases import CONFIGS, model, with_heads
 from pictures import speckles
 
 
@@ -64,7 +64,7 @@ def test_shared_directions_are_one_rank_for_all_heads() -> None:
 def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
     keep = torch.tensor([[True, True, False], [False, False, True]])
     basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), shared=True)
-    layer = ScoreDecision(keep, torch.ones(2, 3), torch.tensor([True, False]), ("", ""), basis)
+    layer = ScoreDecision(keep & torch.tensor([[True], [False]]), torch.ones(2, 3), ("", ""), basis)
     assert (layer.kept, layer.directions) == (2, 8)
     assert Prescription((LayerPrescription({"qk": layer}),), {}, "", {}).removed_share == 1 - 2 / 8
     assert (replace(layer, basis=None).kept, replace(layer, basis=None).directions) == (2, 6)
@@ -73,7 +73,7 @@ def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
 def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
     vit, found = diagnosed()
     given = prescribe_maps(found, TotalRank(0.6))
-    layers = [layer.with_scores(replace(layer.qk, heads=torch.tensor([False, True, True]))) for layer in given.layers]
+    layers = [with_heads(layer, [False, True, True]) for layer in given.layers]
     slim = realize(vit, replace(given, layers=tuple(layers)))
     rows = model_ranks(slim)[0].layers
     assert [row[0].rank for row in rows] == [None, None]

@@ -9,7 +9,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from attnrx.prescription import Prescription
+from attnrx.prescription import OutputDecision, Prescription
 from attnrx.rules import (
     And,
     ContributionEnergy,
@@ -32,6 +32,7 @@ from attnrx.rules import (
     prescribe_maps,
     readings_needed,
 )
+from attnrx.rules.outputs import decide_heads
 from diagnoses import diagnosis, layer, of_strengths, spectrum
 
 
@@ -120,7 +121,6 @@ def test_uniform_heads_go_to_rank_zero_and_stay() -> None:
     found = with_readings(of_strengths([1.0, 2.0], [1.0, 2.0]), selectivity=torch.tensor([1e-3, 2e-3]))
     decision = UniformHeads().decide(found, 0)
     assert decision.ranks == (0, 2)
-    assert bool(decision.heads.all())
 
 
 def test_selectivity_bounds_the_distance_to_uniform() -> None:
@@ -141,35 +141,41 @@ def similar(spectral: list[list[float]], output: list[list[float]], strengths: l
     return with_readings(found, spectral_redundancy=torch.tensor(spectral), output_similarity=torch.tensor(output))
 
 
+def staying(found: Diagnosis) -> list[bool]:
+    (decision,) = decide_heads(found, RemoveHeads())
+    return [True] * len(found.layers[0].spectrum.heads) if decision is None else decision.keep.tolist()
+
+
 def test_a_head_goes_only_if_both_kinds_of_redundancy_say_so() -> None:
     high, low = [[1.0, 0.999], [0.999, 1.0]], [[1.0, 0.2], [0.2, 1.0]]
-    assert RemoveHeads().decide(similar(high, high, [1.0, 2.0]), 0).heads.tolist() == [False, True]
-    assert RemoveHeads().decide(similar(high, high, [2.0, 1.0]), 0).heads.tolist() == [True, False]
-    assert RemoveHeads().decide(similar(high, low, [1.0, 2.0]), 0).heads.tolist() == [True, True]
-    assert RemoveHeads().decide(similar(low, high, [1.0, 2.0]), 0).heads.tolist() == [True, True]
+    assert staying(similar(high, high, [1.0, 2.0])) == [False, True]
+    assert staying(similar(high, high, [2.0, 1.0])) == [True, False]
+    assert staying(similar(high, low, [1.0, 2.0])) == [True, True]
+    assert staying(similar(low, high, [1.0, 2.0])) == [True, True]
 
 
 def test_the_last_head_stays_and_so_does_every_witness() -> None:
     alike = [[1.0] * 4] * 4
-    assert RemoveHeads().decide(similar(alike, alike, [1.0, 2.0, 3.0, 4.0]), 0).heads.sum() == 1
-    assert RemoveHeads().decide(of_strengths([1.0]), 0).heads.tolist() == [True]
+    assert sum(staying(similar(alike, alike, [1.0, 2.0, 3.0, 4.0]))) == 1
+    assert staying(similar([[1.0]], [[1.0]], [1.0])) == [True]
     # a chain: 0 is like 1 and 1 is like 2, but 0 is not like 2; when 0 goes for 1, 1 has to stay
     output = [[1.0, 0.99, 0.1], [0.99, 1.0, 0.98], [0.1, 0.98, 1.0]]
-    decision = RemoveHeads().decide(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0]), 0)
-    assert decision.heads.tolist() == [False, True, False]  # so 2, though stronger, goes for 1 as well
-    assert decision.reasons[0].startswith("is removed (repeats head 1, which stays: similarity 1.000 of spectrum")
-    # 1 goes for 2 first; then 0 has nobody left who is like it
+    found = similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0])
+    assert staying(found) == [False, True, False]  # so 2, though stronger, goes for 1 as well
+    (decision,) = decide_heads(found, RemoveHeads())
+    assert decision is not None
+    assert "(head 0 repeats head 1, which stays: similarity 1.000 of spectrum" in decision.reasons[0]
+    # 1 goes for 2 first; then 0 is like no head that stays
     output[0][1] = output[1][0] = 0.97
-    decision = RemoveHeads().decide(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0]), 0)
-    assert decision.heads.tolist() == [True, False, True]
+    assert staying(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0])) == [True, False, True]
 
 
 def test_a_removed_head_is_not_a_head_of_rank_zero() -> None:
     found = diagnosis(layers=1)
-    removed = RemoveHeads(0.9, 0.9).decide(found, 0)
-    uniform = UniformHeads(0.2).decide(found, 0)
-    assert removed.ranks.count(0) == 1 and not removed.heads.all()
-    assert uniform.ranks.count(0) > 0 and bool(uniform.heads.all())
+    removed = prescribe_maps(found, {"heads": RemoveHeads(0.9, 0.9)}).layers[0]
+    uniform = prescribe_maps(found, UniformHeads(0.2)).layers[0]
+    assert removed.qk.ranks.count(0) == 1 and not removed.heads.all()
+    assert uniform.qk.ranks.count(0) > 0 and bool(uniform.heads.all())
 
 
 def test_random_draws_differ_by_seed_layer_and_head_and_are_fair() -> None:
@@ -287,19 +293,23 @@ def test_missing_and_broken_readings_are_refused() -> None:
 
 
 def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
-    found, rule = diagnosis(), EnergyRetention(0.8) & RemoveHeads(0.9, 0.9)
-    given = prescribe_maps(found, rule)
+    found, rules = diagnosis(), {"qk": EnergyRetention(0.8), "heads": RemoveHeads(0.9, 0.9)}
+    given = prescribe_maps(found, rules)
     assert given.fingerprint == found.fingerprint
-    assert given.rules == {"qk": str(rule)} and parse_rule(str(rule)) == rule
+    assert given.rules == {"qk": "energy_retention:0.8", "heads": "remove_heads:spectral=0.9,output=0.9,metric=own"}
+    assert parse_rule(given.rules["heads"]) == RemoveHeads(0.9, 0.9, metric="own")
     assert given.about["data"] == {"name": "noise", "images": 3}
     bounds = given.about["score_bounds"]
     for where, one in enumerate(given.layers):
-        assert [bound is None for bound in bounds[where]] == [not stays for stays in one.qk.heads.tolist()]
+        assert [bound is None for bound in bounds[where]] == [not stays for stays in one.heads.tolist()]
     read = Prescription.load(given.save(tmp_path / "prescription.json"))
     assert read.about == given.about and read.rules == given.rules
-    for a, b in zip(*([one.qk for one in each.layers] for each in (read, given)), strict=True):
-        assert torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength) and torch.equal(a.heads, b.heads)
-        assert a.reasons == b.reasons and a.strength.dtype == b.strength.dtype
+    for mine, own in zip(read.layers, given.layers, strict=True):
+        assert mine.decisions.keys() == own.decisions.keys()
+        for a, b in ((mine.decisions[name], own.decisions[name]) for name in ("qk", "heads") if name in own.decisions):
+            assert not isinstance(a, OutputDecision) and not isinstance(b, OutputDecision)
+            assert torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength)
+            assert a.reasons == b.reasons and a.strength.dtype == b.strength.dtype
 
 
 @pytest.mark.parametrize(
@@ -310,7 +320,6 @@ def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
         TopRank(8),
         NormClip(99.0),
         UniformHeads(1e-9),
-        RemoveHeads(1.0, 1.0),
         Threshold(1e-9) & TopRank(8),
         TopRank(1) | TopRank(8),
         RandomMatched(TopRank(8)),
@@ -324,7 +333,7 @@ def test_changing_nothing_is_an_error(rule: Rule) -> None:
         prescribe_maps(diagnosis(), rule)
 
 
-@pytest.mark.parametrize("rule", [Shrinkage(1e-6), NormClip(1.0), UniformHeads(0.2), RemoveHeads(0.9, 0.9)], ids=str)
+@pytest.mark.parametrize("rule", [Shrinkage(1e-6), NormClip(1.0), UniformHeads(0.2)], ids=str)
 def test_a_small_change_is_a_change(rule: Rule) -> None:
     assert prescribe_maps(diagnosis(), rule).layers
 
@@ -333,7 +342,7 @@ def test_heads_without_directions_are_fine() -> None:
     empty = Diagnosis((layer(spectrum(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool))),), "f", {})
     assert EnergyRetention(0.5).decide(empty, 0).reasons == ("has no directions",) * 2
     nobody = Diagnosis((layer(spectrum(torch.zeros(0, 1))),), "f", {})
-    for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1)), RemoveHeads()):
+    for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1))):
         assert rule.decide(nobody, 0).reasons == ()
         with pytest.raises(NoOpPrescription):
             prescribe_maps(nobody, rule)

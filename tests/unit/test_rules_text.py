@@ -30,6 +30,7 @@ from cases import RULES as OWN
 EXAMPLES = {
     **OWN,
     **REWRITING,
+    "remove_heads": RemoveHeads(spectral=0.9),
     "fusion_owner": FusionOwner(),
     "by_layer": ByLayer((EnergyRetention(0.8), TopRank(2) | Shrinkage(0.5))),
     "by_layer-matched": RandomMatched(ByLayer((TopRank(2), TopRank(3))), seed=3),

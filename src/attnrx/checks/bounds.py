@@ -166,8 +166,8 @@ def _after(comparison: Comparison) -> list[tuple[Tensor, Tensor]] | None:
     """Returns the strengths after pruning and the kept heads, per layer; None without prescription and mask."""
     if comparison.prescription is not None:
         comparison.prescription.require(model_fingerprint(comparison.reference))
-        decisions = [layer.qk for layer in comparison.prescription.layers]
-        return [(own.strength.double() * own.keep, own.heads) for own in decisions]
+        layers = comparison.prescription.layers
+        return [(layer.qk.strength.double() * layer.qk.keep, layer.heads) for layer in layers]
     if comparison.masked is None:
         return None
     spectra = _spectra(comparison.masked)

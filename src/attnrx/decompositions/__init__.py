@@ -14,6 +14,7 @@ from attnrx.decompositions.block_term import (
 from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, term_sensitivity, water_filled
 from attnrx.decompositions.deflation import block_terms, deflate
 from attnrx.decompositions.dynamic_programme import allocate_by_loss
+from attnrx.decompositions.elimination import elimination_losses
 from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc, epc
 from attnrx.decompositions.factored import FactoredTensor
 from attnrx.decompositions.low_rank import (
@@ -58,6 +59,7 @@ __all__ = [
     "constrained_blocks",
     "cpd_epc",
     "deflate",
+    "elimination_losses",
     "epc",
     "factor_directions",
     "fusion_ranks",

@@ -12,10 +12,10 @@ from attnrx.shapes import Float, Int, Tensor
 from attnrx.spec import BIASES, AttentionSpec
 
 
-def head_order(decision: ScoreDecision) -> list[int]:
+def head_order(layer: LayerPrescription) -> list[int]:
     """Returns the kept heads in the order in which the compressed layer stores them: by descending rank."""
-    heads = torch.nonzero(decision.heads).flatten().tolist()
-    return sorted(heads, key=lambda head: -decision.ranks[head])
+    heads, ranks = torch.nonzero(layer.heads).flatten().tolist(), layer.qk.ranks
+    return sorted(heads, key=lambda head: -ranks[head])
 
 
 def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = "renormalized") -> AttentionSpec:
@@ -24,7 +24,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
     Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of
     the output projection absorbs it.
     """
-    order = head_order(layer.qk)
+    order = head_order(layer)
     heads = tuple(spec.heads[head] for head in order)
     small = _with_values(_with_directions(spec, layer.qk, order, norms), layer.outputs.get("vo"), order)
     return replace(small, heads=heads)
@@ -56,11 +56,6 @@ def _with_directions(spec: AttentionSpec, layer: ScoreDecision, order: list[int]
 def _with_values(spec: AttentionSpec, values: OutputDecision | None, order: list[int]) -> AttentionSpec:
     if values is None:
         return spec
-    if len(order) != len(values.ranks):
-        raise NotSupported(
-            "the values are prescribed for all heads together, and some heads are removed: realize the removal first, "
-            "and diagnose the smaller model."
-        )
     value_ranks = tuple(values.ranks[head] for head in order)
     present = (*spec.biases, "output")
     biases = tuple(name for name in BIASES if name in present and name != "value")
@@ -73,7 +68,7 @@ def _without(spec: AttentionSpec, bias: str) -> AttentionSpec:
 
 def mask_own_(attention: Attention, layer: ScoreDecision) -> None:
     """Writes zeros into the strengths or, for forms without strengths, into the query rows."""
-    strength = torch.where(layer.keep & layer.heads[:, None], layer.strength, 0)
+    strength = torch.where(layer.keep, layer.strength, 0)
     attention.scores.set_strengths_([row[:rank] for row, rank in zip(strength, attention.spec.ranks, strict=True)])
 
 

@@ -166,7 +166,7 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
         mask_own_(attention, layer.qk)
     else:
         mask_rewritten_(attention, layer.qk, layer.qk.basis)
-    removed = (~layer.qk.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
+    removed = (~layer.heads).repeat_interleave(torch.tensor(spec.reads, dtype=torch.long))
     attention.output.weight[:, removed] = 0
     # The values of a removed head do not affect the output; zeros give them norm 0, for reducers that use value norms.
     attention.value.weight[removed] = 0
@@ -175,7 +175,7 @@ def _mask_(attention: Attention, layer: LayerPrescription) -> None:
 
 
 def _compressed(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:
-    order, weight = head_order(layer.qk), attention.value.weight
+    order, weight = head_order(layer), attention.value.weight
     small, values = compressed_spec(attention.spec, layer, norms), layer.outputs.get("vo")
     result = Attention(small, attention.backend).to(weight.device, weight.dtype)
     if layer.qk.basis is None:

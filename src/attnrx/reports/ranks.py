@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.diagnosis import Diagnosis
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models import family_of, rank_of
-from attnrx.prescription import LayerPrescription, Prescription, ScoreDecision
+from attnrx.prescription import LayerPrescription, Prescription
 
 SCORES, VALUES, MLP = "Query and key", "Value and output", "MLP"
 
@@ -56,22 +56,22 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
     """
     layers = prescription.layers
     if diagnosis is None:
-        heads = [tuple(range(len(layer.qk.heads))) for layer in layers]
-        full = [[layer.qk.keep.shape[1]] * len(layer.qk.heads) for layer in layers]
+        heads = [tuple(range(len(layer.heads))) for layer in layers]
+        full = [[layer.qk.keep.shape[1]] * len(layer.heads) for layer in layers]
     else:
         heads = [layer.spectrum.heads for layer in diagnosis.layers]
         full = [[int(rank) for rank in layer.spectrum.rank] for layer in diagnosis.layers]
     scores = [
-        [HeadRank(qk.kept, qk.directions)] if qk.is_shared else _staying(qk, qk.ranks, own)
-        for qk, own in zip((layer.qk for layer in layers), full, strict=True)
+        [HeadRank(layer.qk.kept, layer.qk.directions)] if layer.qk.is_shared else _staying(layer, layer.qk.ranks, own)
+        for layer, own in zip(layers, full, strict=True)
     ]
     found = [_pathway(SCORES, scores, heads)]
     values = [layer.outputs.get("vo") for layer in layers]
     most = max((own.strength.shape[1] for own in values if own is not None), default=0)
     if most:
-        dims = [[most] * len(layer.qk.heads) for layer in layers]
+        dims = [[most] * len(layer.heads) for layer in layers]
         rows = [
-            _staying(layer.qk, own if decided is None else decided.ranks, own)
+            _staying(layer, own if decided is None else decided.ranks, own)
             for layer, decided, own in zip(layers, values, dims, strict=True)
         ]
         found.append(_pathway(VALUES, rows, heads))
@@ -112,8 +112,8 @@ def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tupl
     return PathwayRanks(name, tuple(f"head {head}" for head in range(columns)), tuple(layers))
 
 
-def _staying(scores: ScoreDecision, ranks: Sequence[int], full: Sequence[int]) -> list[HeadRank]:
-    decided = zip(ranks, scores.heads.tolist(), full, strict=True)
+def _staying(layer: LayerPrescription, ranks: Sequence[int], full: Sequence[int]) -> list[HeadRank]:
+    decided = zip(ranks, layer.heads.tolist(), full, strict=True)
     return [HeadRank(rank if stays else None, most) for rank, stays, most in decided]
 
 

@@ -23,7 +23,7 @@ class ContributionEnergy(Rule):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     rho: float
 

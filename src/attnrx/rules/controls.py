@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
-from attnrx.maps import TOKENS
+from attnrx.maps import HEADS, TOKENS
 from attnrx.prescription import Prescription, TokenPrescription
 from attnrx.rules.largest_matched import LargestMatched
 from attnrx.rules.prescribing import prescribe_maps
@@ -31,7 +31,8 @@ def control_prescriptions(
 
     A control selects new directions for every map of the layers that the prescription has a rule for. It keeps as many
     directions of each head and map as the prescription; "uniform" keeps as many of each layer and map. Every layer
-    therefore has exactly the same MACs and parameters. Removed heads and the token policy are the same.
+    therefore has exactly the same MACs and parameters. The token policy is the same, and so are the removed heads if
+    another map of a layer has a rule; else as many other heads are removed.
 
     Where the prescription has no rule, the control prunes tokens: as many random patches are kept at every stage, with
     the fused token where the policy adds one. Every layer then costs the same; the predictors of the policy, which
@@ -69,7 +70,8 @@ def _of_kind(
         yield from _of_tokens(kind, prescription, draws, seed)
         return
     for draw in range(draws if kind == "random" else 1):
-        controls = {name: _control(kind, rule, seed + draw) for name, rule in rules.items()}
+        fixed = {HEADS} if rules.keys() != {HEADS} else set()
+        controls = {name: rule if name in fixed else _control(kind, rule, seed + draw) for name, rule in rules.items()}
         yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
 
 
@@ -99,7 +101,9 @@ def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
 def _same(one: Prescription, other: Prescription) -> bool:
     """Returns whether two prescriptions keep the same directions of every map."""
     for mine, theirs in zip(one.layers, other.layers, strict=True):
-        if mine.decisions.keys() != theirs.decisions.keys() or not _equal(mine.qk.keep, theirs.qk.keep):
+        if mine.decisions.keys() != theirs.decisions.keys() or not (
+            _equal(mine.qk.keep, theirs.qk.keep) and _equal(mine.heads, theirs.heads)
+        ):
             return False
         if any(not _equal(own.encode, theirs.outputs[name].encode) for name, own in mine.outputs.items()):
             return False

@@ -8,6 +8,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 import torch
 
 from attnrx.diagnostics.spectral_shape import energy
+from attnrx.maps import HEADS
 from attnrx.prescription import ScoreDecision
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.spectrum import Spectrum
@@ -47,21 +48,23 @@ def fewest_holding(
     return largest(amount, used, ranks.clamp(min=1))
 
 
-def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
+def score_bound(
+    spectrum: Spectrum, decision: ScoreDecision, heads: Bool[Tensor, "heads"] | None = None
+) -> Float[Tensor, "heads"]:
     """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (Theorem 1, Eq. 12).
 
     The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
     removed. It is infinite for dense attention with any change (its rows have any length), for directions that all
-    heads share, and for a removed head.
+    heads share, and for a removed head (`heads` are the kept ones; default: all).
     """
     if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
-        return torch.full((len(decision.heads),), math.inf, dtype=torch.float64)
+        return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
     prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
     # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
     bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
-    holds = decision.heads if spectrum.has_norms else decision.heads & (bound == 0)
-    return torch.where(holds, bound, math.inf)
+    holds = torch.ones_like(bound, dtype=torch.bool) if spectrum.has_norms else bound == 0
+    return torch.where(holds if heads is None else holds & heads, bound, math.inf)
 
 
 NO_STRENGTH = "all strengths are zero"
@@ -71,15 +74,14 @@ def keep_only(
     spectrum: Spectrum,
     keep: Bool[Tensor, "heads directions"],
     notes: Sequence[str] = (),
-    heads: Bool[Tensor, "heads"] | None = None,
 ) -> ScoreDecision:
-    """Returns a decision that keeps these directions at their strengths, and these heads (default: all).
+    """Returns a decision that keeps these directions at their strengths.
 
     `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
     combined by strength alone.
     """
     keep = keep & spectrum.used
-    return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes, heads)
+    return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
 
 
 def give_strengths(
@@ -87,17 +89,16 @@ def give_strengths(
     keep: Bool[Tensor, "heads directions"],
     strength: Float[Tensor, "heads directions"],
     notes: Sequence[str] = (),
-    heads: Bool[Tensor, "heads"] | None = None,
 ) -> ScoreDecision:
-    """Returns a decision that keeps these directions with these strengths, and these heads (default: all)."""
-    kept_heads = torch.ones(keep.shape[0], dtype=torch.bool) if heads is None else heads
-    decision = ScoreDecision(keep, strength, kept_heads, ("",) * keep.shape[0])
+    """Returns a decision that keeps these directions with these strengths."""
+    decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
     reasons = []
     for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
         note = f" ({notes[head]})" if notes else ""
         bound_text = _describe_bound(bound) if spectrum.of == "qk" else ""
-        rest = _describe_removed(spectrum, keep, head) + bound_text if kept_heads[head] else ""
-        reasons.append(_describe_kept(spectrum, decision, head) + note + rest)
+        reasons.append(
+            _describe_kept(spectrum, decision, head) + note + _describe_removed(spectrum, keep, head) + bound_text
+        )
     return replace(decision, reasons=tuple(reasons))
 
 
@@ -108,14 +109,13 @@ def at_most(value: float) -> str:
 
 def _describe_kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
     rank, total = int(decision.keep[head].sum()), int(spectrum.used[head].sum())
-    if not decision.heads[head]:
-        return "is removed"
+    what = "heads" if spectrum.of == HEADS else "directions"
     if not total:
-        return "has no directions"
+        return f"has no {what}"
     if not rank:
         consequence = "attends uniformly" if spectrum.of == "qk" else "gives its mean"
-        return f"keeps none of {total} directions and {consequence}"
-    return f"keeps all {total} directions" if rank == total else f"keeps {rank} of {total} directions"
+        return f"keeps none of {total} {what} and {consequence}"
+    return f"keeps all {total} {what}" if rank == total else f"keeps {rank} of {total} {what}"
 
 
 def _describe_removed(spectrum: Spectrum, keep: Tensor, head: int) -> str:

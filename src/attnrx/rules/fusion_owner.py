@@ -23,7 +23,7 @@ class FusionOwner(Rule):
     `nonnegative_fusion` produces. The directions themselves do not change.
     """
 
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = read_spectrum(self, diagnosis, layer)

@@ -29,7 +29,7 @@ class FusionRank(Rule):
     """
 
     default_metric: ClassVar[str | None] = METRIC
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     rank: int | float
     sweeps: int = 100

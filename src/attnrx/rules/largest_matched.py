@@ -11,7 +11,7 @@ from attnrx.rules.rule import Rule
 
 @dataclass(frozen=True)
 class LargestMatched(Rule):
-    """Removes as many directions of each head as `rule` does, the strongest first; removes the same heads.
+    """Removes as many directions of each head as `rule` does, the strongest first.
 
     If the spectrum ranks directions correctly, this degrades the model more than `rule`. Strengths do not change. Needs
     learned strengths.
@@ -27,4 +27,4 @@ class LargestMatched(Rule):
         require_own_directions(self, spectrum, matched)
         removed = spectrum.used.sum(-1) - matched.keep.sum(-1)
         keep = rank_positions(spectrum.strength.abs(), spectrum.used) >= removed[:, None]
-        return keep_only(spectrum, keep, ["the weakest"] * len(spectrum.heads), matched.heads)
+        return keep_only(spectrum, keep, ["the weakest"] * len(spectrum.heads))

@@ -19,7 +19,7 @@ class NormClip(Rule):
     (Proposition 4) becomes at most limit * scale. Needs learned strengths.
     """
 
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     limit: float
 

@@ -1,19 +1,19 @@
-"""Applies rules to vo, fc1 and fc2."""
+"""Applies rules to heads, vo, fc1 and fc2."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from attnrx.decompositions import Balanced, balance, factor_directions
+from attnrx.decompositions import Balanced, balance, elimination_losses, factor_directions
 from attnrx.decompositions.low_rank import pays
 from attnrx.decompositions.output_projection import Circuit, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
-from attnrx.maps import LINEAR_MAPS
-from attnrx.prescription import OutputDecision, ScoreDecision
-from attnrx.rules.decisions import NO_STRENGTH
+from attnrx.maps import HEADS, LINEAR_MAPS
+from attnrx.prescription import HeadDecision, OutputDecision, ScoreDecision
+from attnrx.rules.decisions import NO_STRENGTH, keep_only
 from attnrx.rules.metrics import METRICS, OWN
 from attnrx.rules.rule import Rule, inner_rules, metric_of
 from attnrx.shapes import Float, Tensor
@@ -23,11 +23,17 @@ from attnrx.spectrum import Spectrum
 # plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
+# The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
+# the remaining heads, which is then done. weights: the norm of W_O W_V of the head. own: the norm of its strengths.
+HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
 
 NEEDS = {
     CENTERED: ("output_covariance", "output_mean", "readout_gram"),
     WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
 }
+# Readings of pairs of heads.
+PAIRS = ("spectral_redundancy", "output_similarity")
+REMOVED = "the head is removed"
 REMEDY = (
     "diagnose again with Moments() among the diagnostics (attnrx diagnose --moments), or use metric=weights, which "
     "needs no data."
@@ -35,55 +41,98 @@ REMEDY = (
 
 
 def output_metric(rule: Rule, of: str) -> str:
-    """Returns the metric of a rule for one of OUTPUT_MAPS: the one it states, or "centered".
+    """Returns the metric of a rule for one of OUTPUT_MAPS or "heads": the one it states, or its default.
 
     Raises:
         UnknownName: The metric does not exist.
-        InvalidRule: The metric or the rule applies to scores only.
+        InvalidRule: The metric exists for other maps only.
     """
-    if _is_scores_only(rule):
-        raise InvalidRule(
-            f"{of}={rule} applies to qk only; for {of} use e.g. total_rank:0.5, "
-            "uniform_rank:0.5 or energy_retention:0.9."
-        )
-    metric = metric_of(rule) or CENTERED
-    if metric in OUTPUT_METRICS:
+    known, default = (HEAD_METRICS, _head_metric(rule)) if of == HEADS else (OUTPUT_METRICS, CENTERED)
+    metric = metric_of(rule) or default
+    if metric in known:
         return metric
     if metric in (OWN, *METRICS):
         raise InvalidRule(
-            f"{of}={rule}: the metric {metric!r} exists for qk only; for {of} choose one of "
-            f"{', '.join(OUTPUT_METRICS)}, or omit it ({CENTERED})."
+            f"{of}={rule}: the metric {metric!r} does not exist for {of}; choose one of {', '.join(known)}, or omit it "
+            f"({default})."
         )
-    raise UnknownName(f"metric of {of}", metric, OUTPUT_METRICS)
+    raise UnknownName(f"metric of {of}", metric, known)
 
 
-def decide_outputs(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
-    """Returns the decision about one of OUTPUT_MAPS in every layer; None where the map does not change."""
-    return _decide_values(diagnosis, rule) if name == "vo" else _decide_linear(diagnosis, name, rule)
+def _head_metric(rule: Rule) -> str:
+    parts = inner_rules(rule)
+    return _head_metric(parts[0]) if parts else rule.head_metric
 
 
-def _decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputDecision | None]:
+def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
+    """Returns the decision about the heads of every layer; None where all stay.
+
+    For the rule a layer is one unit whose directions are its heads. In the metric "centered" the square of a strength
+    is the increase of the error in backward elimination (`elimination_losses`).
+    """
+    metric = output_metric(rule, HEADS)
+    _require_moments(diagnosis, HEADS, rule, metric)
+    view = _view(diagnosis, [_head_spectrum(_head_strengths(layer, metric)) for layer in diagnosis.layers])
+    view = replace(view, layers=tuple(map(_with_pairs, view.layers, diagnosis.layers)))
+    decisions: list[HeadDecision | None] = []
+    for index, layer in enumerate(view.layers):
+        decision = rule.decide(view, index)
+        found = HeadDecision(
+            decision.keep[0], layer.spectrum.strength[0], tuple(f"{each}; metric {metric}" for each in decision.reasons)
+        )
+        decisions.append(None if bool(found.keep.all()) else found)
+    return decisions
+
+
+def _with_pairs(view: LayerDiagnosis, layer: LayerDiagnosis) -> LayerDiagnosis:
+    """Returns the layer with the similarities of its heads, and the numbers of the heads in the original model."""
+    pairs = {name: value for name, value in layer.readings.items() if name in PAIRS}
+    heads = torch.tensor([layer.spectrum.heads], dtype=torch.float64)
+    return replace(view, readings={**view.readings, **pairs, "heads": heads})
+
+
+def _head_spectrum(strength: Float[Tensor, "heads"]) -> Spectrum:
+    identity = torch.eye(len(strength), dtype=torch.float64)[None]
+    return _spectrum(identity, identity, strength[None], (0,), HEADS)
+
+
+def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
+    if metric == OWN:
+        return (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
+    if metric == WEIGHTS:
+        return _value_directions(layer, metric).strength.square().sum(-1).sqrt()
+    gram = layer.reading("readout_gram")
+    covariance = layer.reading("output_covariance").reshape(gram.shape[0] * gram.shape[1], -1)
+    return elimination_losses(covariance, gram).sqrt()
+
+
+def decide_values(
+    diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None]
+) -> list[OutputDecision | None]:
     """Returns the decision about the values of every layer; None where all value dimensions are kept.
+
+    Without a rule, all value dimensions of the kept heads stay, and the output projection is refit to them.
 
     In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
     the output projection, so that a squared strength is the error of removing the direction from that head alone. The
     output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
     singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
     """
-    metric = output_metric(rule, "vo")
-    missing = sorted({name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings})
-    if missing:
-        raise InvalidRule(f"vo={rule} needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}")
+    metric = CENTERED if rule is None else output_metric(rule, "vo")
+    if rule is not None:
+        _require_moments(diagnosis, "vo", rule, metric)
     found = [_value_directions(layer, metric) for layer in diagnosis.layers]
     spectra = [
-        _spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "vo")
-        for each, layer in zip(found, diagnosis.layers, strict=True)
+        without_heads(_spectrum(each.left, each.right, each.strength, layer.spectrum.heads, "vo"), own)
+        for each, layer, own in zip(found, diagnosis.layers, heads, strict=True)
     ]
     view = _view(diagnosis, spectra)
     decisions: list[OutputDecision | None] = []
     for index, (layer, directions) in enumerate(zip(diagnosis.layers, found, strict=True)):
-        decision = rule.decide(view, index)
-        if bool(decision.keep.all()) or not decision.heads.numel():
+        spectrum = spectra[index]
+        decision = keep_only(spectrum, spectrum.used) if rule is None else rule.decide(view, index)
+        decision = limited_to_heads(decision, heads[index])
+        if bool(decision.keep.all()):
             decisions.append(None)
             continue
         circuit = _circuit(layer, metric)
@@ -101,7 +150,27 @@ def _decide_values(diagnosis: Diagnosis, rule: Rule) -> list[OutputDecision | No
     return decisions
 
 
-def _decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
+def _require_moments(diagnosis: Diagnosis, name: str, rule: Rule, metric: str) -> None:
+    needed = NEEDS.get(metric, ())
+    missing = sorted({reading for layer in diagnosis.layers for reading in needed if reading not in layer.readings})
+    if missing:
+        raise InvalidRule(f"{name}={rule} needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}")
+
+
+def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
+    """Returns the spectrum of a layer in which the removed heads have no directions."""
+    return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
+
+
+def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
+    """Returns the decision without directions of removed heads, which is their reason."""
+    if heads is None:
+        return decision
+    reasons = (why if stays else REMOVED for why, stays in zip(decision.reasons, heads.keep.tolist(), strict=True))
+    return replace(decision, keep=decision.keep & heads.keep[:, None], reasons=tuple(reasons))
+
+
+def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
     """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters."""
     metric = output_metric(rule, name)
     if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
@@ -148,10 +217,6 @@ def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
     covariance = layer.reading("output_covariance") if metric == CENTERED else center.new_zeros(size, size)
     identity = torch.eye(size, dtype=center.dtype)
     return Circuit(identity, None, covariance.double().reshape(size, size), center.flatten(), len(center))
-
-
-def _is_scores_only(rule: Rule) -> bool:
-    return rule.scores_only or any(_is_scores_only(part) for part in inner_rules(rule))
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:

@@ -45,7 +45,7 @@ def require_own_directions(rule: Rule, spectrum: Spectrum, matched: ScoreDecisio
 
 
 def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -> Tensor:
-    """Returns one reading in float64; `per` ("head", "direction" or "pair") is its shape.
+    """Returns one reading in float64; `per` ("head", "direction" or "pair" of directions) is its shape.
 
     Raises:
         InvalidRule: The reading is missing.
@@ -57,7 +57,11 @@ def read(rule: Rule, diagnosis: Diagnosis, layer: int, name: str, *, per: str) -
     except InvalidInput as error:
         raise InvalidRule(f"{rule} cannot decide about layer {layer}: {error}") from error
     heads, directions = spectrum.strength.shape
-    shapes: dict[str, tuple[int, ...]] = {"head": (heads,), "direction": (heads, directions), "pair": (heads, heads)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "head": (heads,),
+        "direction": (heads, directions),
+        "pair": (directions, directions),
+    }
     if tuple(reading.shape) != shapes[per]:
         raise InvalidInput(
             f"{rule} needs {name} of shape {shapes[per]} in layer {layer}, found {tuple(reading.shape)}; "

@@ -1,20 +1,36 @@
 """Creates a prescription from a diagnosis and rules."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, InvalidRule, NoOpPrescription
-from attnrx.maps import OUTPUT_MAPS
-from attnrx.prescription import Decision, LayerPrescription, Prescription, ScoreDecision, TokenPrescription
+from attnrx.maps import HEADS, LINEAR_MAPS
+from attnrx.prescription import (
+    Decision,
+    HeadDecision,
+    LayerPrescription,
+    Prescription,
+    ScoreDecision,
+    TokenPrescription,
+)
 from attnrx.rules.decisions import keep_only, score_bound
 from attnrx.rules.metrics import OWN, rewritten
-from attnrx.rules.outputs import decide_outputs, metric_reasons, output_metric
+from attnrx.rules.outputs import (
+    CENTERED,
+    decide_heads,
+    decide_linear,
+    decide_values,
+    limited_to_heads,
+    metric_reasons,
+    output_metric,
+    without_heads,
+)
 from attnrx.rules.registry import RulesLike, parse_rules
-from attnrx.rules.rule import Rule, in_metric, metric_of, readings_needed
+from attnrx.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
 from attnrx.spectrum import Spectrum
 
 
@@ -22,7 +38,9 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer; a no-op prescription raises
     NoOpPrescription.
 
-    The rule of "qk" decides about the optimal directions in its metric (METRICS), by their strengths there, or about
+    The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
+    the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
+    about the optimal directions in its metric (METRICS), by their strengths there, or about
     the model's own; without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric
     (OUTPUT_METRICS). "tokens" needs no reading, because tokens are selected for every image at run time. The
     prescription records the rules with their metrics, all information of the diagnosis about its model and data, and
@@ -35,24 +53,48 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     if tokens is not None:
         tokens.policy.require_depth(len(diagnosis.layers))
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in given.items()}
-    scores, spectra = _decide_scores(diagnosis, stated.get("qk"))
-    decisions: list[dict[str, Decision]] = [{"qk": own} for own in scores]
-    for name in OUTPUT_MAPS:
-        if name in stated:
-            for layer, output in zip(decisions, decide_outputs(diagnosis, name, stated[name]), strict=True):
-                layer.update({} if output is None else {name: output})
-    layers = tuple(map(LayerPrescription, decisions))
+    heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
+    if HEADS in stated:
+        require_readings(diagnosis, stated[HEADS])
+        heads = decide_heads(diagnosis, stated[HEADS])
+    scores, spectra = _decide_scores(_without_removed(diagnosis, heads), stated.get("qk"))
+    scores = [limited_to_heads(own, removal) for own, removal in zip(scores, heads, strict=True)]
+    found: dict[str, Sequence[Decision | None]] = {"qk": scores}
+    if "vo" in stated or (any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
+        found["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
+    found |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
+    found[HEADS] = heads
+    layers = tuple(
+        LayerPrescription({name: own for name, own in zip(found, decisions, strict=True) if own is not None})
+        for decisions in zip(*found.values(), strict=True)
+    )
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
         raise NoOpPrescription(_no_op_message(spectra, scores, given, tokens))
-    bounds = [score_bound(spectrum, layer).tolist() for spectrum, layer in zip(spectra, scores, strict=True)]
+    bounds = [
+        score_bound(*each).tolist() for each in zip(spectra, scores, (layer.heads for layer in layers), strict=True)
+    ]
     finite = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
     about = {**diagnosis.about, "score_bounds": finite}
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, about, tokens)
 
 
+def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
+    pairs = zip(diagnosis.layers, heads, strict=True)
+    return replace(
+        diagnosis, layers=tuple(replace(layer, spectrum=without_heads(layer.spectrum, own)) for layer, own in pairs)
+    )
+
+
+def _applies(rule: Rule, name: str) -> bool:
+    return name in rule.applies_to and all(_applies(part, name) for part in inner_rules(rule))
+
+
 def _with_metric(diagnosis: Diagnosis, name: str, rule: Rule) -> Rule:
     """Returns the rule with its metric stated, unless that is the model's own by default."""
+    if not _applies(rule, name):
+        other = "remove_heads or total_rank:0.75" if name == HEADS else "total_rank:0.5 or energy_retention:0.9"
+        raise InvalidRule(f"{name}={rule}: this rule does not apply to {name}; use e.g. {other}.")
     if name != "qk":
         return in_metric(rule, output_metric(rule, name))
     has_norms = any(layer.spectrum.has_norms for layer in diagnosis.layers)
@@ -97,19 +139,25 @@ def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
-    return bool(layer.outputs) or _changes_scores(spectrum, layer.qk)
+    return bool(layer.outputs) or HEADS in layer.decisions or _changes_scores(spectrum, layer.qk)
 
 
 def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
     if layer.keep.shape != spectrum.used.shape:  # shared or rewritten directions
         return True
-    loses = bool((spectrum.used & ~layer.keep).any()) or not bool(layer.heads.all())
-    return loses or bool((layer.strength.double() != spectrum.strength.double())[spectrum.used].any())
+    return bool((spectrum.used & ~layer.keep).any()) or bool(
+        (layer.strength.double() != spectrum.strength.double())[spectrum.used].any()
+    )
 
 
 # Reasons of a no-op by map; the message for qk is separate, as it includes the range of the strengths.
 FACTORS = "every layer keeps the rank of the map, or has no rank below outputs * inputs / (outputs + inputs)"
-UNCHANGED = {"vo": "every head keeps all its value dimensions", "fc1": FACTORS, "fc2": FACTORS}
+UNCHANGED = {
+    HEADS: "every head stays",
+    "vo": "every head keeps all its value dimensions",
+    "fc1": FACTORS,
+    "fc2": FACTORS,
+}
 
 
 def _no_op_message(

@@ -16,7 +16,7 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class RandomMatched(Rule):
-    """Keeps as many directions of each head as `rule` does, drawn at random; removes the same heads.
+    """Keeps as many directions of each head as `rule` does, drawn at random.
 
     A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
     where `rule` changes them.
@@ -39,12 +39,12 @@ class RandomMatched(Rule):
             return self._shared(spectrum, matched, layer)
         if spectrum.shared:
             order = self._draw(f"{self.seed}/{layer}", matched.keep.shape[1]).argsort()
-            return keep_only(spectrum, matched.keep[:, order], self._notes(spectrum), matched.heads)
+            return keep_only(spectrum, matched.keep[:, order], self._notes(spectrum))
         scores = torch.zeros(spectrum.strength.shape, dtype=torch.float64)
         for row, head in zip(scores, spectrum.heads, strict=True):
             row.copy_(self._draw(f"{self.seed}/{layer}/{head}", len(row)))
         keep = largest(scores, spectrum.used, matched.keep.sum(-1))
-        return keep_only(spectrum, keep, self._notes(spectrum), matched.heads)
+        return keep_only(spectrum, keep, self._notes(spectrum))
 
     @staticmethod
     def _notes(spectrum: Spectrum) -> list[str]:
@@ -61,7 +61,7 @@ class RandomMatched(Rule):
         strength[sample // directions, torch.arange(len(sample))] = spectrum.strength.flatten()[sample].double()
         why = f"shares {rank} directions with all heads of the layer (drawn at random)"
         basis = Basis(rows, rows, shared=True)
-        return ScoreDecision(matched.keep, strength, matched.heads, (why,) * heads, basis)
+        return ScoreDecision(matched.keep, strength, (why,) * heads, basis)
 
     def _draw(self, key: str, count: int) -> Float[Tensor, "directions"]:
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])

@@ -11,6 +11,7 @@ import torch
 
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidRule
+from attnrx.maps import LAYER_MAPS
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import give_strengths
 from attnrx.shapes import Float, Int, Tensor
@@ -31,12 +32,14 @@ class Rule(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     default_metric: ClassVar[str | None] = None
     """The default metric for scores without norms."""
-    scores_only: ClassVar[bool] = False
-    """Whether it uses properties that only scores have: attention, changeable strengths, or shared directions."""
+    applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
+    """The maps that it can decide about; ("qk",) where it uses attention, changeable strengths or shared directions."""
+    head_metric: ClassVar[str] = "centered"
+    """The default metric for "heads" (HEAD_METRICS)."""
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the kept directions and heads of one layer, their strengths, and the reasons."""
+        """Returns the kept directions of one layer, their strengths, and the reasons."""
 
     def __and__(self, other: "Rule") -> "And":
         return And((self, other))
@@ -50,7 +53,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class And(Rule):
-    """Keeps the directions and heads that all of its rules keep, with the smallest strength of them."""
+    """Keeps the directions that all of its rules keep, with the smallest strength of them."""
 
     rules: tuple[Rule, ...]
 
@@ -61,16 +64,15 @@ class And(Rule):
         """Returns the intersection of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).all(0)
-        heads = torch.stack([decision.heads for decision in decisions]).all(0)
         strengths = torch.stack([decision.strength for decision in decisions])
         strength = _select(strengths, strengths.abs().argmin(0))
-        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
+        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength)
         return replace(own, reasons=_reasons(own, "All of", self.rules, decisions))
 
 
 @dataclass(frozen=True)
 class Or(Rule):
-    """Keeps the directions and heads that any of its rules keeps, with the largest strength of them."""
+    """Keeps the directions that any of its rules keeps, with the largest strength of them."""
 
     rules: tuple[Rule, ...]
 
@@ -81,10 +83,9 @@ class Or(Rule):
         """Returns the union of the decisions."""
         decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
         keep = torch.stack([decision.keep for decision in decisions]).any(0)
-        heads = torch.stack([decision.heads for decision in decisions]).any(0)
         strengths = torch.stack([decision.strength for decision in decisions])
         strength = _select(strengths, strengths.abs().argmax(0))
-        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength, heads=heads)
+        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength)
         return replace(own, reasons=_reasons(own, "Any of", self.rules, decisions))
 
 
@@ -138,7 +139,7 @@ def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong or len(rules) < 2:
         raise InvalidRule(
-            f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), RemoveHeads()))."
+            f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), TopRank(8)))."
         )
     return tuple(part for rule in rules for part in (inner_rules(rule) if isinstance(rule, kind) else (rule,)))
 

@@ -30,7 +30,7 @@ class SharedRank(Rule):
     direction is removed afterwards.
     """
 
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     rank: int | float
     form: str = "epc"
@@ -57,9 +57,7 @@ class SharedRank(Rule):
         heads = len(spectrum.heads)
         why = f"shares {rank} directions with all heads of the layer; relative error of the form {error:.3g}"
         keep = torch.ones(heads, rank, dtype=torch.bool)
-        return ScoreDecision(
-            keep, terms.mix, torch.ones(heads, dtype=torch.bool), (why,) * heads, Basis(left, right, shared=True)
-        )
+        return ScoreDecision(keep, terms.mix, (why,) * heads, Basis(left, right, shared=True))
 
     def _decompose(self, form: JointForm, rank: int) -> Canonical:
         options: dict[str, Any] = {"start": self.start, "seed": self.seed}

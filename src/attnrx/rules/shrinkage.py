@@ -19,7 +19,7 @@ class Shrinkage(Rule):
     continuously. Needs learned strengths.
     """
 
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     amount: float
 

@@ -52,18 +52,23 @@ class TotalRank(Rule):
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
         spectra = [read_learned_spectrum(self, diagnosis, index) for index in indices]
         total = self._total(spectra)
+        present = [each.used.any(-1) for each in spectra]  # removed heads take no part of the total
         if self.by == "energy":
-            strengths = [each.strength * each.used for each in spectra]
+            strengths = [(each.strength * each.used)[own] for each, own in zip(spectra, present, strict=True)]
             shared = water_fill(strengths, total, multiple=self.multiple, minimum=self.minimum)
         else:
             metric = diagnosis.about.get("metric", OWN)
-            losses = [diagnosis.layers[index].reading(f"divergence_{metric}") for index in indices]
+            losses = [
+                diagnosis.layers[index].reading(f"divergence_{metric}")[own]
+                for index, own in zip(indices, present, strict=True)
+            ]
             flat = allocate_by_loss(torch.cat(losses), total, multiple=self.multiple, minimum=self.minimum)
-            heads = [len(each.heads) for each in spectra]
-            shared = tuple(tuple(part.tolist()) for part in torch.tensor(flat).split(heads))
-        ranks = shared[layer if self.scope == "model" else 0]
-        num_kept = torch.tensor(ranks, dtype=torch.long)
-        notes = [f"{sum(ranks)} for the layer's {len(ranks)} heads, the strongest of the {self.scope}"] * len(ranks)
+            shared = tuple(part.tolist() for part in torch.tensor(flat).split([int(own.sum()) for own in present]))
+        own = layer if self.scope == "model" else 0
+        num_kept = torch.zeros(len(present[own]), dtype=torch.long)
+        num_kept[present[own]] = torch.tensor(shared[own], dtype=torch.long)
+        among = f" for the layer's {len(shared[own])} heads" if len(num_kept) > 1 else ""
+        notes = [f"{sum(shared[own])}{among}, the strongest of the {self.scope}"] * len(num_kept)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, num_kept), notes)
 
     def _total(self, spectra: list[Spectrum]) -> int:
@@ -72,5 +77,5 @@ class TotalRank(Rule):
         total = round(target / self.multiple) * self.multiple
         if isinstance(self.rank, int):
             return total
-        units = sum(len(spectrum.heads) for spectrum in spectra)
+        units = sum(int(spectrum.used.any(-1).sum()) for spectrum in spectra)
         return max(total, units * -(-self.minimum // self.multiple) * self.multiple)

@@ -20,7 +20,7 @@ class UniformHeads(Rule):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("selectivity",)
-    scores_only: ClassVar[bool] = True
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     selectivity: float = 1e-3
 

@@ -82,20 +82,20 @@ def _prescriptions(arguments: Namespace) -> Outcome:
             f"{arguments.before} is for layers of (heads, directions) {shapes[0]} and {arguments.after} for "
             f"{shapes[1]}; only prescriptions for models of one shape can be compared."
         )
-    pairs = zip(*([layer.qk for layer in each.layers] for each in (before, after)), strict=True)
+    pairs = zip(before.layers, after.layers, strict=True)
     heads = [
         {
             "layer": index,
             "head": head,
-            "ranks": [old.ranks[head], new.ranks[head]],
-            "both_keep": int((old.keep[head] & new.keep[head]).sum()),
-            "strength_moves": float((old.strength[head] - new.strength[head]).abs().max())
-            if old.keep.shape[1]
+            "ranks": [old.qk.ranks[head], new.qk.ranks[head]],
+            "both_keep": int((old.qk.keep[head] & new.qk.keep[head]).sum()),
+            "strength_moves": float((old.qk.strength[head] - new.qk.strength[head]).abs().amax())
+            if old.qk.keep.shape[1]
             else 0.0,
             "stays": [bool(old.heads[head]), bool(new.heads[head])],
         }
         for index, (old, new) in enumerate(pairs)
-        for head in range(old.keep.shape[0])
+        for head in range(len(old.heads))
     ]
     different = [head for head in heads if _differs(head)]
     tokens = [None if each.tokens is None else str(each.tokens.policy) for each in (before, after)]

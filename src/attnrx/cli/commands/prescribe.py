@@ -38,8 +38,9 @@ def add(parser: Parser) -> None:
         nargs="+",
         metavar="MAP=RULE",
         help="the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for "
-        f"the MLP, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and |, e.g. total_rank:0.5, "
-        f"uniform_rank:0.5,metric=weights, 'energy_retention:0.9 & remove_heads'. POLICY: {POLICY}",
+        "the MLP, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and |, e.g. "
+        "total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. "
+        f"POLICY: {POLICY}",
     )
     parser.add_argument(
         "--predictors",
@@ -92,8 +93,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "tokens": _tokens_record(prescription.tokens),
     }
     rows = tuple(
-        (f"layer {index}", " ".join(map(str, layer.ranks)), _full(layer), str(int((~layer.heads).sum())))
-        for index, layer in enumerate(layer.qk for layer in prescription.layers)
+        (f"layer {index}", " ".join(map(str, layer.qk.ranks)), _full(layer.qk), str(int((~layer.heads).sum())))
+        for index, layer in enumerate(prescription.layers)
     )
     table = Table(("", "kept directions per head", "of", "heads pruned"), rows)
     budget = prescription.about.get("budget")

@@ -42,7 +42,7 @@ def treatment(content: ReportContent) -> Section | None:
     if prescription is None:
         return None
     if content.diagnosis is None:
-        heads = [tuple(range(len(layer.qk.heads))) for layer in prescription.layers]
+        heads = [tuple(range(len(layer.heads))) for layer in prescription.layers]
     else:
         heads = [layer.spectrum.heads for layer in content.diagnosis.layers]
     layers = []
@@ -52,10 +52,10 @@ def treatment(content: ReportContent) -> Section | None:
         if scores.is_shared:
             keeps = f"the heads share {number(scores.kept)} of {number(scores.directions)}"
         data = {
-            "heads": list(zip(names, scores.ranks, scores.heads.tolist(), scores.reasons, strict=True)),
+            "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
             "removed": percent(1 - scores.kept / scores.directions if scores.directions else None),
             "keeps": keeps,
-            "others": [(name, why) for name, output in layer.outputs.items() for why in output.reasons],
+            "others": [(name, why) for name, own in layer.decisions.items() if name != "qk" for why in own.reasons],
         }
         layers.append(data)
     return Section("prescription", "Prescription", {"prescription": prescription, "layers": layers})
@@ -176,7 +176,7 @@ def spectra(content: ReportContent) -> Section | None:
 
 def _panels(diagnosis: LayerDiagnosis, plan: ScoreDecision | None) -> list[Figure]:
     spectrum = diagnosis.spectrum
-    keep = spectrum.used if plan is None else plan.keep & plan.heads[:, None]
+    keep = spectrum.used if plan is None else plan.keep
     figures = []
     for head, energy, kept, used in zip(spectrum.heads, spectrum.energy, keep, spectrum.used, strict=True):
         energies, is_kept = energy[used].tolist(), kept[used].tolist()
