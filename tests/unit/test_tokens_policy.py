@@ -9,7 +9,7 @@ VIT = TokenLayout(1, 196, True, "class")
 
 
 def test_every_layer_sees_fewer_tokens() -> None:
-    every = TokenPolicy.every_layer(ToMe(), 16).on(VIT, 12)
+    every = TokenPolicy(ToMe(), num_pruned=16).on(VIT, 12)
     assert every.layers == tuple(range(2, 13))
     assert every.tokens(VIT, 12) == tuple(197 - 16 * layer for layer in range(12))
 
@@ -18,11 +18,11 @@ def test_every_layer_sees_fewer_tokens() -> None:
 def test_every_layer_loses_as_many(patches: int) -> None:
     for num_pruned in range(1, (patches - 1) // 11 + 1):
         layout = TokenLayout(1, patches, True, "class")
-        counts = TokenPolicy.every_layer(ToMe(), num_pruned).on(layout, 12).counts(patches)
+        counts = TokenPolicy(ToMe(), num_pruned=num_pruned).on(layout, 12).counts(patches)
         assert counts == tuple(patches - num_pruned * stage for stage in range(1, 12))
 
 
 @pytest.mark.parametrize(("num_pruned", "depth"), [(18, 12), (1, 1)])
 def test_what_would_leave_nothing_is_refused(num_pruned: int, depth: int) -> None:
     with pytest.raises(InvalidInput, match="so that one remains"):
-        TokenPolicy.every_layer(ToMe(), num_pruned).on(VIT, depth)
+        TokenPolicy(ToMe(), num_pruned=num_pruned).on(VIT, depth)

@@ -194,9 +194,9 @@ def test_soft_reducers_are_what_their_scores_are() -> None:
         (lambda: ZeroTPrune(iterations=0), "at least one iteration"),
         (lambda: ZeroTPrune(similar=1.5), "a share"),
         (lambda: ZeroTPrune(least=0.7, most=0.7), "least < most"),
-        (lambda: TokenPolicy.every_layer(ToMe(), 4).on(TokenLayout(1, 16, True, "class"), 5), "1 to 3 patches"),
-        (lambda: TokenPolicy.every_layer(ToMe(), 0), "0 patches"),
-        (lambda: TokenPolicy.every_layer(ToMe(), 1).on(TokenLayout(1, 16, True, "class"), 1), "at least two layers"),
+        (lambda: TokenPolicy(ToMe(), num_pruned=4).on(TokenLayout(1, 16, True, "class"), 5), "1 to 3 patches"),
+        (lambda: TokenPolicy(ToMe(), num_pruned=0), "0 patches"),
+        (lambda: TokenPolicy(ToMe(), num_pruned=1).on(TokenLayout(1, 16, True, "class"), 1), "at least two layers"),
     ],
 )
 def test_impossible_knobs_are_refused(make, said: str) -> None:

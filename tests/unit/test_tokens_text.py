@@ -6,7 +6,7 @@ import pytest
 
 from attnrx.errors import AttnrxError
 from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
-from attnrx.tokens.text import parse_policy_text
+from attnrx.tokens.policy import PolicyReader
 from cases import REDUCTIONS
 
 
@@ -28,14 +28,14 @@ POLICIES = [
     TokenPolicy.staged(Spot(), 1.0, (2, 3)),
     TokenPolicy.staged(Nested(Spot(projected=0, variance=False), 0.1, "mean"), 0.9, (2, 12)),
     TokenPolicy.staged(Nested(Nested(Random(3))), 1e-3, (2, 12)),
-    TokenPolicy.every_layer(ToMe(), 13),
-    TokenPolicy.every_layer(Nested(Spot(variance=False)), 1),
+    TokenPolicy(ToMe(), num_pruned=13),
+    TokenPolicy(Nested(Spot(variance=False)), num_pruned=1),
 ]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_survives_its_text(policy: TokenPolicy) -> None:
-    assert parse_policy_text(str(policy), {**REDUCERS, "nested": Nested}) == policy
+    assert PolicyReader(str(policy), {**REDUCERS, "nested": Nested}).read_policy() == policy
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from attnrx.shapes import Float, Int, Tensor
 
-CACHED = 2**20
-"""Bytes of the attention map of all heads in one chunk on a CPU."""
+CACHED = 2**20  # bytes of the attention map of all heads in one chunk on a CPU
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,10 @@ class Part:
 
     @property
     def images(self) -> slice:
-        """Their indices in the batch."""
         return slice(self.start, self.stop)
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last chunk."""
         return self.stop == self.batch
 
 
@@ -99,12 +96,11 @@ class MapMoments:
         self.count += part.is_last
 
     def of_images(self, images: slice) -> "MapMoments":
-        """Returns the moments of some images."""
         return self._map(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Returns the moments between the kept tokens."""
-        return self._map(lambda sums: between(sums, kept))
+        return self._map(lambda sums: _between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
         """Returns the moments with `count` new tokens, whose sums are zero."""
@@ -122,7 +118,6 @@ class MapMoments:
 
     @property
     def mean(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The mean over the layers."""
         return self.total / self.count
 
     @property
@@ -133,7 +128,7 @@ class MapMoments:
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
 
-def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Returns the rows and columns of some tokens."""
     batch, heads, queries, keys = maps.shape
     # index_select copies whole rows; gather copies element by element.
@@ -205,5 +200,4 @@ class TokenLayout:
 
     @property
     def tokens(self) -> int:
-        """All tokens of an image."""
         return self.prefix + self.patches
