@@ -23,7 +23,7 @@ class DTPS(Soft):
     class attention (eTPS, but before a layer instead of inside it), SPOT's, or any selecting reducer.
     """
 
-    scores: Selecting = field(default_factory=DynamicViT)
+    scores: Selecting = field(default=DynamicViT())
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of the predictor of the scores, and of the similarities between all and the kept patches."""

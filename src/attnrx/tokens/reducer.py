@@ -117,8 +117,8 @@ class Reducer(ABC):
     def __str__(self) -> str:
         knobs = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            factory, value = field.default_factory, getattr(self, field.name)
-            if value != (field.default if factory is dataclasses.MISSING else factory()):
+            value = getattr(self, field.name)
+            if value != field.default:
                 text = str(value)
                 knobs.append(f"{field.name}={text.lower() if isinstance(value, bool | None) else text}")
         name = self.name or type(self).__name__

@@ -78,21 +78,16 @@ class MapMoments:
 
     @classmethod
     def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
-        """Allocates the sums of a batch of `batch` images, of which `attention` has some; `write_` fills them."""
+        """Returns sums of zero for `batch` images, of which `attention` has some; `write_` adds to them."""
         shape = (batch, *attention.shape[1:])
-        return cls(attention.new_empty(shape), attention.new_empty(shape) if variance else None, 0)
+        return cls(attention.new_zeros(shape), attention.new_zeros(shape) if variance else None, 0)
 
     def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
         """Adds one more layer for some images; the last chunk of a batch increments the count."""
         of_part = self.of_images(part.images)
-        if self.count:
-            of_part.total.add_(attention)
-        else:
-            of_part.total.copy_(attention)
-        if of_part.squares is not None and self.count:
+        of_part.total.add_(attention)
+        if of_part.squares is not None:
             of_part.squares.addcmul_(attention, attention)
-        elif of_part.squares is not None:
-            torch.mul(attention, attention, out=of_part.squares)
         self.count += part.is_last
 
     def of_images(self, images: slice) -> "MapMoments":
