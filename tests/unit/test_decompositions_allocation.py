@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from attnrx.decompositions.allocation import uniform_ranks, water_fill
+from attnrx.decompositions.allocation import allocate_by_loss, uniform_ranks, water_fill
 from attnrx.decompositions.balanced import balance
-from attnrx.decompositions.dynamic_programme import allocate_by_loss
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 

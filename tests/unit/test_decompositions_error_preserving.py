@@ -16,8 +16,8 @@ from attnrx.decompositions import (
     least_sensitivity,
     term_sensitivity,
 )
-from attnrx.decompositions.bounded_least_squares import bounded_update
 from attnrx.decompositions.error_preserving import OBJECTIVES as OBJECTIVE_PARTS
+from attnrx.decompositions.error_preserving import bounded_update
 from attnrx.errors import InvalidInput, UnknownName
 
 OBJECTIVES = ["sensitivity", "norm"]

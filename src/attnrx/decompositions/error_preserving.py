@@ -1,11 +1,12 @@
 """The error-preserving correction of a canonical decomposition (CPD-EPC): less cancellation at the same error."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from attnrx.decompositions.bounded_least_squares import bounded_update
 from attnrx.decompositions.canonical import (
     Canonical,
     Trace,
@@ -22,6 +23,9 @@ from attnrx.shapes import Float, Tensor
 # The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
 SMALLEST_BOUND = 1e-6
 _MARGIN = 64 * torch.finfo(torch.float64).eps
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
+_NULL = 1e-14
+_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def epc(
     of itself. An error below SMALLEST_BOUND may rise to it. Raises InvalidInput for a bound below the error of the
     start or below SMALLEST_BOUND, and UnknownName for another objective.
     """
-    check_fit(tensor, start)
+    check_fit(tensor, *start.factors)
     check_sweeps(sweeps, tolerance)
     goal, terms = named_objective(objective), start.balanced()
     errors = [tensor.relative_error(*terms.factors)]
@@ -106,7 +110,9 @@ def epc(
     for _ in range(sweeps):
         found, projection, square = _sweep(tensor, terms, projection, limit**2 * tensor.square, goal)
         terms = found.balanced()
-        projection = projection * _ratio(terms.right, found.right)
+        # `balanced` rescales the columns: the projection follows, instead of being computed again.
+        length = found.right.norm(dim=0)
+        projection = projection * (terms.right.norm(dim=0) / torch.where(length > 0, length, torch.ones_like(length)))
         errors.append(error_of(tensor, terms.factors, square))
         objectives.append(goal.value(terms))
         converged = objectives[-2] - objectives[-1] <= tolerance * objectives[-2]
@@ -183,6 +189,57 @@ def _limit(error: float, bound: float | None) -> float:
     return bound
 
 
-def _ratio(after: Tensor, before: Tensor) -> Float[Tensor, "rank"]:
-    length = before.norm(dim=0)
-    return after.norm(dim=0) / torch.where(length > 0, length, torch.ones_like(length))
+def bounded_update(
+    normal: Float[Tensor, "rank rank"],
+    products: Float[Tensor, "size rank"],
+    weights: Float[Tensor, "rank"],
+    square: float,
+    bound: float,
+) -> Float[Tensor, "size rank"]:
+    """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
+
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. One scalar eta >= 0 is unknown: X = products
+    (normal + eta diag(weights))^-1. `square`, `bound` and `weights` are squared quantities. If no X satisfies the
+    bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
+    side.
+    """
+    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()
+    values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
+    significant = values > _NULL * values[-1].clamp_min(0)
+    values, vectors = values[significant], vectors[:, significant] * scale[:, None]
+    rotated = products @ vectors
+    energy = rotated.square().sum(0)
+    slack = bound - (square - float((energy / values).sum()))
+    if bound >= square or not len(values):
+        return torch.zeros_like(products)
+    eta = _secular_root(energy.cpu().numpy(), values.cpu().numpy(), slack) if slack > 0 else 0.0
+    return (rotated / (values + eta)) @ vectors.T
+
+
+def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
+    """Returns the largest eta found with phi(eta) <= slack; phi increases from 0 at eta = 0."""
+    # (e + eta)^2 >= e^2 gives a point below the root.
+    low = (slack / float((energy / values**3).sum())) ** 0.5
+    high = 4 * low
+    for _ in range(_STEPS):
+        if _phi_and_slope(energy, values, high)[0] > slack:
+            break
+        low, high = high, 4 * high
+    middle = low
+    for _ in range(_STEPS):
+        phi, log_slope = _phi_and_slope(energy, values, middle)
+        low, high = (middle, high) if phi <= slack else (low, middle)
+        if 0 <= slack - phi <= 1e-12 * slack or high <= low * (1 + 1e-15):
+            break
+        # Newton on log phi over log eta, which is nearly linear, aimed slightly below the root; else bisection.
+        middle = middle * math.exp(math.log(slack * (1 - 5e-13) / phi) * phi / log_slope)
+        if not low < middle < high:
+            middle = math.sqrt(low * high)
+    return low
+
+
+def _phi_and_slope(energy: np.ndarray, values: np.ndarray, eta: float) -> tuple[float, float]:
+    """Returns phi(eta) = sum g eta^2 / (e (e + eta)^2), the error above the least-squares error, and eta phi'(eta)."""
+    both = values + eta
+    parts = energy / values * (eta / both) ** 2
+    return float(parts.sum()), float((2 * parts * values / both).sum())
