@@ -32,17 +32,10 @@ def water_fill(
     they fit: exact for equal costs, otherwise less than one step (the first that did not fit) below the optimum. Ties
     are broken by layer, unit and index.
 
-    Args:
-        strengths: per layer, of any sign and in any order.
-        total: the sum of all ranks, or the budget.
-        multiple: every rank is a multiple of it; it must divide every layer's directions.
-        minimum: the smallest rank of a unit, rounded up to `multiple`.
-        cost: per layer, positive.
-
-    Raises:
-        InvalidInput: The total is out of range, `multiple` does not divide, or strengths are not finite.
+    Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`, rounded
+    up to it. Raises InvalidInput for a total out of range, another multiple, or strengths that are not finite.
     """
-    require_multiple(multiple, 0, "nothing")
+    require_multiple(multiple, 0, "nothing")  # before dividing by it
     layers = [_steps(layer, strengths[layer], multiple, minimum) for layer in range(len(strengths))]
     costs = [float(unit_cost) for unit_cost in ([1] * len(layers) if cost is None else cost)]
     if len(costs) != len(layers) or not all(0 < unit_cost < inf for unit_cost in costs):
@@ -52,22 +45,17 @@ def water_fill(
         unit_cost * layer.shape[0] * floor for unit_cost, layer in zip(costs, layers, strict=True)
     )
     if cost is None:
-        _require_reachable(total, multiple, floor, layers)
+        least = sum(len(layer) for layer in layers) * floor * multiple
+        _require_total(total, multiple, least, sum(layer.numel() for layer in layers) * multiple)
     elif budget < 0:
         raise InvalidInput(f"a budget of {total} is below the cost of the minimum rank of {minimum} per unit.")
     return _take_largest([layer[:, floor:] for layer in layers], costs, budget, (floor, multiple))
 
 
 def uniform_ranks(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
-    """Returns `units` ranks that sum to `total` and differ by one step at most, the larger ones first.
-
-    Raises:
-        InvalidInput: The total is negative, above units * most, or not a multiple of `multiple`.
-    """
+    """Returns `units` ranks up to `most` that sum to `total` and differ by one step at most, the larger ones first."""
     require_multiple(multiple, most, "the directions of a unit")
-    require_multiple(multiple, total, "the total rank")
-    if not 0 <= total <= units * most:
-        raise InvalidInput(f"a total rank of {total} was requested for {units} units with {most} directions each.")
+    _require_total(total, multiple, 0, units * most)
     steps, extra = divmod(total // multiple, units) if units else (0, 0)
     return tuple((steps + (unit < extra)) * multiple for unit in range(units))
 
@@ -98,14 +86,10 @@ def _steps(layer: int, strength: Tensor, multiple: int, minimum: int) -> Float[T
     return energy.unflatten(1, (-1, multiple)).sum(-1) if directions else energy
 
 
-def _require_reachable(total: int, multiple: int, floor: int, layers: list[Tensor]) -> None:
+def _require_total(total: int, multiple: int, least: int, most: int) -> None:
     require_multiple(multiple, total, "the total rank")
-    least = sum(layer.shape[0] for layer in layers) * floor * multiple
-    most = sum(layer.numel() for layer in layers) * multiple
     if not least <= total <= most:
-        raise InvalidInput(
-            f"a total rank of {total} is out of range: the units have between {least} and {most} directions."
-        )
+        raise InvalidInput(f"a total rank of {total} is out of range: give between {least} and {most}.")
 
 
 def _take_largest(layers: list[Tensor], costs: list[float], budget: float, rank: tuple[int, int]) -> tuple[Ranks, ...]:
@@ -114,7 +98,7 @@ def _take_largest(layers: list[Tensor], costs: list[float], budget: float, rank:
     owners = [
         (number, unit)
         for number, layer in enumerate(layers)
-        for unit in range(layer.shape[0])
+        for unit in range(len(layer))
         for _ in range(layer.shape[1])
     ]
     gains = [(layer / unit_cost).flatten() for layer, unit_cost in zip(layers, costs, strict=True)]
@@ -132,24 +116,21 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
 
     A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far; the losses need not be
     monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
-    with larger ranks in the first units is returned.
+    with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
 
-    Args:
-        loss: of each unit at each rank, in an additive unit such as nats of KL divergence.
-        total: the sum of all ranks, exactly.
-        multiple: every rank is a multiple of it; it must divide the number of directions.
-        minimum: the smallest rank of a unit, rounded up to `multiple`.
-
-    Raises:
-        InvalidInput: The total is out of range, `multiple` does not divide, or losses are not finite.
+    `multiple` and `minimum` are those of `water_fill`. Raises InvalidInput for a total out of range, a multiple that
+    does not divide the number of directions, or losses that are not finite.
     """
     units, most = loss.shape[0], loss.shape[1] - 1
-    floor = -(-minimum // max(multiple, 1))
-    _require_sensible(loss, total, multiple, minimum)
-    if not units * floor * multiple <= total <= units * most:
-        raise InvalidInput(
-            f"a total rank of {total} is out of range: give between {units * floor * multiple} and {units * most}."
-        )
+    finite = torch.isfinite(loss).all(dim=1)
+    if most < 0 or not bool(finite.all()):
+        worst = int(finite.int().argmin()) if loss.numel() else 0
+        raise InvalidInput(f"the losses need a finite number for every rank from 0 up; those of unit {worst} do not.")
+    require_multiple(multiple, most, "the directions of a unit")
+    if not 0 <= minimum <= most:
+        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested.")
+    floor = -(-minimum // multiple)
+    _require_total(total, multiple, units * floor * multiple, units * most)
     choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]
     steps = _cheapest(choices.numpy(), total // multiple - units * floor)
     return tuple((step + floor) * multiple for step in steps)
@@ -173,15 +154,3 @@ def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
         steps.append(int(unit_steps[budget]))
         budget -= steps[-1]
     return steps[::-1]
-
-
-def _require_sensible(loss: Tensor, total: int, multiple: int, minimum: int) -> None:
-    most = loss.shape[1] - 1
-    finite = torch.isfinite(loss).all(dim=1)
-    if most < 0 or not bool(finite.all()):
-        worst = int(finite.int().argmin()) if loss.numel() else 0
-        raise InvalidInput(f"the losses need a finite number for every rank from 0 up; those of unit {worst} do not.")
-    require_multiple(multiple, most, "the directions of a unit")
-    require_multiple(multiple, total, "the total rank")
-    if not 0 <= minimum <= most:
-        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested.")

@@ -52,12 +52,10 @@ class Canonical:
 
     @property
     def factors(self) -> Factors:
-        """The three factors A, B, C."""
         return self.left, self.right, self.mix
 
     @property
     def rank(self) -> int:
-        """The number of terms."""
         return self.left.shape[1]
 
     @property
@@ -148,8 +146,7 @@ def alternated(
     With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
     """
     check_sweeps(sweeps, tolerance)
-    best = factors
-    errors, converged = [tensor.relative_error(*_untied(factors, belongs))], False
+    best, errors, converged = factors, [tensor.relative_error(*_untied(factors, belongs))], False
     right, mix = unit_columns(factors[1])[0], factors[2]
     projection = tensor.project_right(right)
     for _ in range(sweeps):

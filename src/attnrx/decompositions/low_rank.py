@@ -34,12 +34,10 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The number of directions kept."""
         return self.first.shape[0]
 
     @property
     def weight(self) -> Float[Tensor, "outputs inputs"]:
-        """The product of the two factors."""
         return self.second @ self.first
 
     @property
@@ -59,7 +57,7 @@ class LowRank:
 
 def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
     """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936), with the same bias."""
-    weight, bias = checked_map(weight, bias)
+    weight, bias = _checked_map(weight, bias)
     left, strength, right = torch.linalg.svd(weight, full_matrices=False)
     return LowRank(strength[:, None] * right, left, strength, bias)
 
@@ -75,17 +73,14 @@ def activation_aware(
     The outputs are projected on the leading eigenvectors V of W M W^T: y' = V V^T W x + b. With the mean of the inputs,
     their covariance replaces M, and the bias matches the mean of the outputs: y' = V V^T (W x + b - mu) + mu with mu =
     W mean + b, the best affine map of the rank. M may be singular: full rank is still the original map for any input.
-
-    Raises:
-        InvalidInput: Shapes do not match, or moments are not finite, symmetric and semidefinite.
+    Raises InvalidInput for shapes that do not match, and moments that are not finite, symmetric and semidefinite.
     """
-    weight, bias = checked_map(weight, bias)
+    weight, bias = _checked_map(weight, bias)
     moment = _checked_moment(moment, weight.shape[1], "moment of the inputs")
     if mean is None:
         return _centred(weight, moment, None, bias)
     mean = _checked_mean(mean, weight.shape[1], "mean of the inputs")
-    center = weight @ mean if bias is None else weight @ mean + bias
-    return _centred(weight, moment, mean, center)
+    return _centred(weight, moment, mean, weight @ mean if bias is None else weight @ mean + bias)
 
 
 def output_pca(
@@ -97,16 +92,13 @@ def output_pca(
     """Returns the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
 
     y' = V V^T (W x + b - mu) + mu, with V the leading eigenvectors of the covariance. Statistics outside the range of
-    W, which no output can have, are discarded.
-
-    Raises:
-        InvalidInput: Shapes do not match, or the covariance is not finite, symmetric and semidefinite.
+    W, which no output can have, are discarded. Raises InvalidInput as `activation_aware` does.
     """
-    weight, bias = checked_map(weight, bias)
+    weight, bias = _checked_map(weight, bias)
     covariance = _checked_moment(covariance, weight.shape[0], "covariance of the outputs")
     fixed = weight.new_zeros(weight.shape[0]) if bias is None else bias
     offset = _checked_mean(mean, weight.shape[0], "mean of the outputs") - fixed
-    basis, inner = reachable(weight)
+    basis, inner = _reachable(weight)
     strength, turn = _directions(basis.mT @ covariance @ basis, covariance.norm(), inner)
     inner_offset = basis.mT @ offset
     return LowRank(turn.mT @ inner, basis @ turn, strength, fixed + basis @ inner_offset, -turn.mT @ inner_offset)
@@ -121,17 +113,10 @@ def asvd(
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
     Activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Of all maps of the rank it has the least |(W - W') S|.
-
-    Args:
-        weight: the matrix of the map.
-        bias: its bias, which is unchanged.
-        magnitude: the mean of |x| of every input feature, over calibration data.
-        alpha: 0 is the plain SVD.
-
-    Raises:
-        InvalidInput: Magnitudes are negative, not finite or not one per input.
+    `magnitude` is the mean of |x| of every input feature, over calibration data; with `alpha` 0 it is the plain SVD.
+    Raises InvalidInput for magnitudes that are negative, not finite or not one per input.
     """
-    weight, bias = checked_map(weight, bias)
+    weight, bias = _checked_map(weight, bias)
     scale = _scales(magnitude, weight.shape[1], "mean magnitude of the inputs").pow(alpha)
     return _scaled_inputs(weight, bias, scale)
 
@@ -149,12 +134,9 @@ def fwsvd(
     [inputs, outputs] whose rows belong to the inputs, and sums the information of each row. The default `side="inputs"`
     follows it: for a weight [outputs, inputs] the sums run over the outputs, and D scales the inputs. "outputs" sums
     the rows of the weight as stored. Of all maps of the rank it has the least |(W - W') D|, or |D (W - W')| for
-    "outputs".
-
-    Raises:
-        InvalidInput: Another side, or information that is negative, not finite or of another shape.
+    "outputs". Raises InvalidInput for another side, and information that is negative, not finite or of another shape.
     """
-    weight, bias = checked_map(weight, bias)
+    weight, bias = _checked_map(weight, bias)
     if side not in ("outputs", "inputs"):
         raise InvalidInput(f'side={side!r}: choose "outputs" or "inputs".')
     if fisher.shape != weight.shape:
@@ -175,15 +157,11 @@ def svd_llm(
     """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
 
     SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware` without
-    a mean; a singular M gets a ridge of 1e-12 of its trace, which that optimum does not need.
-
-    Raises:
-        InvalidInput: The moment is zero, or not finite, symmetric and semidefinite.
+    a mean; a singular M gets a ridge of 1e-12 of its trace, which that optimum does not need. Raises InvalidInput for a
+    moment that is zero, or not finite, symmetric and semidefinite.
     """
-    weight, bias = checked_map(weight, bias)
-    moment = checked_gram(moment[None], "moment of the inputs")[0]
-    if len(moment) != weight.shape[1]:
-        raise InvalidInput(f"the moment must be as wide as the inputs, {weight.shape[1]}, found {len(moment)}.")
+    weight, bias = _checked_map(weight, bias)
+    moment = _checked_moment(moment, weight.shape[1], "moment of the inputs")
     factor, failed = torch.linalg.cholesky_ex(moment)
     if int(failed):
         ridge = 1e-12 * moment.trace() * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
@@ -207,7 +185,7 @@ def break_even_rank(outputs: int, inputs: int) -> float:
     return outputs * inputs / (outputs + inputs)
 
 
-def checked_map(
+def _checked_map(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
 ) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs"] | None]:
     """Returns both in float64; raises InvalidInput if they are empty, not finite or of different sizes."""
@@ -221,7 +199,7 @@ def checked_map(
     return weight.detach().double(), bias.detach().double()
 
 
-def reachable(
+def _reachable(
     weight: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
     """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
@@ -235,7 +213,7 @@ def reachable(
     return torch.eye(outputs, dtype=weight.dtype, device=weight.device), weight
 
 
-def order_unseen(
+def _order_unseen(
     vectors: Float[Tensor, "most most"], strength: Float[Tensor, "most"], inner: Float[Tensor, "most inputs"]
 ) -> Float[Tensor, "most most"]:
     """Rotates the null directions of a metric so that they descend in their contribution to the matrix itself."""
@@ -247,7 +225,7 @@ def order_unseen(
 
 
 def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor | None) -> LowRank:
-    basis, inner = reachable(weight)
+    basis, inner = _reachable(weight)
     spread = moment if mean is None else moment - torch.outer(mean, mean)
     bound = inner.square().sum() * moment.norm()
     strength, turn = _directions(inner @ spread @ inner.mT, bound, inner)
@@ -263,7 +241,7 @@ def _directions(moment: Tensor, bound: Tensor, inner: Tensor) -> tuple[Float[Ten
     values, vectors = gram_spectrum(moment[None], "moment of the data")
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     strength = torch.where(values[0] > rounding, values[0], 0).sqrt()
-    return strength, order_unseen(vectors[0], strength, inner)
+    return strength, _order_unseen(vectors[0], strength, inner)
 
 
 def _checked_moment(moment: Tensor, size: int, what: str) -> Tensor:
@@ -280,9 +258,9 @@ def _checked_mean(mean: Tensor, size: int, what: str) -> Tensor:
 
 
 def _scaled_inputs(weight: Tensor, bias: Tensor | None, scale: Tensor) -> LowRank:
-    basis, inner = reachable(weight)
+    basis, inner = _reachable(weight)
     vectors, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
-    turn = order_unseen(vectors, strength, inner)
+    turn = _order_unseen(vectors, strength, inner)
     # U^T W equals diag(s) V^T S^-1 without the division, so full rank is exact for any scale.
     return LowRank(turn.mT @ inner, basis @ turn, strength, bias)
 
