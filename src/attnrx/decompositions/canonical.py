@@ -134,6 +134,7 @@ def als(
         return min(runs, key=lambda terms: terms.trace.errors[-1])
     factors = starting_terms(tensor, rank, start, seed).factors
     (left, right, mix), trace = alternated(tensor, factors, sweeps, tolerance)
+    # A start that no sweep improved has columns of any length.
     (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
     return Canonical(left, right, mix * left_length * right_length, trace)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ SMALLEST_BOUND = 1e-6
 _MARGIN = 64 * torch.finfo(torch.float64).eps
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-14
-_STEPS = 60
+_STEPS = 60  # each halves an interval, in the worst case: enough for all digits of float64
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,12 @@ def _squared_strength(terms: Canonical) -> float:
     return float(terms.strength.square().sum())
 
 
-def _sensitivity_weights(other: Tensor, another: Tensor) -> Float[Tensor, "rank"]:
-    return another.shape[0] * other.square().sum(0) + other.shape[0] * another.square().sum(0)
-
-
-def _norm_weights(other: Tensor, another: Tensor) -> Float[Tensor, "rank"]:
-    return other.square().sum(0) * another.square().sum(0)
-
-
 # "sensitivity" is that of the balanced terms, "norm" the sum of the squared strengths.
 OBJECTIVES = {
-    "sensitivity": _Objective(least_sensitivity, _sensitivity_weights),
-    "norm": _Objective(_squared_strength, _norm_weights),
+    "sensitivity": _Objective(
+        least_sensitivity, lambda one, other: len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
+    ),
+    "norm": _Objective(_squared_strength, lambda one, other: one.square().sum(0) * other.square().sum(0)),
 }
 
 
@@ -135,10 +130,16 @@ def cpd_epc(
     (or SMALLEST_BOUND).
     """
     schedule = schedule or CorrectionSchedule()
+    correct = partial(
+        epc,
+        tensor,
+        objective=schedule.objective,
+        sweeps=schedule.correction_sweeps,
+        tolerance=schedule.correction_tolerance,
+    )
     terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, tolerance=schedule.tolerance, seed=seed)
-    terms = _corrected(tensor, terms, schedule)
-    terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps, tolerance=schedule.tolerance)
-    return _corrected(tensor, terms, schedule) if schedule.finish else terms
+    terms = als(tensor, rank, start=correct(terms), sweeps=schedule.sweeps, tolerance=schedule.tolerance)
+    return correct(terms) if schedule.finish else terms
 
 
 def _sweep(
@@ -147,13 +148,12 @@ def _sweep(
     left, right, mix = terms.factors
     # The margin is the rounding of the squared error, which grows with the terms that cancel.
     bound = bound - _MARGIN * (tensor.square + _squared_strength(terms))
-    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), (tensor.square, bound), goal)
+    squares = tensor.square, bound
+    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares, goal)
     left_projection = tensor.project_left(left)
-    products = tensor.right_products(left_projection, mix)
-    right, _ = _updated(right, products, (left, mix), (tensor.square, bound), goal)
+    right, _ = _updated(right, tensor.right_products(left_projection, mix), (left, mix), squares, goal)
     projection = tensor.project_right(right)
-    products = tensor.mix_products(left_projection, projection)
-    mix, square = _updated(mix, products, (left, right), (tensor.square, bound), goal)
+    mix, square = _updated(mix, tensor.mix_products(left_projection, projection), (left, right), squares, goal)
     return Canonical(left, right, mix), projection, square
 
 
@@ -167,16 +167,6 @@ def _updated(
     if float((weights * (new.square() - old.square())).sum()) >= 0:
         new = old
     return new, square + float((new * (new @ normal - 2 * products)).sum())
-
-
-def _corrected(tensor: FactoredTensor, terms: Canonical, schedule: CorrectionSchedule) -> Canonical:
-    return epc(
-        tensor,
-        terms,
-        objective=schedule.objective,
-        sweeps=schedule.correction_sweeps,
-        tolerance=schedule.correction_tolerance,
-    )
 
 
 def _limit(error: float, bound: float | None) -> float:
