@@ -1,7 +1,6 @@
 """Rank allocation: the distribution of a total rank over heads and layers, by strength or by measured losses."""
 
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
 import torch
@@ -13,43 +12,30 @@ Ranks = tuple[int, ...]
 
 
 def water_fill(
-    strengths: Sequence[Float[Tensor, "_ _"]],
-    total: int,
-    *,
-    multiple: int = 1,
-    minimum: int = 0,
-    cost: Sequence[int | float] | None = None,
+    strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
 ) -> tuple[Ranks, ...]:
     """Returns the rank of every unit of every layer that minimizes the sum of the discarded squared strengths.
 
     `strengths` has one tensor [units, directions] per layer (units are heads; the number of directions may differ
-    between layers); rank r keeps the r strongest directions of a unit. Pass one layer to allocate within a layer, all
-    layers to allocate over the model.
+    between layers), of any sign and in any order; rank r keeps the r strongest directions of a unit. Pass one layer to
+    allocate within a layer, all layers to allocate over the model.
 
-    Without `cost` the ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of
-    `multiple` and above `minimum`, so taking the largest gains is exact (an exchange argument). With `cost`, the cost
-    of one direction per layer, `total` is the budget for the sum of cost * rank. Steps are taken by gain per cost while
-    they fit: exact for equal costs, otherwise less than one step (the first that did not fit) below the optimum. Ties
-    are broken by layer, unit and index.
-
-    Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`, rounded
-    up to it. Raises InvalidInput for a total out of range, another multiple, or strengths that are not finite.
+    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of `multiple` and
+    above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
+    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`,
+    rounded up to it. Raises InvalidInput for a total out of range, another multiple, or strengths that are not finite.
     """
     require_multiple(multiple, 0, "nothing")  # before dividing by it
     layers = [_steps(layer, strengths[layer], multiple, minimum) for layer in range(len(strengths))]
-    costs = [float(unit_cost) for unit_cost in ([1] * len(layers) if cost is None else cost)]
-    if len(costs) != len(layers) or not all(0 < unit_cost < inf for unit_cost in costs):
-        raise InvalidInput(f"cost needs one positive number for each of {len(layers)} layers, found {costs}.")
-    floor = -(-minimum // multiple)
-    budget = total / multiple - sum(
-        unit_cost * layer.shape[0] * floor for unit_cost, layer in zip(costs, layers, strict=True)
-    )
-    if cost is None:
-        least = sum(len(layer) for layer in layers) * floor * multiple
-        _require_total(total, multiple, least, sum(layer.numel() for layer in layers) * multiple)
-    elif budget < 0:
-        raise InvalidInput(f"a budget of {total} is below the cost of the minimum rank of {minimum} per unit.")
-    return _take_largest([layer[:, floor:] for layer in layers], costs, budget, (floor, multiple))
+    floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
+    _require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
+    gains = [layer[:, floor:] for layer in layers]
+    # An empty tensor first, because `cat` needs one.
+    order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
+    taken = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
+    parts = taken.split([layer.numel() for layer in gains])
+    counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
+    return tuple(tuple((count * multiple).tolist()) for count in counts)
 
 
 def uniform_ranks(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
@@ -90,25 +76,6 @@ def _require_total(total: int, multiple: int, least: int, most: int) -> None:
     require_multiple(multiple, total, "the total rank")
     if not least <= total <= most:
         raise InvalidInput(f"a total rank of {total} is out of range: give between {least} and {most}.")
-
-
-def _take_largest(layers: list[Tensor], costs: list[float], budget: float, rank: tuple[int, int]) -> tuple[Ranks, ...]:
-    floor, multiple = rank
-    taken = [[floor] * layer.shape[0] for layer in layers]
-    owners = [
-        (number, unit)
-        for number, layer in enumerate(layers)
-        for unit in range(len(layer))
-        for _ in range(layer.shape[1])
-    ]
-    gains = [(layer / unit_cost).flatten() for layer, unit_cost in zip(layers, costs, strict=True)]
-    remaining, slack = budget, 1e-12 * budget  # rounding of costs that are not integers
-    for step in torch.cat(gains).argsort(descending=True, stable=True).tolist() if gains else []:
-        number, unit = owners[step]
-        if costs[number] <= remaining + slack:
-            remaining -= costs[number]
-            taken[number][unit] += 1
-    return tuple(tuple(steps * multiple for steps in layer) for layer in taken)
 
 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
