@@ -1,7 +1,6 @@
 """Tokens that leave: all stay == the original, mask == compress, and the laws that every reducer must keep."""
 
 import copy
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,27 +23,16 @@ from attnrx.tokens import (
     state,
 )
 from cases import REDUCTIONS
-from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
+from pretrained import CASES, adopted_once, deep, inputs
 
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
-
-
-@cache
-def deep() -> nn.Module:
-    """Four layers on sixteen patches."""
-    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
 
 
 def original(name: str) -> nn.Module:
     if name == "deep":
         return copy.deepcopy(deep())
     return copy.deepcopy(cases.own(cases.OWN[name]) if name in cases.OWN else adopted_once(name)[2])
-
-
-def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
 def reduced(name: str, policy: TokenPolicy, by: str) -> nn.Module:
