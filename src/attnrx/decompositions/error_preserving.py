@@ -1,7 +1,6 @@
 """The error-preserving correction of a canonical decomposition (CPD-EPC): less cancellation at the same error."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +17,7 @@ from attnrx.decompositions.canonical import (
     least_sensitivity,
 )
 from attnrx.decompositions.factored import FactoredTensor
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
 # The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
@@ -30,53 +29,19 @@ _STEPS = 60  # each halves an interval, in the worst case: enough for all digits
 
 
 @dataclass(frozen=True)
-class _Objective:
-    """The minimized quantity: its value, and the squared weight of each column of a factor for two fixed factors."""
-
-    value: Callable[[Canonical], float]
-    column_weights: Callable[[Tensor, Tensor], Float[Tensor, "rank"]]
-
-
-def _squared_strength(terms: Canonical) -> float:
-    return float(terms.strength.square().sum())
-
-
-# "sensitivity" is that of the balanced terms, "norm" the sum of the squared strengths.
-OBJECTIVES = {
-    "sensitivity": _Objective(
-        least_sensitivity, lambda one, other: len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
-    ),
-    "norm": _Objective(_squared_strength, lambda one, other: one.square().sum(0) * other.square().sum(0)),
-}
-
-
-@dataclass(frozen=True)
 class CorrectionSchedule:
     """The options of CPD-EPC: alternating least squares, a correction, and least squares from the corrected terms.
 
     `sweeps` and `tolerance` are those of each least-squares run, `correction_sweeps` and `correction_tolerance` those
-    of the correction of `objective`. With `finish` a last correction follows: at the final error, its terms are the
-    least sensitive to rounding and the easiest to train.
+    of the correction. With `finish` a last correction follows: at the final error, its terms are the least sensitive to
+    rounding and the easiest to train.
     """
 
     sweeps: int = 200
     tolerance: float = 1e-8
     correction_sweeps: int = 100
     correction_tolerance: float = 1e-6
-    objective: str = "sensitivity"
     finish: bool = False
-
-    def __post_init__(self):
-        check_sweeps(self.sweeps, self.tolerance)
-        check_sweeps(self.correction_sweeps, self.correction_tolerance)
-        named_objective(self.objective)
-
-
-def named_objective(name: str) -> _Objective:
-    """Returns the objective of that name; raises UnknownName."""
-    if name not in OBJECTIVES:
-        raise UnknownName("objective", name, OBJECTIVES)
-    return OBJECTIVES[name]
 
 
 def epc(
@@ -84,32 +49,31 @@ def epc(
     start: Canonical,
     bound: float | None = None,
     *,
-    objective: str = "sensitivity",
     sweeps: int = 100,
     tolerance: float = 1e-6,
 ) -> Canonical:
-    """Lowers the objective while the relative error stays at or below `bound`, by default the error of the start.
+    """Lowers the sensitivity while the relative error stays at or below `bound`, by default the error of the start.
 
-    No update is accepted that raises the objective or violates the bound. The result is balanced; its trace has the
-    errors and objectives per sweep. Stops after `sweeps`, or when a sweep lowers the objective by less than `tolerance`
-    of itself. An error below SMALLEST_BOUND may rise to it. Raises InvalidInput for a bound below the error of the
-    start or below SMALLEST_BOUND, and UnknownName for another objective.
+    The objective is the sensitivity of the balanced terms. No update is accepted that raises it or violates the bound.
+    The result is balanced; its trace has the errors and objectives per sweep. Stops after `sweeps`, or when a sweep
+    lowers the objective by less than `tolerance` of itself. An error below SMALLEST_BOUND may rise to it. Raises
+    InvalidInput for a bound below the error of the start or below SMALLEST_BOUND.
     """
     check_fit(tensor, *start.factors)
     check_sweeps(sweeps, tolerance)
-    goal, terms = named_objective(objective), start.balanced()
+    terms = start.balanced()
     errors = [tensor.relative_error(*terms.factors)]
     limit = _limit(errors[0], bound)
-    objectives, converged = [goal.value(terms)], False
+    objectives, converged = [least_sensitivity(terms)], False
     projection = tensor.project_right(terms.right)
     for _ in range(sweeps):
-        found, projection, square = _sweep(tensor, terms, projection, limit**2 * tensor.square, goal)
+        found, projection, square = _sweep(tensor, terms, projection, limit**2 * tensor.square)
         terms = found.balanced()
         # `balanced` rescales the columns: the projection follows, instead of being computed again.
         length = found.right.norm(dim=0)
         projection = projection * (terms.right.norm(dim=0) / torch.where(length > 0, length, torch.ones_like(length)))
         errors.append(error_of(tensor, terms.factors, square))
-        objectives.append(goal.value(terms))
+        objectives.append(least_sensitivity(terms))
         converged = objectives[-2] - objectives[-1] <= tolerance * objectives[-2]
         if converged:
             break
@@ -130,43 +94,42 @@ def cpd_epc(
     (or SMALLEST_BOUND).
     """
     schedule = schedule or CorrectionSchedule()
-    correct = partial(
-        epc,
-        tensor,
-        objective=schedule.objective,
-        sweeps=schedule.correction_sweeps,
-        tolerance=schedule.correction_tolerance,
-    )
+    correct = partial(epc, tensor, sweeps=schedule.correction_sweeps, tolerance=schedule.correction_tolerance)
     terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, tolerance=schedule.tolerance, seed=seed)
     terms = als(tensor, rank, start=correct(terms), sweeps=schedule.sweeps, tolerance=schedule.tolerance)
     return correct(terms) if schedule.finish else terms
 
 
 def _sweep(
-    tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float, goal: _Objective
+    tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float
 ) -> tuple[Canonical, Tensor, float]:
     left, right, mix = terms.factors
     # The margin is the rounding of the squared error, which grows with the terms that cancel.
-    bound = bound - _MARGIN * (tensor.square + _squared_strength(terms))
+    bound = bound - _MARGIN * (tensor.square + float(terms.strength.square().sum()))
     squares = tensor.square, bound
-    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares, goal)
+    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares)
     left_projection = tensor.project_left(left)
-    right, _ = _updated(right, tensor.right_products(left_projection, mix), (left, mix), squares, goal)
+    right, _ = _updated(right, tensor.right_products(left_projection, mix), (left, mix), squares)
     projection = tensor.project_right(right)
-    mix, square = _updated(mix, tensor.mix_products(left_projection, projection), (left, right), squares, goal)
+    mix, square = _updated(mix, tensor.mix_products(left_projection, projection), (left, right), squares)
     return Canonical(left, right, mix), projection, square
 
 
 def _updated(
-    old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float], goal: _Objective
+    old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
 ) -> tuple[Tensor, float]:
     """Returns the factor after its bounded update, unchanged if that raises the objective, and the squared error."""
     (other, another), (square, bound) = others, squares
-    normal, weights = (other.T @ other) * (another.T @ another), goal.column_weights(other, another)
+    normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
     new = bounded_update(normal, products, weights, square, bound)
     if float((weights * (new.square() - old.square())).sum()) >= 0:
         new = old
     return new, square + float((new * (new @ normal - 2 * products)).sum())
+
+
+def column_sensitivity(one: Tensor, other: Tensor) -> Float[Tensor, "rank"]:
+    """Returns the sensitivity per squared entry of a column of the third factor, from the two others."""
+    return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
 
 
 def _limit(error: float, bound: float | None) -> float:
