@@ -15,6 +15,9 @@ NULL_SHARE = 1e-13
 # The smallest scale, as a share of the largest: features that are always zero need an invertible scale, too.
 SMALLEST_SCALE = 1e-6
 
+Weight = Float[Tensor, "outputs inputs"]
+Bias = Float[Tensor, "outputs"] | None
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -55,7 +58,7 @@ class LowRank:
         return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.center, shift)
 
 
-def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None = None) -> LowRank:
+def plain_svd(weight: Weight, bias: Bias = None) -> LowRank:
     """Returns the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936), with the same bias."""
     weight, bias = _checked_map(weight, bias)
     left, strength, right = torch.linalg.svd(weight, full_matrices=False)
@@ -63,8 +66,8 @@ def plain_svd(weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outp
 
 
 def activation_aware(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, "outputs"] | None,
+    weight: Weight,
+    bias: Bias,
     moment: Float[Tensor, "inputs inputs"],
     mean: Float[Tensor, "inputs"] | None = None,
 ) -> LowRank:
@@ -77,17 +80,20 @@ def activation_aware(
     """
     weight, bias = _checked_map(weight, bias)
     moment = _checked_moment(moment, weight.shape[1], "moment of the inputs")
-    if mean is None:
-        return _centred(weight, moment, None, bias)
-    mean = _checked_mean(mean, weight.shape[1], "mean of the inputs")
-    return _centred(weight, moment, mean, weight @ mean if bias is None else weight @ mean + bias)
+    basis, inner = _reachable(weight)
+    # The rounding is that of the moment before the mean is subtracted.
+    bound = inner.square().sum() * moment.norm()
+    if mean is not None:
+        mean = _checked_mean(mean, weight.shape[1], "mean of the inputs")
+        bias = weight @ mean if bias is None else weight @ mean + bias
+        moment = moment - torch.outer(mean, mean)
+    strength, turn = _directions(inner @ moment @ inner.mT, bound, inner)
+    first = turn.mT @ inner
+    return LowRank(first, basis @ turn, strength, bias, None if mean is None else -first @ mean)
 
 
 def output_pca(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, "outputs"] | None,
-    covariance: Float[Tensor, "outputs outputs"],
-    mean: Float[Tensor, "outputs"],
+    weight: Weight, bias: Bias, covariance: Float[Tensor, "outputs outputs"], mean: Float[Tensor, "outputs"]
 ) -> LowRank:
     """Returns the centred map of `activation_aware` from the covariance and the mean of its outputs y = W x + b alone.
 
@@ -104,12 +110,7 @@ def output_pca(
     return LowRank(turn.mT @ inner, basis @ turn, strength, fixed + basis @ inner_offset, -turn.mT @ inner_offset)
 
 
-def asvd(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, "outputs"] | None,
-    magnitude: Float[Tensor, "inputs"],
-    alpha: float = 0.5,
-) -> LowRank:
+def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
     """Factors W with its inputs scaled by their mean magnitude: the SVD of W S, S = diag(magnitude^alpha).
 
     Activation-aware SVD (Yuan et al., 2023, arXiv 2312.05821). Of all maps of the rank it has the least |(W - W') S|.
@@ -121,13 +122,7 @@ def asvd(
     return _scaled_inputs(weight, bias, scale)
 
 
-def fwsvd(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, "outputs"] | None,
-    fisher: Float[Tensor, "outputs inputs"],
-    *,
-    side: str = "inputs",
-) -> LowRank:
+def fwsvd(weight: Weight, bias: Bias, fisher: Float[Tensor, "outputs inputs"], *, side: str = "inputs") -> LowRank:
     """Factors W weighted by the Fisher information of its rows: the SVD of D W, D = diag(sqrt(row sums of fisher)).
 
     Fisher-weighted SVD (Hsu et al., 2022, arXiv 2207.00112). The paper writes a layer as x W + b, with a matrix
@@ -149,11 +144,7 @@ def fwsvd(
     return LowRank(mirrored.second.mT, mirrored.first.mT, mirrored.strength, bias)
 
 
-def svd_llm(
-    weight: Float[Tensor, "outputs inputs"],
-    bias: Float[Tensor, "outputs"] | None,
-    moment: Float[Tensor, "inputs inputs"],
-) -> LowRank:
+def svd_llm(weight: Weight, bias: Bias, moment: Float[Tensor, "inputs inputs"]) -> LowRank:
     """Factors W with its inputs whitened: the SVD of W S with the Cholesky factor S S^T = M, then S^-1 on the right.
 
     SVD-LLM (Wang et al., 2024, arXiv 2403.07378). For a definite M it equals the optimum of `activation_aware` without
@@ -185,23 +176,19 @@ def break_even_rank(outputs: int, inputs: int) -> float:
     return outputs * inputs / (outputs + inputs)
 
 
-def _checked_map(
-    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
-) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs"] | None]:
+def _checked_map(weight: Weight, bias: Bias) -> tuple[Weight, Bias]:
     """Returns both in float64; raises InvalidInput if they are empty, not finite or of different sizes."""
     if weight.ndim != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
         found = "no bias" if bias is None else f"a bias {list(bias.shape)}"
         raise InvalidInput(f"a map needs a weight [outputs, inputs], found {list(weight.shape)} with {found}.")
     require_finite(weight, "weight of the map")
-    if bias is None:
-        return weight.detach().double(), None
-    require_finite(bias, "bias of the map")
-    return weight.detach().double(), bias.detach().double()
+    if bias is not None:
+        require_finite(bias, "bias of the map")
+        bias = bias.detach().double()
+    return weight.detach().double(), bias
 
 
-def _reachable(
-    weight: Float[Tensor, "outputs inputs"],
-) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
+def _reachable(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
     """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
 
     A square rotation in that basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
@@ -222,15 +209,6 @@ def _order_unseen(
         return vectors
     known, null = vectors[:, :num_significant], vectors[:, num_significant:]
     return torch.cat([known, null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1)
-
-
-def _centred(weight: Tensor, moment: Tensor, mean: Tensor | None, center: Tensor | None) -> LowRank:
-    basis, inner = _reachable(weight)
-    spread = moment if mean is None else moment - torch.outer(mean, mean)
-    bound = inner.square().sum() * moment.norm()
-    strength, turn = _directions(inner @ spread @ inner.mT, bound, inner)
-    first = turn.mT @ inner
-    return LowRank(first, basis @ turn, strength, center, None if mean is None else -first @ mean)
 
 
 def _directions(moment: Tensor, bound: Tensor, inner: Tensor) -> tuple[Float[Tensor, "most"], Float[Tensor, "most _"]]:
