@@ -93,6 +93,7 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * found[head, :rank]) @ right[head, :rank]
+            # Divided by the root of their strength, so that both sides have the same size.
             full[head, rank:] = _null_rows(remaining, size - rank, left_factor[head]) / floor[head].sqrt()
     # Signs that make the largest entry of every row positive, so that results agree between machines.
     largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))

@@ -238,6 +238,7 @@ def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int, literal: bool
         products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
         products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
         directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
+        # The first singular pair is the best rank-one fit: a direction of the mix, and a factor of every term.
         mix, scale = directions[:, 0], strength[0] * coefficients[0]
     columns = torch.where(mine)[0]
     return replace(

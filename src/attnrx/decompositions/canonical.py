@@ -210,6 +210,7 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
         return water_filled(tensor, rank)
     if start == "random":
         generator = torch.Generator().manual_seed(seed)
+        # Drawn on the CPU in float64, so that every device starts from the same terms.
         samples = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
         left, right, mix = (factor.to(tensor.left.device) for factor in samples)
         return Canonical(left, right, mix)

@@ -95,7 +95,7 @@ def read_out(
             f"directions and keep must be {list(shape)}, [heads, directions], "
             f"found {list(directions.strength.shape)} and {list(keep.shape)}."
         )
-    kept = keep.flatten()
+    kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
     back = directions.strength[..., None] * directions.right
     weight = circuit.weight @ torch.block_diag(*back).mT[:, kept]

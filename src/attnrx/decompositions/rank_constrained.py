@@ -18,6 +18,7 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
     positive = mix.clamp_min(0)
     largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
     length = positive.norm(dim=0)
+    # clamp_min avoids 0 / 0 in the branch that is not taken.
     return torch.where(length > 0, positive / length.clamp_min(torch.finfo(mix.dtype).tiny), largest)
 
 

@@ -63,6 +63,7 @@ class StrengthFit:
                 normal = self.normal[head][kept][:, kept]
                 residual = self.right_side[head, kept] - normal @ start[head, kept]
                 strength[head, kept] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
+        # Without the eigenvalues below _NULL a fit can be worse than its start.
         better = self.relative_error(strength) <= self.relative_error(start)
         return torch.where(better[:, None], strength, start)
 

@@ -23,6 +23,7 @@ class HaltingScores(Selecting):
     only the order is A-ViT's.
     """
 
+    # The values of the paper.
     gamma: float = 5.0
     beta: float = -10.0
 

@@ -112,9 +112,11 @@ class Round:
         self.stay = indices_of(remains, num_left)
         self.sizes = merged_sizes.gather(1, self.stay)
         self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
+        # Rows of all images are indexed at once: image times patches, plus the index within the image.
         image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
         offset = image * patches
         self._sources, self._goals, self._stay = ((offset + rows).flatten() for rows in (sources, goals, self.stay))
+        # The cumulated sum counts the remaining patches up to a goal, so less 1 it is the index of the goal.
         self.into = (image * num_left - 1 + remains.cumsum(1).gather(1, goals)).flatten()
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
@@ -136,6 +138,7 @@ def _indices_in(side: Side, positions: Indices) -> Indices:
 
 def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
     """Returns the indices of the remaining patches, in order; every image has `present` of them."""
+    # Integers, because ONNX cannot sort booleans; stable, so that the order remains.
     return there.to(torch.int32).argsort(dim=1, descending=True, stable=True)[:, :present]
 
 

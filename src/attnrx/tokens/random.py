@@ -48,6 +48,7 @@ def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tens
     Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
+    # Every axis hashes a range of numbers of its own, 0x10001 of them.
     for axis in range(images.ndim - 1):
         indices = torch.arange(numbers.shape[-1], device=images.device)
         weights = scrambled(indices + (axis + 1) * 0x10001) | 1

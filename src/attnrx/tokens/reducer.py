@@ -165,6 +165,7 @@ def odds(scores: KeepDrop) -> PerPatch:
 
 def best(relevance: PerPatch, there: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
     """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
+    # Stable: of equal scores the first is kept, on every device.
     order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
 
@@ -187,6 +188,7 @@ def sampled_keep(scores: KeepDrop, there: PerPatch, temperature: float, prunes_o
     is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
     overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
     """
+    # In half precision the Gumbel noise can be infinite.
     sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0].to(there.dtype)
     keep = sample * there
     highest = scores[..., 0].detach().masked_fill(there == 0, float("-inf")).argmax(1, keepdim=True)

@@ -40,6 +40,7 @@ class Ward(Merging):
         """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
         squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_sizes"))
         distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
+        # Rounding can make the squared distance of equal patches negative.
         return distances.clamp_max_(0).div_(weights)
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
@@ -50,6 +51,7 @@ class Ward(Merging):
         rows, lengths = patches.flatten(0, 1), tables["lengths"].flatten(0, 1)
         if merged is not None:
             rows, lengths = rows.index_select(0, merged), lengths.index_select(0, merged)
+        # A mean of opposite patches can be zero, and stays zero.
         stretched = rows * (lengths / rows.norm(dim=-1, keepdim=True).clamp_min(1e-6))
         if merged is not None:
             # A patch with several merged sources is written repeatedly, with the same value.

@@ -51,6 +51,7 @@ class ZeroTPrune(Reducer):
         scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         head_mask = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
+        # With every head excluded, all count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
         return ((found.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
@@ -84,6 +85,7 @@ def page_rank(
     Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
     """
     steps = attention * there[:, None, None, :]
+    # A query that attends to pruned tokens only has a row of zeros, which stays zero.
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
     found = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
