@@ -247,23 +247,6 @@ def test_stages_can_share_one_predictor(reducer: Reducer) -> None:
     assert {id(reduction.predictor(stage)) for stage in range(3)} == {id(reduction.stages[0])}
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda reducer: TokenPolicy.staged(reducer, 0.0, (2,)), "keep ratio of 0"),
-        (lambda reducer: TokenPolicy.staged(reducer, 1.2, (2,)), "keep ratio of 1.2"),
-        (lambda reducer: TokenPolicy(reducer, (3, 2), (0.7, 0.5)), "must increase"),
-        (lambda reducer: TokenPolicy(reducer, (1,), (0.7,)), "stage needs a previous layer"),
-        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5, 0.7)), "not increase"),
-        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5,)), "one for each stage"),
-        (lambda reducer: TokenPolicy(reducer, (), ()), "at least one"),
-    ],
-)
-def test_an_impossible_policy_is_refused(make, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        make(REDUCTIONS["random"])
-
-
 @pytest.mark.parametrize("name", ["vit", "vit, positions resampled", "dinov2", "hf dinov2", "dense", "lvvit"])
 def test_images_of_another_size_are_refused_by_name(name: str) -> None:
     """Also by what is inside a model that resizes its positions and would take them."""

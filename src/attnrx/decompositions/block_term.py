@@ -90,7 +90,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
-    normalized = terms.mix / torch.where(peak != 0, peak, torch.ones_like(peak))
+    normalized = terms.mix / peak.masked_fill(peak == 0, 1)
     energy = normalized.square().sum(0)
     order = owner.argsort(stable=True)
     return Fusion(
@@ -98,7 +98,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
         order=order,
         reordered=normalized[:, order],
-        off_block=torch.where(energy > 0, 1 - 1 / energy, torch.zeros_like(energy)),
+        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),
     )
 
 

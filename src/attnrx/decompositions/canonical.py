@@ -175,7 +175,7 @@ def _sweep(
     # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
     if belongs is not None:
         right, length = unit_columns(right)
-        projection = projection / torch.where(length > 0, length, torch.ones_like(length))
+        projection = projection / length.masked_fill(length == 0, 1)
     mix = unit_columns(mix)[0]
     full = mix if belongs is None else mix @ belongs
     full_gram = full.T @ full
@@ -191,7 +191,7 @@ def _sweep(
     else:
         normal, products = belongs @ normal @ belongs.T, products @ belongs.T
         energy = normal.diagonal()
-        scale = torch.where(energy > 0, energy, torch.ones_like(energy)).rsqrt()
+        scale = energy.masked_fill(energy <= 0, 1).rsqrt()
         solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
         mix = torch.where(energy > 0, solved, mix)  # a block without terms has no equation: its column is unchanged
     square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())

@@ -71,7 +71,7 @@ def epc(
         terms = found.balanced()
         # `balanced` rescales the columns: the projection follows, instead of being computed again.
         length = found.right.norm(dim=0)
-        projection = projection * (terms.right.norm(dim=0) / torch.where(length > 0, length, torch.ones_like(length)))
+        projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
         errors.append(error_of(tensor, terms.factors, square))
         objectives.append(least_sensitivity(terms))
         converged = objectives[-2] - objectives[-1] <= tolerance * objectives[-2]

@@ -140,4 +140,4 @@ def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "si
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
     """Returns the columns at unit length and their lengths; a zero column is unchanged and has length zero."""
     length = matrix.norm(dim=0)
-    return matrix / torch.where(length > 0, length, torch.ones_like(length)), length
+    return matrix / length.masked_fill(length == 0, 1), length
