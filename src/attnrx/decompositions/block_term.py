@@ -125,8 +125,7 @@ def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms
 
     Raises InvalidInput unless there is one rank per slice, each at most the rank of the slice, and not all are zero.
     """
-    rows, columns, slices = tensor.shape
-    most = min(rows, columns, tensor.left.shape[1])
+    slices, most = len(tensor.left), tensor.slice_rank
     if len(ranks) != slices or not all(0 <= rank <= most for rank in ranks) or not sum(ranks):
         raise InvalidInput(f"ranks {list(ranks)}: give {slices}, each from 0 to {most}, not all zero.")
     left, strength, right = tensor.svd()

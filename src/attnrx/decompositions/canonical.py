@@ -226,8 +226,7 @@ def check_fit(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) 
 
 def check_rank(tensor: FactoredTensor, rank: int) -> None:
     """Raises InvalidInput unless 1 <= rank <= the rank at which every slice is exact."""
-    rows, columns, slices = tensor.shape
-    largest = slices * min(tensor.left.shape[1], rows, columns)
+    largest = len(tensor.left) * tensor.slice_rank
     if not 1 <= rank <= largest:
         raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
 

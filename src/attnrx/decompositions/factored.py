@@ -13,6 +13,9 @@ _RESOLVED = 1e-3
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-13
 
+# The factors of all slices, multiplied with those of the terms.
+Projection = Float[Tensor, "slices inner rank"]
+
 
 @dataclass(frozen=True)
 class FactoredTensor:
@@ -50,27 +53,30 @@ class FactoredTensor:
     def norm(self) -> float:
         return self.square**0.5
 
-    def project_left(self, left: Float[Tensor, "rows rank"]) -> Float[Tensor, "slices inner rank"]:
+    @property
+    def slice_rank(self) -> int:
+        """The rank at which every slice is exact."""
+        return min(self.left.shape[1:] + self.right.shape[2:])
+
+    def project_left(self, left: Float[Tensor, "rows rank"]) -> Projection:
         return self.left.flatten(0, 1).mm(left).view(*self.left.shape[:2], -1)
 
-    def project_right(self, right: Float[Tensor, "columns rank"]) -> Float[Tensor, "slices inner rank"]:
+    def project_right(self, right: Float[Tensor, "columns rank"]) -> Projection:
         return self.right.flatten(0, 1).mm(right).view(*self.right.shape[:2], -1)
 
     def left_products(
-        self, right_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+        self, right_projection: Projection, mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "rows rank"]:
         """Returns G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
         return self.left.flatten(0, 1).T.mm((right_projection * mix[:, None]).flatten(0, 1))
 
     def right_products(
-        self, left_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+        self, left_projection: Projection, mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "columns rank"]:
         """Returns G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
         return self.right.flatten(0, 1).T.mm((left_projection * mix[:, None]).flatten(0, 1))
 
-    def mix_products(
-        self, left_projection: Float[Tensor, "slices inner rank"], right_projection: Float[Tensor, "slices inner rank"]
-    ) -> Float[Tensor, "slices rank"]:
+    def mix_products(self, left_projection: Projection, right_projection: Projection) -> Float[Tensor, "slices rank"]:
         """Returns G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
         return (left_projection * right_projection).sum(1)
 

@@ -39,9 +39,7 @@ def owned_blocks(tensor: FactoredTensor, terms: Canonical) -> BlockTerms:
     The rank of a slice is limited to the rank at which it is exact, so the ranks may sum to less.
     """
     check_fit(tensor, *terms.factors)
-    rows, columns, _ = tensor.shape
-    most = min(rows, columns, tensor.left.shape[1])
-    return truncated_blocks(tensor, [min(rank, most) for rank in fusion_ranks(terms).ranks])
+    return truncated_blocks(tensor, [min(rank, tensor.slice_rank) for rank in fusion_ranks(terms).ranks])
 
 
 def constrained_blocks(
