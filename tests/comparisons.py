@@ -8,9 +8,13 @@ from torch import nn
 
 import cases
 from attnrx.checks import Comparison
+from attnrx.data import ImageSet
+from attnrx.diagnosis import Diagnosis
 from attnrx.models import VisionTransformer
-from attnrx.prescription import Prescription
+from attnrx.prescription import LayerPrescription, Prescription
 from attnrx.realization import realize
+from attnrx.rules.decisions import keep_only
+from attnrx.rules.metrics import rewritten
 from cases import pixels
 
 
@@ -56,6 +60,20 @@ class Setting:
             prescription=self.prescription,
             batch_size=batch_size,
         )
+
+
+def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+
+
+def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:
+    """A prescription in which nothing is lost: every direction of every layer, in a metric."""
+    diagnosis, bases = rewritten(found, metric)
+    return tuple(
+        LayerPrescription({"qk": replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)})
+        for layer, basis in zip(diagnosis.layers, bases, strict=True)
+    )
 
 
 def poisoned(model: nn.Module) -> nn.Module:

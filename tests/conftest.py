@@ -43,6 +43,12 @@ def exact_arithmetic() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def single_precision(exact_arithmetic: None) -> None:
+    """Float32, for runs as a user makes them, and shared runs that were made before any test's float64."""
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuses every connection that leaves this machine."""

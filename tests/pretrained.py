@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from attnrx.models import family_of
 from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.timm_family import TimmFamily
@@ -91,6 +92,18 @@ def adopted_once(name: str) -> tuple[AdoptedFamily, Any, Any]:
     family, make = CASES[name]
     model = make()
     return family, model, family.adopt(model)
+
+
+@cache
+def deep() -> Any:
+    """Four layers on sixteen patches; tests copy it before they change it."""
+    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
+
+
+def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
+    """Random images of a model's size, always the same."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
 def twin_of(model: Any) -> Mapping[str, torch.Tensor]:

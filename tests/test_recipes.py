@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.models import named_config
@@ -20,6 +19,8 @@ from attnrx_lab.papers import Request, SpotExperiment, SvdaExperiment, load_reci
 from attnrx_lab.papers.recipe import HEADER, RECIPES, read_header
 from attnrx_lab.papers.spot_methods import token_price
 
+pytestmark = pytest.mark.usefixtures("single_precision")
+
 SEED = 7
 
 
@@ -27,12 +28,6 @@ SEED = 7
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny runs, which all recipes share."""
     return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """Runs are made as a user makes them."""
-    torch.set_default_dtype(torch.float32)
 
 
 def test_all_tables_of_the_papers_are_there():

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import attnrx as rx
 import cases
@@ -17,7 +16,7 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.models import VisionTransformer, ViTConfig, family_of
 from attnrx.prescription import Basis, Prescription
 from attnrx.serialization.storage import read_json, write_json
-from comparisons import pixels
+from comparisons import logits, pixels
 
 CONFIGS = {
     form: ViTConfig.uniform(form, width=8, depth=2, heads=1, **{**cases.TINY, "mlp_ratio": 3.0})
@@ -65,11 +64,6 @@ def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[st
 def prescribed(diagnosis: Diagnosis, form: str, name: str) -> Prescription:
     rules = (RULES | DENSE_ONLY)[name]
     return rx.prescribe(diagnosis, re.sub("[:,]metric=mix", "", rules) if form == "svda" else rules)
-
-
-def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
 
 
 @pytest.mark.parametrize(("form", "name"), CASES, ids=lambda value: value)

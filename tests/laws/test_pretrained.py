@@ -17,8 +17,8 @@ from attnrx.models import family_of, load_model, save_model
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.rules import TotalRank, UniformRank, prescribe_maps
+from comparisons import logits, whole
 from pretrained import CASES, HF, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
-from rewriting import whole
 
 RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), "fc2": UniformRank(0.5)}
 
@@ -29,11 +29,6 @@ def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
     pixels = torch.randint(0, 256, (count, *shape), generator=generator, dtype=torch.uint8)
     normalization = Normalization((0.5,) * shape[0], (0.5,) * shape[0])
     return from_tensors("random", pixels, torch.zeros(count, dtype=torch.long), normalization)
-
-
-def logits(model: nn.Module, images: MemoryImages) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
 
 
 @pytest.fixture(params=[*CASES, "lvvit"])

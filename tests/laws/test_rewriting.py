@@ -30,8 +30,7 @@ from attnrx.rules import (
     in_metric,
     prescribe_maps,
 )
-from comparisons import pixels
-from rewriting import whole
+from comparisons import logits, pixels, whole
 
 DENSE = cases.CONFIGS["dense"]
 
@@ -49,11 +48,6 @@ def images() -> ImageSet:
 @pytest.fixture(scope="module")
 def found(model: VisionTransformer, images: ImageSet) -> Diagnosis:
     return diagnose(model, images, batch_size=8)
-
-
-def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
 
 
 def parameters(model: nn.Module) -> int:

@@ -31,7 +31,7 @@ from attnrx.realization import prescribed_tokens, realize
 from attnrx.tokens import TokenPolicy, parse_policy
 from cases import PATTERNS, REDUCTIONS, with_heads
 from comparisons import pixels
-from pretrained import TIMM, VIT, of_timm
+from pretrained import TIMM, VIT, inputs, of_timm
 
 DEEP = TIMM.adopt(of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
 CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))
@@ -39,14 +39,9 @@ CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))
 SAME = [kind for kind, reducer in REDUCTIONS.items() if "keys" not in reducer.needs]
 
 
-def images(model: nn.Module, count: int = 3) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
-
-
 def logits(model: nn.Module) -> torch.Tensor:
     with evaluating([model]):
-        return model(images(model))
+        return model(inputs(model))
 
 
 def predictors(policy: TokenPolicy, model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -103,7 +98,7 @@ def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
     assert costs == prescribed_costs(DEEP, prescription)
     assert costs.params == count_params(small)
     with evaluating([small]), counted_by_spec(small, family):
-        assert costs.product_macs == count_product_macs(small, images(small))
+        assert costs.product_macs == count_product_macs(small, inputs(small))
     assert costs.tokens[0] == 17 and costs.tokens[-1] == 1 + 5 + REDUCTIONS[kind].extra
     assert sum(part.macs for part in costs.parts.values()) == costs.macs
 
@@ -115,7 +110,7 @@ def test_a_mask_costs_what_the_original_costs_and_its_predictors(kind: str) -> N
     costs, before = family.costs(masked), family.costs(DEEP)
     assert (costs.tokens, costs.macs - costs.predictors.macs) == (before.tokens, before.macs)
     with evaluating([masked]), counted_by_spec(masked, family):
-        assert costs.product_macs == count_product_macs(masked, images(masked))
+        assert costs.product_macs == count_product_macs(masked, inputs(masked))
 
 
 def test_what_keeps_all_tokens_decides_nothing() -> None:

@@ -1,7 +1,6 @@
 """Tokens that leave: all stay == the original, mask == compress, and the laws that every reducer must keep."""
 
 import copy
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,27 +23,16 @@ from attnrx.tokens import (
     state,
 )
 from cases import REDUCTIONS
-from pretrained import CASES, TIMM, VIT, adopted_once, of_timm
+from pretrained import CASES, adopted_once, deep, inputs
 
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
-
-
-@cache
-def deep() -> nn.Module:
-    """Four layers on sixteen patches."""
-    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
 
 
 def original(name: str) -> nn.Module:
     if name == "deep":
         return copy.deepcopy(deep())
     return copy.deepcopy(cases.own(cases.OWN[name]) if name in cases.OWN else adopted_once(name)[2])
-
-
-def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
 def reduced(name: str, policy: TokenPolicy, by: str) -> nn.Module:
@@ -257,23 +245,6 @@ def test_stages_can_share_one_predictor(reducer: Reducer) -> None:
     assert reduction is not None
     assert len(reduction.stages) == 1
     assert {id(reduction.predictor(stage)) for stage in range(3)} == {id(reduction.stages[0])}
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda reducer: TokenPolicy.staged(reducer, 0.0, (2,)), "keep ratio of 0"),
-        (lambda reducer: TokenPolicy.staged(reducer, 1.2, (2,)), "keep ratio of 1.2"),
-        (lambda reducer: TokenPolicy(reducer, (3, 2), (0.7, 0.5)), "must increase"),
-        (lambda reducer: TokenPolicy(reducer, (1,), (0.7,)), "stage needs a previous layer"),
-        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5, 0.7)), "not increase"),
-        (lambda reducer: TokenPolicy(reducer, (2, 3), (0.5,)), "one for each stage"),
-        (lambda reducer: TokenPolicy(reducer, (), ()), "at least one"),
-    ],
-)
-def test_an_impossible_policy_is_refused(make, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        make(REDUCTIONS["random"])
 
 
 @pytest.mark.parametrize("name", ["vit", "vit, positions resampled", "dinov2", "hf dinov2", "dense", "lvvit"])

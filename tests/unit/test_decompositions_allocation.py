@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from attnrx.decompositions.allocation import uniform_ranks, water_fill
+from attnrx.decompositions.allocation import allocate_by_loss, uniform_ranks, water_fill
 from attnrx.decompositions.balanced import balance
-from attnrx.decompositions.dynamic_programme import allocate_by_loss
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 
@@ -24,15 +23,15 @@ def left_out(strengths: list[Tensor], ranks) -> float:
     return sum(float(unit[rank:].square().sum()) for unit, rank in zip(units, flat, strict=True))
 
 
-def least(strengths: list[Tensor], fits, multiple: int, minimum: int) -> float:
-    """The least energy left out by any allocation that fits, by trying all of them."""
+def least(strengths: list[Tensor], total: int, multiple: int = 1, minimum: int = 0) -> float:
+    """The least energy left out by any allocation of the total, by trying all of them."""
     choices = [allowed(layer.shape[1], multiple, minimum) for layer in strengths for _ in layer]
     shapes = [layer.shape[0] for layer in strengths]
     best = float("inf")
     for flat in itertools.product(*choices):
         chosen = iter(flat)
         ranks = [[next(chosen) for _ in range(units)] for units in shapes]
-        if fits(ranks):
+        if sum(flat) == total:
             best = min(best, left_out(strengths, ranks))
     return best
 
@@ -42,7 +41,7 @@ def test_water_filling_is_the_best_of_all_allocations(total: int):
     strengths = [torch.rand(3, 4)]
     ranks = water_fill(strengths, total)
     assert sum(ranks[0]) == total
-    best = least(strengths, lambda ranks: sum(map(sum, ranks)) == total, 1, 0)
+    best = least(strengths, total)
     assert left_out(strengths, ranks) == pytest.approx(best, rel=1e-12, abs=1e-15)
 
 
@@ -54,7 +53,7 @@ def test_water_filling_is_the_best_in_multiples_and_above_a_minimum(seed: int, m
     ranks = water_fill(strengths, total, multiple=multiple, minimum=minimum)
     assert sum(map(sum, ranks)) == total
     assert all(rank % multiple == 0 and rank >= minimum for layer in ranks for rank in layer)
-    best = least(strengths, lambda ranks: sum(map(sum, ranks)) == total, multiple, minimum)
+    best = least(strengths, total, multiple, minimum)
     assert left_out(strengths, ranks) == pytest.approx(best, rel=1e-12)
 
 
@@ -98,47 +97,6 @@ def test_order_and_sign_of_the_strengths_do_not_matter():
     assert water_fill([strengths], 7) == water_fill([shuffled], 7)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_budget_of_equal_costs_is_met_exactly(seed: int):
-    strengths = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)), torch.randn(3, 4)]
-    assert water_fill(strengths, 300, cost=[30, 30]) == water_fill(strengths, 10)
-    assert water_fill(strengths, 3, cost=[0.3, 0.3]) == water_fill(strengths, 10)
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("multiple", "minimum"), [(1, 0), (1, 1), (2, 0)])
-def test_a_budget_is_kept_and_misses_the_optimum_by_less_than_one_step(seed: int, multiple: int, minimum: int):
-    generator = torch.Generator().manual_seed(seed)
-    strengths = [torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)]
-    cost, budget = [3, 5], 37
-    ranks = water_fill(strengths, budget, cost=cost, multiple=multiple, minimum=minimum)
-
-    def fits(ranks) -> bool:
-        return sum(price * sum(layer) for price, layer in zip(cost, ranks, strict=True)) <= budget
-
-    assert fits(ranks)
-    best = least(strengths, fits, multiple, minimum)
-    steps = [
-        layer.abs().sort(descending=True).values.square().unflatten(1, (-1, multiple)).sum(-1) for layer in strengths
-    ]
-    skipped = max(
-        float(unit[rank // multiple])
-        for layer, own in zip(steps, ranks, strict=True)
-        for unit, rank in zip(layer, own, strict=True)
-        if rank < 4
-    )
-    assert best * (1 - 1e-12) <= left_out(strengths, ranks) <= best + skipped
-
-
-@pytest.mark.parametrize("parts", [9, 11, 20])
-def test_a_budget_that_fits_but_for_rounding_is_spent(parts: int):
-    assert water_fill([torch.ones(1, 40)], 1, cost=[1 / parts]) == ((parts,),)
-
-
-def test_a_cheap_direction_is_taken_before_an_equally_strong_expensive_one():
-    assert water_fill([torch.ones(1, 4), torch.ones(1, 4)], 20, cost=[10, 2]) == ((1,), (4,))
-
-
 def test_no_layers_and_no_units_take_nothing():
     assert water_fill([], 0) == ()
     assert water_fill([torch.zeros(0, 4), torch.ones(1, 4)], 2) == ((), (2,))
@@ -156,10 +114,6 @@ def test_no_layers_and_no_units_take_nothing():
         ({"total": 6, "multiple": 0}, "positive number"),
         ({"total": 6, "minimum": 5}, "minimum rank of 5"),
         ({"total": 6, "minimum": -1}, "minimum rank of -1"),
-        ({"total": 6, "cost": [1, 2]}, "each of 1 layers"),
-        ({"total": 6, "cost": [0]}, "positive"),
-        ({"total": 6, "cost": [float("nan")]}, "positive"),
-        ({"total": 6, "cost": [3], "minimum": 1}, "budget of 6"),
     ],
 )
 def test_what_cannot_be_allocated_is_refused_with_what_can(arguments: dict, message: str):

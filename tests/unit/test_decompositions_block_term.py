@@ -8,7 +8,6 @@ import torch
 from attnrx.decompositions import (
     BlockTerms,
     Canonical,
-    ConstrainedFit,
     CorrectionSchedule,
     FactoredTensor,
     als,
@@ -249,7 +248,7 @@ def test_the_penalty_is_zero_exactly_with_one_owner_a_column() -> None:
 def test_constrained_training_ends_with_owned_blocks_no_better_than_water_filling() -> None:
     tensor = heads(slices=3, inner=4, width=9, seed=1)
     start = als(tensor, 6, start="random", sweeps=0, seed=1)
-    found = constrained_blocks(tensor, start, knobs=ConstrainedFit(steps=60, learning_rate=0.03))
+    found = constrained_blocks(tensor, start, steps=60, learning_rate=0.03)
     assert torch.equal(found.mix, torch.eye(3)) and sum(found.ranks) == 6
     assert error(tensor, found) >= error(tensor, water_filled_blocks(tensor, 6)) * (1 - 1e-12)
     assert error(tensor, found) == pytest.approx(error(tensor, truncated_blocks(tensor, found.ranks)), rel=1e-12)
@@ -261,8 +260,7 @@ def test_a_heavy_penalty_holds_the_owners_and_none_lets_them_go() -> None:
     tensor = heads(slices=3, inner=4, width=9, seed=1)
     start = als(tensor, 6, start="random", sweeps=0, seed=1)
     held, free = (
-        constrained_blocks(tensor, start, knobs=ConstrainedFit(steps=60, learning_rate=0.03, penalty=penalty))
-        for penalty in (1000.0, 0.0)
+        constrained_blocks(tensor, start, steps=60, learning_rate=0.03, penalty=penalty) for penalty in (1000.0, 0.0)
     )
     assert held.ranks == owned_blocks(tensor, start).ranks != free.ranks
 
@@ -291,7 +289,7 @@ def test_blocks_that_cannot_be_right_are_refused() -> None:
     with pytest.raises(UnknownName, match="tied"):
         block_terms(heads(), 3, form="tide")
     with pytest.raises(InvalidInput, match="learning rate"):
-        ConstrainedFit(learning_rate=0.0)
+        constrained_blocks(heads(), als(heads(), 2), learning_rate=0.0)
     with pytest.raises(InvalidInput, match="zeros has no owners"):
         zeros = FactoredTensor(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
         constrained_blocks(zeros, als(zeros, 2))

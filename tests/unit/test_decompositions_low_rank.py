@@ -9,12 +9,14 @@ import torch
 from attnrx.decompositions.low_rank import (
     LowRank,
     activation_aware,
+    asvd,
     break_even_rank,
+    fwsvd,
     output_pca,
     pays,
     plain_svd,
+    svd_llm,
 )
-from attnrx.decompositions.low_rank_baselines import asvd, fwsvd, svd_llm
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 

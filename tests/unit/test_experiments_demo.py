@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from attnrx.api import load
 from attnrx.evidence import Evidence
@@ -16,13 +15,7 @@ from attnrx_lab.papers.short_training import generated_splits, patch_size, short
 SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")
 STAGES: list[str] = []
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """The runs that the tests share are made before any test's float64, and are read back as they were made."""
-    torch.set_default_dtype(torch.float32)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("single_precision")]
 
 
 @pytest.fixture(scope="module")

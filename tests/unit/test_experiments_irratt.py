@@ -17,6 +17,8 @@ from attnrx_lab.papers.fusion import blocks
 from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
 from attnrx_lab.papers.irratt_methods import paper_price, realized_price
 
+pytestmark = pytest.mark.usefixtures("single_precision")
+
 HALF = (
     IrrattMethod("original"),
     IrrattMethod("truncatt", "truncatt", 0.5, 0.5),
@@ -26,12 +28,6 @@ HALF = (
     IrrattMethod("trained", "irratt", 0.5, 0.5, by_training=True),
 )
 SHAPE = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 3, "classes": 4}
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """Runs are made as a user makes them."""
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

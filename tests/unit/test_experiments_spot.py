@@ -19,14 +19,10 @@ from attnrx_lab.papers.spot_methods import TokenMethod, token_price
 from attnrx_lab.papers.spot_speed import SpeedExperiment
 from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected, untrained
 
+pytestmark = pytest.mark.usefixtures("single_precision")
+
 SPOT, RANDOM = TokenMethod("spot", "spot"), TokenMethod("random", "random")
 TOME, ORIGINAL = TokenMethod("tome", "tome", trained=False), TokenMethod("all", trained=False)
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """Runs are made as a user makes them."""
-    torch.set_default_dtype(torch.float32)
 
 
 def tiny(method: TokenMethod, seed: int = 42) -> SpotExperiment:

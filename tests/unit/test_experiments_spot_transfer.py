@@ -11,13 +11,9 @@ from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.serialization.config import to_dict
 from attnrx_lab.papers.spot_transfer import SpotTransferExperiment, candidate_parts
 
+pytestmark = pytest.mark.usefixtures("single_precision")
+
 TWO = ("spot=spot(variance=false):0.7@4,7,10", "random=random:0.5/0.3@4,7")
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """Runs are made as a user makes them."""
-    torch.set_default_dtype(torch.float32)
 
 
 def tiny(check: str = "robustness(severities=3,corruptions=fog)", **changes: object) -> SpotTransferExperiment:

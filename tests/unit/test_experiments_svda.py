@@ -5,20 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from attnrx.errors import CheckpointError, UnknownName
 from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
 
+pytestmark = pytest.mark.usefixtures("single_precision")
+
 TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=("renormalized",), draws=3)
-
-
-@pytest.fixture(autouse=True)
-def single_precision(exact_arithmetic: None) -> None:
-    """The runs that the tests share are made before any test's float64, and are read back as they were made."""
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

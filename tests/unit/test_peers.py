@@ -29,7 +29,7 @@ from attnrx_lab.baselines import (
     with_factors,
 )
 from attnrx_lab.baselines.maps import linear_at, weights_at
-from comparisons import pixels
+from comparisons import logits, pixels
 
 CONFIGS = ("dense", "svda")
 
@@ -40,11 +40,6 @@ def model_of(name: str) -> VisionTransformer:
 
 def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:
     return MapStatistics(model, map_addresses(model), images, 4)
-
-
-def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -31,18 +31,9 @@ from attnrx.tokens import (
     TokenPolicy,
     ToMe,
 )
-from pretrained import TIMM, VIT, adopted_once, of_timm
+from pretrained import adopted_once, deep, inputs
 
 DRAWS, IMAGES, LAYERS, PATCHES = 40, 3, 4, 60
-
-
-def deep() -> nn.Module:
-    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
-
-
-def inputs(model: nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(3, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
 def num_pruned(

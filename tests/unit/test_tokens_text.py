@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from attnrx.errors import AttnrxError
+from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.tokens import REDUCERS, Random, Reducer, Spot, TokenLayout, TokenPolicy, ToMe, parse_policy
-from attnrx.tokens.text import parse_policy_text
+from attnrx.tokens.policy import PolicyReader
 from cases import REDUCTIONS
 
 
@@ -28,14 +28,14 @@ POLICIES = [
     TokenPolicy.staged(Spot(), 1.0, (2, 3)),
     TokenPolicy.staged(Nested(Spot(projected=0, variance=False), 0.1, "mean"), 0.9, (2, 12)),
     TokenPolicy.staged(Nested(Nested(Random(3))), 1e-3, (2, 12)),
-    TokenPolicy.every_layer(ToMe(), 13),
-    TokenPolicy.every_layer(Nested(Spot(variance=False)), 1),
+    TokenPolicy(ToMe(), num_pruned=13),
+    TokenPolicy(Nested(Spot(variance=False)), num_pruned=1),
 ]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_survives_its_text(policy: TokenPolicy) -> None:
-    assert parse_policy_text(str(policy), {**REDUCERS, "nested": Nested}) == policy
+    assert PolicyReader(str(policy), {**REDUCERS, "nested": Nested}).read_policy() == policy
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,33 @@ def test_a_policy_for_every_layer_is_written_alike_on_any_model() -> None:
     layout = TokenLayout(1, 196, class_token=True, pooled="class")
     written = parse_policy("tome:13@every")
     on_model = written.on(layout, 12)
+    assert on_model.layers == tuple(range(2, 13))
     assert str(on_model) == str(written) and on_model.written == written != on_model
     assert on_model.tokens(layout, 12) == tuple(197 - 13 * layer for layer in range(12))
     assert written.drops and "13 of the image's patches" in written.describe()[0]
+
+
+@pytest.mark.parametrize("patches", [16, 49, 196, 197, 1369])
+def test_every_layer_loses_as_many(patches: int) -> None:
+    for num_pruned in range(1, (patches - 1) // 11 + 1):
+        layout = TokenLayout(1, patches, True, "class")
+        counts = TokenPolicy(ToMe(), num_pruned=num_pruned).on(layout, 12).counts(patches)
+        assert counts == tuple(patches - num_pruned * stage for stage in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("num_pruned", "depth", "said"), [(18, 12, "1 to 17 patches per layer, so that one"), (1, 1, "at least two layers")]
+)
+def test_what_would_leave_nothing_is_refused(num_pruned: int, depth: int, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        TokenPolicy(ToMe(), num_pruned=num_pruned).on(TokenLayout(1, 196, True, "class"), depth)
+
+
+def test_policies_that_no_text_can_state_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="at least one"):
+        TokenPolicy(ToMe(), (), ())
+    with pytest.raises(InvalidInput, match="0 patches"):
+        TokenPolicy(ToMe(), num_pruned=0)
 
 
 def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:

@@ -1,10 +1,12 @@
 """Matrix and tensor decompositions: functions of tensors, independent of attention."""
 
-from attnrx.decompositions.allocation import uniform_ranks, water_fill
+from attnrx.decompositions.allocation import allocate_by_loss, uniform_ranks, water_fill
 from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
 from attnrx.decompositions.block_term import (
     BlockTerms,
     Fusion,
+    block_terms,
+    deflate,
     fusion_ranks,
     initial_blocks,
     tied_als,
@@ -12,23 +14,22 @@ from attnrx.decompositions.block_term import (
     water_filled_blocks,
 )
 from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, term_sensitivity, water_filled
-from attnrx.decompositions.deflation import block_terms, deflate
-from attnrx.decompositions.dynamic_programme import allocate_by_loss
 from attnrx.decompositions.elimination import elimination_losses
 from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc, epc
 from attnrx.decompositions.factored import FactoredTensor
 from attnrx.decompositions.low_rank import (
     LowRank,
     activation_aware,
+    asvd,
     break_even_rank,
+    fwsvd,
     output_pca,
     pays,
     plain_svd,
+    svd_llm,
 )
-from attnrx.decompositions.low_rank_baselines import asvd, fwsvd, svd_llm
 from attnrx.decompositions.output_projection import Circuit, Readout, read_out, readout_directions
 from attnrx.decompositions.rank_constrained import (
-    ConstrainedFit,
     constrained_blocks,
     nonnegative_units,
     owned_blocks,
@@ -41,7 +42,6 @@ __all__ = [
     "BlockTerms",
     "Canonical",
     "Circuit",
-    "ConstrainedFit",
     "CorrectionSchedule",
     "FactoredTensor",
     "Fusion",

@@ -1,8 +1,8 @@
-"""Rank allocation: the distribution of a total rank over heads and layers by strength."""
+"""Rank allocation: the distribution of a total rank over heads and layers, by strength or by measured losses."""
 
 from collections.abc import Sequence
-from math import inf
 
+import numpy as np
 import torch
 
 from attnrx.errors import InvalidInput
@@ -12,61 +12,36 @@ Ranks = tuple[int, ...]
 
 
 def water_fill(
-    strengths: Sequence[Float[Tensor, "_ _"]],
-    total: int,
-    *,
-    multiple: int = 1,
-    minimum: int = 0,
-    cost: Sequence[int | float] | None = None,
+    strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
 ) -> tuple[Ranks, ...]:
     """Returns the rank of every unit of every layer that minimizes the sum of the discarded squared strengths.
 
     `strengths` has one tensor [units, directions] per layer (units are heads; the number of directions may differ
-    between layers); rank r keeps the r strongest directions of a unit. Pass one layer to allocate within a layer, all
-    layers to allocate over the model.
+    between layers), of any sign and in any order; rank r keeps the r strongest directions of a unit. Pass one layer to
+    allocate within a layer, all layers to allocate over the model.
 
-    Without `cost` the ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of
-    `multiple` and above `minimum`, so taking the largest gains is exact (an exchange argument). With `cost`, the cost
-    of one direction per layer, `total` is the budget for the sum of cost * rank. Steps are taken by gain per cost while
-    they fit: exact for equal costs, otherwise less than one step (the first that did not fit) below the optimum. Ties
-    are broken by layer, unit and index.
-
-    Args:
-        strengths: per layer, of any sign and in any order.
-        total: the sum of all ranks, or the budget.
-        multiple: every rank is a multiple of it; it must divide every layer's directions.
-        minimum: the smallest rank of a unit, rounded up to `multiple`.
-        cost: per layer, positive.
-
-    Raises:
-        InvalidInput: The total is out of range, `multiple` does not divide, or strengths are not finite.
+    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of `multiple` and
+    above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
+    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`,
+    rounded up to it. Raises InvalidInput for a total out of range, another multiple, or strengths that are not finite.
     """
-    require_multiple(multiple, 0, "nothing")
+    require_multiple(multiple, 0, "nothing")  # before dividing by it
     layers = [_steps(layer, strengths[layer], multiple, minimum) for layer in range(len(strengths))]
-    costs = [float(unit_cost) for unit_cost in ([1] * len(layers) if cost is None else cost)]
-    if len(costs) != len(layers) or not all(0 < unit_cost < inf for unit_cost in costs):
-        raise InvalidInput(f"cost needs one positive number for each of {len(layers)} layers, found {costs}.")
-    floor = -(-minimum // multiple)
-    budget = total / multiple - sum(
-        unit_cost * layer.shape[0] * floor for unit_cost, layer in zip(costs, layers, strict=True)
-    )
-    if cost is None:
-        _require_reachable(total, multiple, floor, layers)
-    elif budget < 0:
-        raise InvalidInput(f"a budget of {total} is below the cost of the minimum rank of {minimum} per unit.")
-    return _take_largest([layer[:, floor:] for layer in layers], costs, budget, (floor, multiple))
+    floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
+    _require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
+    gains = [layer[:, floor:] for layer in layers]
+    # An empty tensor first, because `cat` needs one.
+    order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
+    taken = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
+    parts = taken.split([layer.numel() for layer in gains])
+    counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
+    return tuple(tuple((count * multiple).tolist()) for count in counts)
 
 
 def uniform_ranks(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
-    """Returns `units` ranks that sum to `total` and differ by one step at most, the larger ones first.
-
-    Raises:
-        InvalidInput: The total is negative, above units * most, or not a multiple of `multiple`.
-    """
+    """Returns `units` ranks up to `most` that sum to `total` and differ by one step at most, the larger ones first."""
     require_multiple(multiple, most, "the directions of a unit")
-    require_multiple(multiple, total, "the total rank")
-    if not 0 <= total <= units * most:
-        raise InvalidInput(f"a total rank of {total} was requested for {units} units with {most} directions each.")
+    _require_total(total, multiple, 0, units * most)
     steps, extra = divmod(total // multiple, units) if units else (0, 0)
     return tuple((steps + (unit < extra)) * multiple for unit in range(units))
 
@@ -97,30 +72,52 @@ def _steps(layer: int, strength: Tensor, multiple: int, minimum: int) -> Float[T
     return energy.unflatten(1, (-1, multiple)).sum(-1) if directions else energy
 
 
-def _require_reachable(total: int, multiple: int, floor: int, layers: list[Tensor]) -> None:
+def _require_total(total: int, multiple: int, least: int, most: int) -> None:
     require_multiple(multiple, total, "the total rank")
-    least = sum(layer.shape[0] for layer in layers) * floor * multiple
-    most = sum(layer.numel() for layer in layers) * multiple
     if not least <= total <= most:
-        raise InvalidInput(
-            f"a total rank of {total} is out of range: the units have between {least} and {most} directions."
-        )
+        raise InvalidInput(f"a total rank of {total} is out of range: give between {least} and {most}.")
 
 
-def _take_largest(layers: list[Tensor], costs: list[float], budget: float, rank: tuple[int, int]) -> tuple[Ranks, ...]:
-    floor, multiple = rank
-    taken = [[floor] * layer.shape[0] for layer in layers]
-    owners = [
-        (number, unit)
-        for number, layer in enumerate(layers)
-        for unit in range(layer.shape[0])
-        for _ in range(layer.shape[1])
-    ]
-    gains = [(layer / unit_cost).flatten() for layer, unit_cost in zip(layers, costs, strict=True)]
-    remaining, slack = budget, 1e-12 * budget  # rounding of costs that are not integers
-    for step in torch.cat(gains).argsort(descending=True, stable=True).tolist() if gains else []:
-        number, unit = owners[step]
-        if costs[number] <= remaining + slack:
-            remaining -= costs[number]
-            taken[number][unit] += 1
-    return tuple(tuple(steps * multiple for steps in layer) for layer in taken)
+def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
+    """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
+
+    A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far; the losses need not be
+    monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
+    with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
+
+    `multiple` and `minimum` are those of `water_fill`. Raises InvalidInput for a total out of range, a multiple that
+    does not divide the number of directions, or losses that are not finite.
+    """
+    units, most = loss.shape[0], loss.shape[1] - 1
+    finite = torch.isfinite(loss).all(dim=1)
+    if most < 0 or not bool(finite.all()):
+        worst = int(finite.int().argmin()) if loss.numel() else 0
+        raise InvalidInput(f"the losses need a finite number for every rank from 0 up; those of unit {worst} do not.")
+    require_multiple(multiple, most, "the directions of a unit")
+    if not 0 <= minimum <= most:
+        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested.")
+    floor = -(-minimum // multiple)
+    _require_total(total, multiple, units * floor * multiple, units * most)
+    choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]
+    steps = _cheapest(choices.numpy(), total // multiple - units * floor)
+    return tuple((step + floor) * multiple for step in steps)
+
+
+def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
+    """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
+    widest = loss.shape[1] - 1
+    best = np.full(budget + 1, np.inf)
+    best[0] = 0.0
+    best_steps = []
+    for own in loss:
+        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the
+        # first of equal values, torch's may return any of them.
+        padded = np.concatenate([np.full(widest, np.inf), best])
+        sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + own
+        best_steps.append(sums.argmin(1))
+        best = sums.min(1)
+    steps = []
+    for unit_steps in reversed(best_steps):
+        steps.append(int(unit_steps[budget]))
+        budget -= steps[-1]
+    return steps[::-1]

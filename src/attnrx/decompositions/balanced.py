@@ -42,10 +42,8 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
     No Gram is inverted; Grams may be singular, zero and of any scale.
 
     Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
-    the rows themselves are available.
-
-    Raises:
-        InvalidInput: Grams of other shapes, not finite, not symmetric or not positive semidefinite.
+    the rows themselves are available. Raises InvalidInput for Grams of other shapes, not finite, not symmetric or not
+    positive semidefinite.
     """
     _require_alike(left_gram.shape, right_gram.shape, square=True)
     return factor_directions(gram_factor(left_gram, "left Gram"), gram_factor(right_gram, "right Gram"))
@@ -57,10 +55,8 @@ def svd_directions(
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
     The product is never formed: two thin QR factorizations and one d x d SVD per head preserve the precision of small
-    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
-
-    Raises:
-        InvalidInput: Rows are not finite, or the two sides differ in heads or rows.
+    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side. Raises InvalidInput for
+    rows that are not finite, and sides that differ in heads or rows.
     """
     _require_alike(left_rows.shape[:2], right_rows.shape[:2])
     for side, rows in (("left", left_rows), ("right", right_rows)):
@@ -97,9 +93,15 @@ def factor_directions(
         if rank < size:
             remaining = torch.eye(size, dtype=full.dtype, device=full.device)
             remaining -= (left[head, :rank].mT * found[head, :rank]) @ right[head, :rank]
+            # Divided by the root of their strength, so that both sides have the same size.
             full[head, rank:] = _null_rows(remaining, size - rank, left_factor[head]) / floor[head].sqrt()
-    full = full * _signs(full)
-    return Balanced(full, _inverse_transposed(full) / strength[..., None], strength, tuple(ranks))
+    # Signs that make the largest entry of every row positive, so that results agree between machines.
+    largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
+    full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
+    # Rows of unit length are well conditioned to invert.
+    length = full.norm(dim=-1, keepdim=True)
+    right = torch.linalg.inv(full / length).mT / length / strength[..., None]
+    return Balanced(full, right, strength, tuple(ranks))
 
 
 def _null_rows(
@@ -119,17 +121,6 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
     either = energy_left.sum(-1) + energy_right.sum(-1)
     fallback = torch.where(total > 0, total, torch.where(either > 0, either, 1.0))
     return torch.where(both > 0, both, fallback)
-
-
-def _signs(rows: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d 1"]:
-    """Returns the signs that make the largest entry of every row positive, so that results agree between machines."""
-    largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
-    return torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
-
-
-def _inverse_transposed(rows: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
-    length = rows.norm(dim=-1, keepdim=True)
-    return torch.linalg.inv(rows / length).mT / length
 
 
 def _require_alike(left: tuple[int, ...], right: tuple[int, ...], *, square: bool = False) -> None:

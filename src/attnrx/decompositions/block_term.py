@@ -1,14 +1,30 @@
-"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices."""
+"""The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
+
+Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 as published, or with a warm
+start whose error never increases).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn.functional import pad
 
-from attnrx.decompositions.canonical import Canonical, Trace, check_sweeps, error_of, water_filled
-from attnrx.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
-from attnrx.errors import InvalidInput
+from attnrx.decompositions.canonical import (
+    Canonical,
+    Factors,
+    Trace,
+    alternated,
+    check_fit,
+    check_sweeps,
+    water_filled,
+)
+from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc
+from attnrx.decompositions.factored import FactoredTensor, as_matrix, unit_columns
+from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Int, Tensor
+
+FORMS = ("tied", "warm", "literal")
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
     """
     owner = terms.mix.abs().argmax(0)
     peak = terms.mix.gather(0, owner[None])[0]
-    normalized = terms.mix / torch.where(peak != 0, peak, torch.ones_like(peak))
+    normalized = terms.mix / peak.masked_fill(peak == 0, 1)
     energy = normalized.square().sum(0)
     order = owner.argsort(stable=True)
     return Fusion(
@@ -82,7 +98,7 @@ def fusion_ranks(terms: Canonical) -> Fusion:
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
         order=order,
         reordered=normalized[:, order],
-        off_block=torch.where(energy > 0, 1 - 1 / energy, torch.zeros_like(energy)),
+        off_block=torch.where(energy > 0, 1 - 1 / energy, 0),
     )
 
 
@@ -109,8 +125,7 @@ def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms
 
     Raises InvalidInput unless there is one rank per slice, each at most the rank of the slice, and not all are zero.
     """
-    rows, columns, slices = tensor.shape
-    most = min(rows, columns, tensor.left.shape[1])
+    slices, most = len(tensor.left), tensor.slice_rank
     if len(ranks) != slices or not all(0 <= rank <= most for rank in ranks) or not sum(ranks):
         raise InvalidInput(f"ranks {list(ranks)}: give {slices}, each from 0 to {most}, not all zero.")
     left, strength, right = tensor.svd()
@@ -132,64 +147,128 @@ def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, to
     This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
     columns of mix have unit length. Stops as `als` does.
     """
+    check_fit(tensor, start.left, start.right, start.mix)
+    belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
+    (left, right, mix), trace = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
+    mix, length = unit_columns(mix)
+    return BlockTerms(left * length[start.owner], right, mix, start.owner, trace)
+
+
+def block_terms(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    form: str = "tied",
+    start: str | Canonical = "best",
+    schedule: CorrectionSchedule | None = None,
+    seed: int = 0,
+) -> BlockTerms:
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
+
+    "tied" improves all blocks jointly (`tied_als`, with the least-squares options of the schedule); "warm" and
+    "literal" improve one block at a time (`deflate`; "literal" follows Algorithms 2 and 3 as published). With the start
+    "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
+    the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
+    and "warm" are never worse than water-filling; "literal", whose error can rise, uses only the random start.
+    """
+    schedule = schedule or CorrectionSchedule()
+    if form not in FORMS:
+        raise UnknownName("form", form, FORMS)
+    is_best = start == "best"
+    terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
+    starts = [initial_blocks(terms)]
+    if is_best and form != "literal":
+        starts.append(water_filled_blocks(tensor, rank))
+    if form == "tied":
+        found = [tied_als(tensor, blocks, sweeps=schedule.sweeps, tolerance=schedule.tolerance) for blocks in starts]
+    else:
+        found = [deflate(tensor, blocks, literal=form == "literal") for blocks in starts]
+    return min(found, key=lambda blocks: blocks.trace.errors[-1])
+
+
+def deflate(
+    tensor: FactoredTensor,
+    start: BlockTerms,
+    *,
+    literal: bool = False,
+    sweeps: int = 5,
+    inner_sweeps: int = 5,
+    tolerance: float = 0.0,
+) -> BlockTerms:
+    """Fits each block in turn to the residual of the others (Algorithm 3), by `inner_sweeps` of Algorithm 2.
+
+    `literal` starts the mix of a block from the leading eigenvector of the residual every time, as in the published
+    Algorithm 2: a block can move to another slice, and the error can rise. Otherwise the mix starts from its current
+    value, and the error never increases. The trace has the error of every sweep, including increases. Stops after
+    `sweeps`, or when a sweep changes the error by at most `tolerance` of itself.
+
+    The slices are never formed, only their sum weighted by the mix of the block, one rows x columns matrix, because a
+    step is its truncated SVD.
+    """
     check_sweeps(sweeps, tolerance)
-    check_blocks(tensor, start)
-    best, belongs = start, _one_hot(start)
-    errors, converged = [tensor.relative_error(*start.canonical.factors)], False
-    right, mix = unit_columns(start.right)[0], unit_columns(start.mix)[0]
-    projection = tensor.project_right(right)
+    check_fit(tensor, start.left, start.right, start.mix)
+    if inner_sweeps < 1:
+        raise InvalidInput(f"inner_sweeps={inner_sweeps}: a block needs at least one sweep.")
+    blocks, errors, converged = start, [tensor.relative_error(*start.canonical.factors)], False
     for _ in range(sweeps):
-        left, right, mix, projection, square = _sweep(tensor, belongs, right, mix, projection)
-        blocks = BlockTerms(left, right, mix, start.owner)
-        error = error_of(tensor, blocks.canonical.factors, square)
-        converged = errors[-1] - error <= tolerance * errors[-1]
-        if error <= errors[-1]:
-            best = blocks
-            errors.append(error)
+        for block, rank in enumerate(blocks.ranks):
+            if rank:
+                blocks = _refit(tensor, blocks, block, literal, inner_sweeps)
+        errors.append(tensor.relative_error(*blocks.canonical.factors))
+        converged = abs(errors[-2] - errors[-1]) <= tolerance * errors[-2]
         if converged:
             break
-    return _with_unit_mix(replace(best, trace=Trace(tuple(errors), converged=converged)))
+    return replace(blocks, trace=Trace(tuple(errors), converged=converged))
 
 
-def check_blocks(tensor: FactoredTensor, blocks: BlockTerms) -> None:
-    """Raises InvalidInput if the shape of the blocks is not that of the tensor."""
-    shape = len(blocks.left), len(blocks.right), len(blocks.mix)
-    if shape != tensor.shape:
-        raise InvalidInput(f"blocks of shape {shape} do not fit a tensor of shape {tensor.shape}.")
+def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int, literal: bool, inner_sweeps: int) -> BlockTerms:
+    """Algorithm 2 for one block: alternates the truncated SVD of the slices of the residual X' (X minus the other
+    blocks), summed by the mix, with the best rank-one fit of their products.
+    """
+    mine = blocks.owner == block
+    others = blocks.left[:, ~mine], blocks.right[:, ~mine], blocks.canonical.mix[:, ~mine]
+    mix = blocks.mix[:, block]
+    if literal or not bool(mix.any()):
+        mix = _leading_mix(tensor, others)
+    left, right, scale = blocks.left[:, mine], blocks.right[:, mine], torch.ones_like(mix[:1])
+    for _ in range(inner_sweeps):
+        left, right = _leading(_mixed(tensor, others, mix / mix.norm()), int(mine.sum()))
+        # X'_(3) khatri-rao(left, right)
+        products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
+        products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
+        directions, strength, coefficients = torch.linalg.svd(products, full_matrices=False)
+        # The first singular pair is the best rank-one fit: a direction of the mix, and a factor of every term.
+        mix, scale = directions[:, 0], strength[0] * coefficients[0]
+    columns = torch.where(mine)[0]
+    return replace(
+        blocks,
+        left=blocks.left.index_copy(1, columns, left * scale),
+        right=blocks.right.index_copy(1, columns, right),
+        mix=blocks.mix.index_copy(1, torch.tensor([block], device=mix.device), mix[:, None]),
+    )
 
 
-def _sweep(
-    tensor: FactoredTensor, belongs: Tensor, right: Tensor, mix: Tensor, projection: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    right, length = unit_columns(right)
-    projection = projection / torch.where(length > 0, length, torch.ones_like(length))
-    mix = unit_columns(mix)[0]
-    full = mix @ belongs
-    full_gram = full.T @ full
-    left = unit_columns(solve_normal((right.T @ right) * full_gram, tensor.left_products(projection, full)))[0]
-    left_gram, left_projection = left.T @ left, tensor.project_left(left)
-    right = solve_normal(left_gram * full_gram, tensor.right_products(left_projection, full))
-    projection = tensor.project_right(right)
-    products = tensor.mix_products(left_projection, projection) @ belongs.T
-    normal = belongs @ (left_gram * (right.T @ right)) @ belongs.T
-    mix = _solve_mix(normal, products, mix)
-    square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
-    return left, right, mix, projection, square
+def _leading_mix(tensor: FactoredTensor, others: Factors) -> Float[Tensor, "slices"]:
+    """Returns the leading eigenvector of X'_(3) X'_(3)^T, from the inner products <X_g, X_h> of the slices of X."""
+    slices, inner, _ = tensor.left.shape
+    stacked_left, stacked_right = tensor.left.flatten(0, 1), tensor.right.flatten(0, 1)
+    products = (stacked_left @ stacked_left.T) * (stacked_right @ stacked_right.T)
+    slice_gram = products.view(slices, inner, slices, inner).sum((1, 3))
+    left, right, mix = others
+    cross = tensor.mix_products(tensor.project_left(left), tensor.project_right(right)) @ mix.T
+    gram = slice_gram - cross - cross.T + mix @ ((left.T @ left) * (right.T @ right)) @ mix.T
+    return torch.linalg.eigh(gram).eigenvectors[:, -1]
 
 
-def _solve_mix(normal: Tensor, products: Tensor, mix: Tensor) -> Tensor:
-    # A block without terms has no equation, so its column is unchanged.
-    energy = normal.diagonal()
-    scale = torch.where(energy > 0, energy, torch.ones_like(energy)).rsqrt()
-    solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
-    return torch.where(energy > 0, solved, mix)
+def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]) -> Float[Tensor, "rows columns"]:
+    """Returns X' x_3 mix^T: the slices of the residual, summed with the weights of `mix`."""
+    left, right, other_mix = others
+    weighted = (tensor.left * mix[:, None, None]).flatten(0, 1)
+    return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
 
 
-def _one_hot(blocks: BlockTerms) -> Float[Tensor, "slices rank"]:
-    identity = torch.eye(len(blocks.mix), dtype=torch.float64, device=blocks.owner.device)
-    return identity[:, blocks.owner]
-
-
-def _with_unit_mix(blocks: BlockTerms) -> BlockTerms:
-    mix, length = unit_columns(blocks.mix)
-    return replace(blocks, left=blocks.left * length[blocks.owner], mix=mix)
+def _leading(matrix: Float[Tensor, "rows columns"], rank: int) -> tuple[Tensor, Tensor]:
+    """Returns the leading singular vectors of both sides, padded with zero columns if the matrix has fewer."""
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    missing = max(rank - left.shape[1], 0)
+    return pad(left[:, :rank], (0, missing)), pad(right[:rank].T, (0, missing))

@@ -15,6 +15,9 @@ STARTS = ("best", "water_filling", "random")
 # Below this relative error, the fast error formula has too much rounding to compare sweeps.
 _NEARLY_EXACT = 1e-4
 
+# Of shapes [rows, rank], [columns, rank] and [slices, rank].
+Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices _"]]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -48,13 +51,11 @@ class Canonical:
             raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three matrices of one rank.")
 
     @property
-    def factors(self) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float[Tensor, "slices rank"]]:
-        """The three factors A, B, C."""
+    def factors(self) -> Factors:
         return self.left, self.right, self.mix
 
     @property
     def rank(self) -> int:
-        """The number of terms."""
         return self.left.shape[1]
 
     @property
@@ -125,20 +126,33 @@ def als(
     lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
     length; mix contains the strength. Raises InvalidInput for options out of range, UnknownName for another start.
     """
-    check_sweeps(sweeps, tolerance)
     if start == "best":
         runs = (
             als(tensor, rank, start=single, sweeps=sweeps, tolerance=tolerance, seed=seed)
             for single in ("water_filling", "random")
         )
         return min(runs, key=lambda terms: terms.trace.errors[-1])
-    best = starting_terms(tensor, rank, start, seed).factors
-    errors, converged = [tensor.relative_error(*best)], False
-    right, mix = unit_columns(best[1])[0], best[2]
+    factors = starting_terms(tensor, rank, start, seed).factors
+    (left, right, mix), trace = alternated(tensor, factors, sweeps, tolerance)
+    # A start that no sweep improved has columns of any length.
+    (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
+    return Canonical(left, right, mix * left_length * right_length, trace)
+
+
+def alternated(
+    tensor: FactoredTensor, factors: Factors, sweeps: int, tolerance: float, belongs: Tensor | None = None
+) -> tuple[Factors, Trace]:
+    """Improves three factors by alternating least squares; the error never increases.
+
+    With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
+    """
+    check_sweeps(sweeps, tolerance)
+    best, errors, converged = factors, [tensor.relative_error(*_untied(factors, belongs))], False
+    right, mix = unit_columns(factors[1])[0], factors[2]
     projection = tensor.project_right(right)
     for _ in range(sweeps):
-        left, right, mix, projection, square = _sweep(tensor, right, projection, mix)
-        error = error_of(tensor, (left, right, mix), square)
+        left, right, mix, projection, square = _sweep(tensor, right, projection, mix, belongs)
+        error = error_of(tensor, _untied((left, right, mix), belongs), square)
         converged = errors[-1] - error <= tolerance * errors[-1]
         # Near convergence, rounding can make the last sweep slightly worse.
         if error <= errors[-1]:
@@ -146,15 +160,49 @@ def als(
             errors.append(error)
         if converged:
             break
-    (left, left_length), (right, right_length) = unit_columns(best[0]), unit_columns(best[1])
-    return Canonical(left, right, best[2] * left_length * right_length, Trace(tuple(errors), converged=converged))
+    return best, Trace(tuple(errors), converged=converged)
+
+
+def _untied(factors: Factors, belongs: Tensor | None) -> Factors:
+    """Returns the factors with one column of the mix per term."""
+    left, right, mix = factors
+    return left, right, mix if belongs is None else mix @ belongs
+
+
+def _sweep(
+    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor, belongs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
+    if belongs is not None:
+        right, length = unit_columns(right)
+        projection = projection / length.masked_fill(length == 0, 1)
+    mix = unit_columns(mix)[0]
+    full = mix if belongs is None else mix @ belongs
+    full_gram = full.T @ full
+    left = unit_columns(solve_normal((right.T @ right) * full_gram, tensor.left_products(projection, full)))[0]
+    left_gram, left_projection = left.T @ left, tensor.project_left(left)
+    right = solve_normal(left_gram * full_gram, tensor.right_products(left_projection, full))
+    if belongs is None:  # terms of one block share a column of the mix, so their lengths stay in `right`
+        right = unit_columns(right)[0]
+    normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
+    products = tensor.mix_products(left_projection, projection)
+    if belongs is None:
+        mix = solve_normal(normal, products)
+    else:
+        normal, products = belongs @ normal @ belongs.T, products @ belongs.T
+        energy = normal.diagonal()
+        scale = energy.masked_fill(energy <= 0, 1).rsqrt()
+        solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
+        mix = torch.where(energy > 0, solved, mix)  # a block without terms has no equation: its column is unchanged
+    square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
+    return left, right, mix, projection, square
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
     """Returns the requested start, after checking that it fits the tensor."""
     check_rank(tensor, rank)
     if isinstance(start, Canonical):
-        check_fit(tensor, start)
+        check_fit(tensor, *start.factors)
         if start.rank != rank:
             raise InvalidInput(f"the start has {start.rank} terms, {rank} were requested; give a start of that rank.")
         return start
@@ -162,23 +210,23 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
         return water_filled(tensor, rank)
     if start == "random":
         generator = torch.Generator().manual_seed(seed)
+        # Drawn on the CPU in float64, so that every device starts from the same terms.
         samples = (torch.randn(size, rank, dtype=torch.float64, generator=generator) for size in tensor.shape)
         left, right, mix = (factor.to(tensor.left.device) for factor in samples)
         return Canonical(left, right, mix)
     raise UnknownName("start", start, STARTS)
 
 
-def check_fit(tensor: FactoredTensor, terms: Canonical) -> None:
-    """Raises InvalidInput if the shape of the terms is not that of the tensor."""
-    shape = tuple(factor.shape[0] for factor in terms.factors)
+def check_fit(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) -> None:
+    """Raises InvalidInput if the shape of the factors is not that of the tensor."""
+    shape = len(left), len(right), len(mix)
     if shape != tensor.shape:
-        raise InvalidInput(f"terms of shape {shape} do not fit a tensor of shape {tensor.shape}.")
+        raise InvalidInput(f"factors of shape {shape} do not fit a tensor of shape {tensor.shape}.")
 
 
 def check_rank(tensor: FactoredTensor, rank: int) -> None:
     """Raises InvalidInput unless 1 <= rank <= the rank at which every slice is exact."""
-    rows, columns, slices = tensor.shape
-    largest = slices * min(tensor.left.shape[1], rows, columns)
+    largest = len(tensor.left) * tensor.slice_rank
     if not 1 <= rank <= largest:
         raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
 
@@ -189,26 +237,8 @@ def check_sweeps(sweeps: int, tolerance: float) -> None:
         raise InvalidInput(f"sweeps={sweeps}, tolerance={tolerance}: give sweeps >= 0 and 0 <= tolerance < 1.")
 
 
-def error_of(tensor: FactoredTensor, factors: tuple[Tensor, Tensor, Tensor], square: float) -> float:
+def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
     """Returns the relative error for a squared residual; recomputes it if rounding dominates the residual."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
-
-
-def _sweep(
-    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
-    mix = unit_columns(mix)[0]
-    mix_gram = mix.T @ mix
-    products = tensor.left_products(projection, mix)
-    left = unit_columns(solve_normal((right.T @ right) * mix_gram, products))[0]
-    left_gram, left_projection = left.T @ left, tensor.project_left(left)
-    products = tensor.right_products(left_projection, mix)
-    right = unit_columns(solve_normal(left_gram * mix_gram, products))[0]
-    normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
-    products = tensor.mix_products(left_projection, projection)
-    mix = solve_normal(normal, products)
-    square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
-    return left, right, mix, projection, square

@@ -13,6 +13,9 @@ _RESOLVED = 1e-3
 # Eigenvalues of a normal matrix below this share of the largest one are rounding.
 _NULL = 1e-13
 
+# The factors of all slices, multiplied with those of the terms.
+Projection = Float[Tensor, "slices inner rank"]
+
 
 @dataclass(frozen=True)
 class FactoredTensor:
@@ -44,44 +47,38 @@ class FactoredTensor:
     @cached_property
     def square(self) -> float:
         """The sum of squares of all entries."""
-        return float((_gram(self.left) * _gram(self.right)).sum())
+        return float(((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum())
 
     @property
     def norm(self) -> float:
-        """The Frobenius norm."""
         return self.square**0.5
 
-    def project_left(self, left: Float[Tensor, "rows rank"]) -> Float[Tensor, "slices inner rank"]:
-        """Multiplies the left factor of every slice with `left`."""
-        return self._stacked_left.mm(left).view(*self.left.shape[:2], -1)
+    @property
+    def slice_rank(self) -> int:
+        """The rank at which every slice is exact."""
+        return min(self.left.shape[1:] + self.right.shape[2:])
 
-    def project_right(self, right: Float[Tensor, "columns rank"]) -> Float[Tensor, "slices inner rank"]:
-        """Multiplies the right factor of every slice with `right`."""
-        return self._stacked_right.mm(right).view(*self.right.shape[:2], -1)
+    def project_left(self, left: Float[Tensor, "rows rank"]) -> Projection:
+        return self.left.flatten(0, 1).mm(left).view(*self.left.shape[:2], -1)
+
+    def project_right(self, right: Float[Tensor, "columns rank"]) -> Projection:
+        return self.right.flatten(0, 1).mm(right).view(*self.right.shape[:2], -1)
 
     def left_products(
-        self, right_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+        self, right_projection: Projection, mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "rows rank"]:
         """Returns G_A = Y_(1) (C o B) (Khatri-Rao), from B projected by `project_right` and C = `mix`."""
-        return self._stacked_left.T.mm((right_projection * mix[:, None]).flatten(0, 1))
+        return self.left.flatten(0, 1).T.mm((right_projection * mix[:, None]).flatten(0, 1))
 
     def right_products(
-        self, left_projection: Float[Tensor, "slices inner rank"], mix: Float[Tensor, "slices rank"]
+        self, left_projection: Projection, mix: Float[Tensor, "slices rank"]
     ) -> Float[Tensor, "columns rank"]:
         """Returns G_B = Y_(2) (C o A) (Khatri-Rao), from A projected by `project_left` and C = `mix`."""
-        return self._stacked_right.T.mm((left_projection * mix[:, None]).flatten(0, 1))
+        return self.right.flatten(0, 1).T.mm((left_projection * mix[:, None]).flatten(0, 1))
 
-    def mix_products(
-        self, left_projection: Float[Tensor, "slices inner rank"], right_projection: Float[Tensor, "slices inner rank"]
-    ) -> Float[Tensor, "slices rank"]:
+    def mix_products(self, left_projection: Projection, right_projection: Projection) -> Float[Tensor, "slices rank"]:
         """Returns G_C = Y_(3) (B o A) (Khatri-Rao), from both projections."""
         return (left_projection * right_projection).sum(1)
-
-    def inner_product(
-        self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
-    ) -> float:
-        """Returns `<Y, [[A, B, C]]>`."""
-        return float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
 
     def relative_error(
         self, left: Float[Tensor, "rows rank"], right: Float[Tensor, "columns rank"], mix: Float[Tensor, "slices rank"]
@@ -91,21 +88,18 @@ class FactoredTensor:
         If only the tensor is zero, the result is infinite.
         """
         terms = float((left.T.mm(left) * right.T.mm(right) * mix.T.mm(mix)).sum())
-        square = self.square - 2 * self.inner_product(left, right, mix) + terms
+        inner = float((self.mix_products(self.project_left(left), self.project_right(right)) * mix).sum())
+        square = self.square - 2 * inner + terms
         if square < _RESOLVED**2 * max(self.square, terms):
             square = self._residual_square(left, right, mix)
         if self.square == 0:
             return 0.0 if square == 0 else float("inf")
         return (square / self.square) ** 0.5
 
-    def svd(
-        self,
-    ) -> tuple[
-        Float[Tensor, "slices rows inner"], Float[Tensor, "slices inner"], Float[Tensor, "slices columns inner"]
-    ]:
-        """Returns the singular value decomposition of every slice, from two thin QRs and one small SVD.
+    def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the SVD of every slice: [slices, rows, triples], [slices, triples] and [slices, columns, triples].
 
-        There are min(inner, rows, columns) triples per slice, in descending order.
+        There are min(inner, rows, columns) triples per slice, in descending order, from two thin QRs and one small SVD.
         """
         basis_left, small_left = torch.linalg.qr(self.left.mT)
         basis_right, small_right = torch.linalg.qr(self.right.mT)
@@ -116,18 +110,9 @@ class FactoredTensor:
         """Returns the dense tensor; for tests only."""
         return torch.einsum("hdi,hdj->ijh", self.left, self.right)
 
-    @property
-    def _stacked_left(self) -> Float[Tensor, "stacked rows"]:
-        return self.left.flatten(0, 1)
-
-    @property
-    def _stacked_right(self) -> Float[Tensor, "stacked columns"]:
-        return self.right.flatten(0, 1)
-
     def _residual_square(self, left: Tensor, right: Tensor, mix: Tensor) -> float:
         # Orthogonal reduction instead of squares, so that no digits cancel.
-        slices = mix.shape[0]
-        rows = torch.cat([self.left.mT, left.expand(slices, -1, -1)], -1)
+        rows = torch.cat([self.left.mT, left.expand(len(mix), -1, -1)], -1)
         columns = torch.cat([self.right.mT, -right * mix[:, None]], -1)
         small_rows, small_columns = torch.linalg.qr(rows, "r").R, torch.linalg.qr(columns, "r").R
         return float((small_rows @ small_columns.mT).square().sum())
@@ -143,9 +128,7 @@ def as_matrix(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def solve_normal(
-    normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]
-) -> Float[Tensor, "size rank"]:
+def solve_normal(normal: Float[Tensor, "rank rank"], products: Float[Tensor, "size rank"]) -> Tensor:
     """Returns products normal^-1 for a positive semidefinite matrix: a least-squares step.
 
     Uses Cholesky if it is numerically safe, otherwise the smallest solution by eigenvalues. Nothing is added to the
@@ -163,8 +146,4 @@ def solve_normal(
 def unit_columns(matrix: Float[Tensor, "size rank"]) -> tuple[Float[Tensor, "size rank"], Float[Tensor, "rank"]]:
     """Returns the columns at unit length and their lengths; a zero column is unchanged and has length zero."""
     length = matrix.norm(dim=0)
-    return matrix / torch.where(length > 0, length, torch.ones_like(length)), length
-
-
-def _gram(factors: Float[Tensor, "slices inner size"]) -> Float[Tensor, "slices inner inner"]:
-    return factors @ factors.mT
+    return matrix / length.masked_fill(length == 0, 1), length

@@ -37,9 +37,11 @@ def gram_factor(gram: Float[Tensor, "heads d d"], what: str) -> Float[Tensor, "h
     if gram.numel() == 0:
         return gram
     _require_semidefinite(torch.linalg.eigvalsh(gram), gram, what)
+    # The diagonal of a difference of moments can be slightly negative.
     spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     unit = torch.where(spread > 0, 1 / spread, 0)
     values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
+    # Eigenvalues below the rounding of the correlations, in the precision of the given Gram, are noise.
     cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
     root = torch.where(values > cut, values, 0).sqrt()
     return root[:, :, None] * vectors.mT * spread[:, None, :]

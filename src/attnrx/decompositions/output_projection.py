@@ -30,14 +30,13 @@ class Circuit:
 
     def __post_init__(self):
         width, features = self.weight.shape
-        shapes = [tuple(self.covariance.shape), tuple(self.mean.shape)]
-        if shapes != [(features, features), (features,)] or self.heads < 1 or features % self.heads:
+        shapes = [tuple(part.shape) for part in (self.covariance, self.mean, self.bias) if part is not None]
+        expected = [(features, features), (features,), (width,)][: len(shapes)]
+        if shapes != expected or self.heads < 1 or features % self.heads:
             raise InvalidInput(
-                f"an output projection of {features} features needs a covariance and a mean of as many, and heads "
-                f"that divide them, found {shapes} and {self.heads} heads."
+                f"an output projection of {features} features needs a covariance and a mean of as many, a bias of "
+                f"{width}, and heads that divide the features, found {shapes} and {self.heads} heads."
             )
-        if self.bias is not None and self.bias.shape != (width,):
-            raise InvalidInput(f"the bias must be [{width}], found {list(self.bias.shape)}.")
         for name in ("weight", "bias", "mean"):
             values = getattr(self, name)
             if values is not None:
@@ -47,7 +46,6 @@ class Circuit:
 
     @property
     def size(self) -> int:
-        """The features of one head."""
         return self.mean.shape[0] // self.heads
 
     @property
@@ -88,10 +86,8 @@ def read_out(
 
     With K the concatenated kept projections and W0 the weight of every head fitted alone, W' = W0 + (W - W0 K) C K^T (K
     C K^T)^+ is a minimum of E |W o - W' K o - constant|^2, the one nearest to W0 if kept features are duplicates: so
-    nothing changes if everything is kept. The bias matches the mean. With `joint=False`, W' = W0.
-
-    Raises:
-        InvalidInput: Directions or `keep` of another shape than the circuit.
+    nothing changes if everything is kept. The bias matches the mean. With `joint=False`, W' = W0. Raises InvalidInput
+    for directions or `keep` of another shape than the circuit.
     """
     shape = (circuit.heads, circuit.size)
     if tuple(directions.strength.shape) != shape or tuple(keep.shape) != shape:
@@ -99,7 +95,7 @@ def read_out(
             f"directions and keep must be {list(shape)}, [heads, directions], "
             f"found {list(directions.strength.shape)} and {list(keep.shape)}."
         )
-    kept = keep.flatten()
+    kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
     projections = torch.block_diag(*directions.left)[kept]
     back = directions.strength[..., None] * directions.right
     weight = circuit.weight @ torch.block_diag(*back).mT[:, kept]

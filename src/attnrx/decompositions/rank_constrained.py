@@ -1,7 +1,5 @@
 """Ranks by constrained training (Eq. 7): a nonnegative mix that ends with one owner per column."""
 
-from dataclasses import dataclass
-
 import torch
 
 from attnrx.decompositions.block_term import BlockTerms, fusion_ranks, truncated_blocks
@@ -9,19 +7,6 @@ from attnrx.decompositions.canonical import Canonical, check_fit
 from attnrx.decompositions.factored import FactoredTensor, unit_columns
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-
-
-@dataclass(frozen=True)
-class ConstrainedFit:
-    """The options of `constrained_blocks`: steps of Adam, learning rate, and the final weight of the penalty."""
-
-    steps: int = 400
-    learning_rate: float = 3e-3
-    penalty: float = 3.0
-
-    def __post_init__(self):
-        if self.steps < 0 or not self.learning_rate > 0 or not self.penalty >= 0:
-            raise InvalidInput(f"{self}: give steps >= 0, a positive learning rate and a penalty >= 0.")
 
 
 def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
@@ -33,6 +18,7 @@ def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slice
     positive = mix.clamp_min(0)
     largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
     length = positive.norm(dim=0)
+    # clamp_min avoids 0 / 0 in the branch that is not taken.
     return torch.where(length > 0, positive / length.clamp_min(torch.finfo(mix.dtype).tiny), largest)
 
 
@@ -52,29 +38,36 @@ def owned_blocks(tensor: FactoredTensor, terms: Canonical) -> BlockTerms:
 
     The rank of a slice is limited to the rank at which it is exact, so the ranks may sum to less.
     """
-    check_fit(tensor, terms)
-    rows, columns, _ = tensor.shape
-    most = min(rows, columns, tensor.left.shape[1])
-    return truncated_blocks(tensor, [min(rank, most) for rank in fusion_ranks(terms).ranks])
+    check_fit(tensor, *terms.factors)
+    return truncated_blocks(tensor, [min(rank, tensor.slice_rank) for rank in fusion_ranks(terms).ranks])
 
 
-def constrained_blocks(tensor: FactoredTensor, start: Canonical, *, knobs: ConstrainedFit | None = None) -> BlockTerms:
-    """Solves Eq. 7 for the error of the tensor alone, as a reference: gradient steps, projection, growing penalty.
+def constrained_blocks(
+    tensor: FactoredTensor, start: Canonical, *, steps: int = 400, learning_rate: float = 3e-3, penalty: float = 3.0
+) -> BlockTerms:
+    """Solves Eq. 7 for the error of the tensor alone, as a reference: `steps` of Adam, projection, growing penalty.
 
-    The loss is the squared relative error plus the mean penalty per column, whose weight grows linearly to
-    `knobs.penalty`. Ends with `owned_blocks`. The result is never better than the water-filled blocks of the same total
-    rank, which are optimal with one owner per term and cheaper to compute.
+    The loss is the squared relative error plus the mean penalty per column, whose weight grows linearly to `penalty`.
+    Ends with `owned_blocks`. The result is never better than the water-filled blocks of the same total rank, which are
+    optimal with one owner per term and cheaper to compute. Raises InvalidInput for options out of range.
     """
-    knobs = knobs or ConstrainedFit()
-    check_fit(tensor, start)
+    if steps < 0 or not learning_rate > 0 or not penalty >= 0:
+        raise InvalidInput(
+            f"steps={steps}, learning_rate={learning_rate}, penalty={penalty}: give steps >= 0, a positive learning "
+            "rate and a penalty >= 0."
+        )
+    check_fit(tensor, *start.factors)
     if tensor.square == 0:
         raise InvalidInput("a tensor of zeros has no owners; give a tensor with a nonzero entry.")
     left, right, mix = (factor.requires_grad_() for factor in _signed(start, tensor.norm))
-    optimizer = torch.optim.Adam([left, right, mix], lr=knobs.learning_rate)
-    for step in range(knobs.steps):
-        weight = knobs.penalty * (step + 1) / knobs.steps
+    optimizer = torch.optim.Adam([left, right, mix], lr=learning_rate)
+    for step in range(steps):
         with torch.enable_grad():
-            loss = _squared_error(tensor, left, right, mix) + weight * ownership_penalty(mix) / start.rank
+            # The squared relative error, of terms that are scaled by the norm of the tensor.
+            products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
+            terms = (left.T @ left) * (right.T @ right) * (mix.T @ mix)
+            error = 1 - 2 * (products * mix).sum() / tensor.norm + terms.sum()
+            loss = error + penalty * (step + 1) / steps * ownership_penalty(mix) / start.rank
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -90,10 +83,3 @@ def _signed(start: Canonical, norm: float) -> list[Tensor]:
     mix, length = unit_columns(start.mix * sign)
     right, right_length = unit_columns(start.right)
     return [start.left * (sign * length * right_length / norm), right, nonnegative_units(mix)]
-
-
-def _squared_error(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) -> Float[Tensor, ""]:
-    """Returns the squared relative error of terms that are scaled by the norm of the tensor."""
-    products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
-    terms = (left.T @ left) * (right.T @ right) * (mix.T @ mix)
-    return 1 - 2 * (products * mix).sum() / tensor.norm + terms.sum()

@@ -41,9 +41,10 @@ class StrengthFit:
             products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
             errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
             wanted = errors.flatten(1)
-            self.normal += _stored(products.mT @ products)
-            self.right_side += _stored(wanted[:, None] @ products).squeeze(1)
-            self.target_energy += _stored(wanted.square().sum(-1))
+            # Sums over all samples need float64, which not every device has.
+            self.normal += (products.mT @ products).to("cpu", torch.float64)
+            self.right_side += (wanted[:, None] @ products).to("cpu", torch.float64).squeeze(1)
+            self.target_energy += wanted.square().sum(-1).to("cpu", torch.float64)
         self.samples += left.shape[0]
 
     def solve(
@@ -62,6 +63,7 @@ class StrengthFit:
                 normal = self.normal[head][kept][:, kept]
                 residual = self.right_side[head, kept] - normal @ start[head, kept]
                 strength[head, kept] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
+        # Without the eigenvalues below _NULL a fit can be worse than its start.
         better = self.relative_error(strength) <= self.relative_error(start)
         return torch.where(better[:, None], strength, start)
 
@@ -74,7 +76,3 @@ class StrengthFit:
         )
         share = square.clamp_min(0) / self.target_energy.clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(self.target_energy > 0, share.sqrt(), torch.zeros_like(share))
-
-
-def _stored(sums: Tensor) -> Tensor:
-    return sums.to("cpu", torch.float64)

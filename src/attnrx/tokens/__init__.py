@@ -13,8 +13,7 @@ from attnrx.tokens.evit import EViT
 from attnrx.tokens.evo_vit import EvoViT
 from attnrx.tokens.halting_scores import HaltingScores
 from attnrx.tokens.pitome import PiToMe
-from attnrx.tokens.policy import TokenPolicy
-from attnrx.tokens.predictors import sampled_keep
+from attnrx.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.tokens.random import Random, image_keys
 from attnrx.tokens.reducer import (
     ALL_LAYERS,
@@ -26,12 +25,12 @@ from attnrx.tokens.reducer import (
     SampledTokens,
     Selecting,
     Shape,
+    sampled_keep,
 )
 from attnrx.tokens.soft import Packaging, Soft
 from attnrx.tokens.spot import Spot, attention_features
 from attnrx.tokens.spvit import SPViT
 from attnrx.tokens.state import CACHED, MapMoments, Part, TokenLayout, TokenState, chunks_of, images_of
-from attnrx.tokens.text import parse_policy_text, parse_reducer_text
 from attnrx.tokens.tome import ToMe
 from attnrx.tokens.ward import Ward
 from attnrx.tokens.zero_tprune import ZeroTPrune
@@ -110,12 +109,15 @@ def parse_policy(text: str) -> TokenPolicy:
     One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
     patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
     """
-    return parse_policy_text(text, REDUCERS)
+    return PolicyReader(text, REDUCERS).read_policy()
 
 
 def parse_reducer(text: str) -> Reducer:
     """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`."""
-    return parse_reducer_text(text, REDUCERS)
+    reader = PolicyReader(text, REDUCERS)
+    reducer = reader.read_reducer()
+    reader.expect("end", "the end; a reducer is given here without stages")
+    return reducer
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, best, taken
+from attnrx.tokens.reducer import PerPatch, Reducer, Reduction, reduced_to_best
 from attnrx.tokens.state import TokenState
 
 
@@ -22,12 +21,9 @@ class ATS(Reducer):
     removed within the attention of a layer; here it is before the next layer.
     """
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The class attention and the value norms of the previous layer."""
-        return ("class_attention", "value_norms")
+    needs = ("class_attention", "value_norms")
 
-    def significance(self, state: TokenState) -> Float[Tensor, "batch patches"]:
+    def significance(self, state: TokenState) -> PerPatch:
         """Returns the distribution that is sampled from; 0 for pruned patches."""
         assert state.class_attention is not None
         assert state.value_norms is not None
@@ -43,5 +39,5 @@ class ATS(Reducer):
         # at its end than at its beginning.
         ends = (count * significance.cumsum(1) + 0.5).floor()
         hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
-        kept = best(significance + 2 * hit, state.there, count)
-        return Reduction(kept, taken(state.patches, kept))
+        # A significance is at most 1, so 2 puts every hit before every other patch.
+        return reduced_to_best(state, significance + 2 * hit, count)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Selecting
+from attnrx.tokens.reducer import PerPatch, Selecting
 from attnrx.tokens.state import TokenState
 
 
@@ -16,13 +15,9 @@ class AttentionAverage(Selecting):
     Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
     """
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The class attention, summed over the layers."""
-        return ("class_attention", "class_attention_sum")
+    needs = ("class_attention", "class_attention_sum")
 
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the sum over the layers of the mean over the heads."""
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         assert state.accumulated is not None
         return state.accumulated
 
@@ -31,11 +26,9 @@ class AttentionAverage(Selecting):
 class AttentionReceived(Selecting):
     """Keeps the patches that receive the most attention from all tokens in the previous layer; needs no class token."""
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("attention",)
+    needs = ("attention",)
 
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
         there = (state.sizes > 0).to(state.attention.dtype)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Selecting
+from attnrx.tokens.reducer import PerPatch, Selecting
 from attnrx.tokens.state import TokenState
 
 
@@ -13,15 +12,8 @@ from attnrx.tokens.state import TokenState
 class ClassAttention(Selecting):
     """Keeps the patches with the highest attention from the class token in the previous layer, averaged over heads."""
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("class_attention",)
+    needs = ("class_attention",)
 
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        return class_attention(state)
-
-
-def class_attention(state: TokenState) -> Float[Tensor, "batch patches"]:
-    """Returns the attention from the class token to every patch in the previous layer, averaged over the heads."""
-    assert state.class_attention is not None
-    return state.class_attention[:, :, state.prefix :].mean(1)
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        assert state.class_attention is not None
+        return state.class_attention[:, :, state.prefix :].mean(1)

@@ -1,13 +1,50 @@
-"""DynamicViT: a predictor on token features."""
+"""DynamicViT: a predictor on token features, with the parts that SPOT's predictor shares."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
-from attnrx.tokens.reducer import Predicting, Shape
+from attnrx.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
 from attnrx.tokens.state import TokenState
+
+
+class TokenFeatures(nn.Module):
+    """Projected token features: half local, half averaged over the remaining tokens."""
+
+    def __init__(self, width: int, projected: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.project = nn.Linear(width, projected)
+
+    def forward(
+        self, patches: Float[Tensor, "batch patches width"], there: PerPatch
+    ) -> Float[Tensor, "batch patches projected"]:
+        found = nn.functional.gelu(self.project(self.norm(patches)))
+        pooled_width = found.shape[-1] // 2
+        local, pooled = found.split([found.shape[-1] - pooled_width, pooled_width], dim=-1)
+        mean = (pooled * there[..., None]).sum(1, keepdim=True) / there.sum(1)[:, None, None]
+        return torch.cat([local, mean.expand_as(pooled)], dim=-1)
+
+
+class KeepScores(nn.Sequential):
+    """Three linear maps from features to the log-probabilities of keep and drop."""
+
+    def __init__(self, features: int):
+        super().__init__(
+            nn.Linear(features, features // 2),
+            nn.GELU(),
+            nn.Linear(features // 2, features // 4),
+            nn.GELU(),
+            nn.Linear(features // 4, 2),
+            nn.LogSoftmax(dim=-1),
+        )
+
+    @staticmethod
+    def macs(features: int, patches: int) -> int:
+        half, quarter = features // 2, features // 4
+        return patches * (features * half + half * quarter + quarter * 2)
 
 
 class DynamicViTPredictor(nn.Module):
@@ -18,8 +55,7 @@ class DynamicViTPredictor(nn.Module):
         self.features = TokenFeatures(width, width)
         self.scores = KeepScores(width)
 
-    def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Returns the log-probabilities of keep and drop for every patch."""
+    def forward(self, state: TokenState) -> KeepDrop:
         return self.scores(self.features(state.patches, state.there))
 
 
@@ -31,4 +67,4 @@ class DynamicViT(Predicting):
         return DynamicViTPredictor(shape.width)
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        return feature_macs(shape.width, shape.width, patches) + KeepScores.macs(shape.width, patches)
+        return patches * shape.width**2 + KeepScores.macs(shape.width, patches)

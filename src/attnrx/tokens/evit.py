@@ -15,4 +15,4 @@ class EViT(Packaging):
     next layer. Other `scores` can replace class attention.
     """
 
-    scores: Selecting = field(default_factory=ClassAttention)
+    scores: Selecting = field(default=ClassAttention())

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Selecting
+from attnrx.tokens.reducer import PerPatch, Selecting
 from attnrx.tokens.state import TokenState
 
 
@@ -23,26 +23,23 @@ class HaltingScores(Selecting):
     only the order is A-ViT's.
     """
 
+    # The values of the paper.
     gamma: float = 5.0
     beta: float = -10.0
+
+    needs = ("accumulated",)
 
     def __post_init__(self):
         if not (math.isfinite(self.gamma) and math.isfinite(self.beta)) or self.gamma == 0:
             raise InvalidInput(f"{self}: gamma scales a feature and beta shifts it; give finite numbers, gamma not 0.")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("accumulated",)
-
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        """Returns the halting score of every token."""
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
-        """Returns the negative sum over the layers."""
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         assert state.accumulated is not None
         return -state.accumulated
 
-    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def weights(self, relevance: PerPatch) -> PerPatch:
         """Returns the remainder 1 - sum of the halting scores, at least 0."""
         return (1 + relevance).clamp(min=0)

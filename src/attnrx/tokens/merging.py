@@ -1,6 +1,5 @@
 """Token merging by bipartite matching, in rounds."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,39 +7,14 @@ import torch
 from torch import nn
 
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction
+from attnrx.tokens.reducer import Reducer, Reduction, Shape
 from attnrx.tokens.state import TokenState
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]
+Side = slice | Indices  # one of the two sets of a round: a slice, which is a view and faster, or patch indices
 
-
-class Turns:
-    """The two sets of a round by alternation: patches at even indices are merged into patches at odd ones."""
-
-    def of(self, table: Float[Tensor, "batch patches _"]) -> tuple[Tensor, Tensor]:
-        """Returns the rows of the first and of the second set."""
-        return table[:, 0::2], table[:, 1::2]
-
-    def indices(self, first: Indices, second: Indices) -> tuple[Indices, Indices]:
-        """Returns the patch indices of these positions in the first and in the second set."""
-        return 2 * first, 2 * second + 1
-
-
-@dataclass(frozen=True)
-class Sets:
-    """The two sets of a round by their patch indices; patches in neither are not merged."""
-
-    first: Indices
-    second: Indices
-
-    def of(self, table: Float[Tensor, "batch patches _"]) -> tuple[Tensor, Tensor]:
-        """Returns the rows of the first and of the second set."""
-        return gathered_rows(table, self.first), gathered_rows(table, self.second)
-
-    def indices(self, first: Indices, second: Indices) -> tuple[Indices, Indices]:
-        """Returns the patch indices of these positions in the first and in the second set."""
-        return self.first.gather(1, first), self.second.gather(1, second)
+ALTERNATING = slice(0, None, 2), slice(1, None, 2)
 
 
 @dataclass(frozen=True)
@@ -50,25 +24,34 @@ class Merging(Reducer):
     Patches are divided into two sets, alternately unless `split` is overridden. Every patch of the first set is matched
     with the most similar patch of the second, and the most similar pairs are merged into means weighted by size. Later
     attention is proportional. A round merges at most one of the sets; more rounds follow where more must be merged.
+
+    The similarity is the cosine of the mean keys over the heads, unless `tables`, `features` and `closeness` are
+    overridden, with `needs` and `compared_width`.
     """
 
     proportional: ClassVar[bool] = True
+    needs = ("keys",)
 
-    @abstractmethod
+    def compared_width(self, shape: Shape) -> int:
+        """Returns the number of features by which two patches are compared."""
+        return shape.directions
+
     def tables(self, state: TokenState) -> Tables:
         """Returns the tensors that are merged: the "patches", and the tensors by which patches are compared."""
+        assert state.keys is not None
+        return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
-    @abstractmethod
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
         """Returns the features by which patches are compared in one round, one row per patch."""
+        return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
-    @abstractmethod
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
         """Returns the similarity of every patch of the first set to every one of the second."""
+        return first["keys"] @ second["keys"].transpose(1, 2)
 
-    def split(self, state: TokenState, features: Tables, most: int) -> Turns | Sets:
-        """Divides the patches of one round, of which at most `most` are merged, into two sets."""
-        return Turns()
+    def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
+        """Divides the patches of one round, of which at most `most` are merged; others are in neither set."""
+        return ALTERNATING
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
         """Returns the patches for the next layer.
@@ -77,12 +60,12 @@ class Merging(Reducer):
         """
         return tables["patches"]
 
-    def compared(self, features: int, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the two sets of every round by `features` features."""
+    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
+        """Returns the MACs of comparing the two sets in every round."""
         total = 0
         while patches > count:
             second = patches // 2
-            total += (patches - second) * second * features
+            total += (patches - second) * second * self.compared_width(shape)
             patches -= min(patches - second, patches - count)
         return total
 
@@ -105,12 +88,11 @@ class Merging(Reducer):
 
     def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         features = self.features(tables, sizes)
-        split = self.split(state, features, most)
-        sides = {name: split.of(table) for name, table in features.items()}
-        first, second = ({name: side[index] for name, side in sides.items()} for index in (0, 1))
-        similarity, nearest = self.closeness(first, second).max(-1)
+        first, second = self.split(state, features, most)
+        rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
+        similarity, nearest = self.closeness(*rows).max(-1)
         sources = similarity.argsort(dim=1, descending=True, stable=True)[:, :most]
-        return Round(sizes, *split.indices(sources, nearest.gather(1, sources)))
+        return Round(sizes, _indices_in(first, sources), _indices_in(second, nearest.gather(1, sources)))
 
 
 class Round:
@@ -121,12 +103,7 @@ class Round:
     images. The number of tensor operations is kept small, because launch overhead dominates for small batches.
     """
 
-    def __init__(
-        self,
-        sizes: Float[Tensor, "batch patches"],
-        sources: Int[Tensor, "batch merged"],
-        goals: Int[Tensor, "batch merged"],
-    ):
+    def __init__(self, sizes: Float[Tensor, "batch patches"], sources: Indices, goals: Indices):
         patches = sizes.shape[1]
         num_left = patches - sources.shape[1]
         source_sizes = sizes.gather(1, sources)
@@ -135,9 +112,11 @@ class Round:
         self.stay = indices_of(remains, num_left)
         self.sizes = merged_sizes.gather(1, self.stay)
         self._shares = (source_sizes / merged_sizes.gather(1, goals)).flatten()[:, None]
+        # Rows of all images are indexed at once: image times patches, plus the index within the image.
         image = torch.arange(sizes.shape[0], device=sizes.device)[:, None]
         offset = image * patches
         self._sources, self._goals, self._stay = ((offset + rows).flatten() for rows in (sources, goals, self.stay))
+        # The cumulated sum counts the remaining patches up to a goal, so less 1 it is the index of the goal.
         self.into = (image * num_left - 1 + remains.cumsum(1).gather(1, goals)).flatten()
 
     def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
@@ -148,8 +127,18 @@ class Round:
         return remaining.index_add_(0, self.into, change).view(*self.stay.shape, -1)
 
 
+def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:
+    return table[:, side] if isinstance(side, slice) else gathered_rows(table, side)
+
+
+def _indices_in(side: Side, positions: Indices) -> Indices:
+    """Returns the patch indices of these positions in a set."""
+    return side.start + side.step * positions if isinstance(side, slice) else side.gather(1, positions)
+
+
 def indices_of(there: Bool[Tensor, "batch patches"], present: int) -> Int[Tensor, "batch present"]:
     """Returns the indices of the remaining patches, in order; every image has `present` of them."""
+    # Integers, because ONNX cannot sort booleans; stable, so that the order remains.
     return there.to(torch.int32).argsort(dim=1, descending=True, stable=True)[:, :present]
 
 

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.merging import Merging, Sets, Tables
+from attnrx.tokens.merging import Indices, Merging, Tables
 from attnrx.tokens.reducer import Shape
 from attnrx.tokens.state import TokenState
 
@@ -33,11 +32,6 @@ class PiToMe(Merging):
         if not 0 <= self.margin <= 1 or not 0 <= self.alpha < float("inf"):
             raise InvalidInput(f"{self}: give a margin from 0 to 1 and an alpha that is finite and not negative.")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The keys of the previous layer."""
-        return ("keys",)
-
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of comparing all pairs of patches, and the two sets, in every round."""
         total = 0
@@ -47,27 +41,14 @@ class PiToMe(Merging):
             patches -= merged
         return total
 
-    def tables(self, state: TokenState) -> Tables:
-        assert state.keys is not None
-        return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
-
-    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        """Returns the keys, normalized to length 1."""
-        return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
-
-    def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the cosine similarity of the keys."""
-        return first["keys"] @ second["keys"].transpose(1, 2)
-
-    def split(self, state: TokenState, features: Tables, most: int) -> Sets:
+    def split(self, state: TokenState, features: Tables, most: int) -> tuple[Indices, Indices]:
         """Sorts the patches by energy, and divides the first ones alternately into the two sets."""
         keys = features["keys"]
+        # state.layer counts from 1, and the compared keys are those of the layer before it.
         margin = self.margin * (1 - (state.layer - 2) / state.depth)
-        order = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha).argsort(
-            dim=1, descending=True, stable=True
-        )
-        merged = 2 * min(most, keys.shape[1] // 2)
-        return Sets(order[:, 0:merged:2], order[:, 1:merged:2])
+        energy = energy_scores(keys @ keys.transpose(1, 2), margin, self.alpha)
+        order = energy.argsort(dim=1, descending=True, stable=True)[:, : 2 * min(most, keys.shape[1] // 2)]
+        return order[:, 0::2], order[:, 1::2]
 
 
 def energy_scores(

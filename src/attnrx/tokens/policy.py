@@ -1,11 +1,32 @@
-"""The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage."""
+"""The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage.
 
+Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
+`tome:13@every`.
+
+    policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
+    reducer = name [ "(" knob "=" value { "," knob "=" value } ")" ]
+    value   = "true" | "false" | "none" | number | reducer | word
+
+One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches that
+remain after each stage. A number before @every is the reduction before every layer but the first. Invariant:
+parse_policy(str(policy)) == policy.written.
+"""
+
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.serialization.text_parsing import WORDS, KnobReader, Language, Token, share
 from attnrx.tokens.reducer import Reducer
 from attnrx.tokens.state import TokenLayout
+
+EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
+EVERY = "every"
+DEEPEST = 20  # brackets; far below the nesting that exhausts Python's stack
 
 
 @dataclass(frozen=True)
@@ -34,9 +55,7 @@ class TokenPolicy:
             raise InvalidInput(
                 f"{len(self.layers)} stages and {len(self.keep)} keep ratios: give one for each stage, at least one."
             )
-        if self.layers[0] < 2 or any(
-            after <= before for before, after in zip(self.layers, self.layers[1:], strict=False)
-        ):
+        if self.layers[0] < 2 or any(after <= before for before, after in pairwise(self.layers)):
             raise InvalidInput(
                 f"stages before the layers {self.layers}: layers count from 1 and must increase, and the first "
                 "stage needs a previous layer; give e.g. 4, 7, 10."
@@ -51,14 +70,13 @@ class TokenPolicy:
         """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
         if not 0 < ratio <= 1:
             raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
-        return cls(reducer, layers, tuple(ratio**stage for stage in range(1, len(layers) + 1)))
+        return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
         if self.num_pruned is not None:
             return f"{self.reducer}:{self.num_pruned}@every"
-        ratio = self.keep[0]
-        staged = self.keep == tuple(ratio**stage for stage in range(1, len(self.keep) + 1))
-        ratios = repr(ratio) if staged else "/".join(map(repr, self.keep))
+        staged = self.keep == _powers(self.keep[0], len(self.keep))
+        ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
         return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
 
     @property
@@ -66,33 +84,28 @@ class TokenPolicy:
         """Whether the policy reduces the tokens at all."""
         return self.num_pruned is not None or self.keep[-1] < 1
 
-    @classmethod
-    def every_layer(cls, reducer: Reducer, num_pruned: int) -> "TokenPolicy":
-        """Returns a policy that reduces the patches by `num_pruned` before every layer but the first, for any model."""
-        return cls(reducer, num_pruned=num_pruned)
-
     @property
     def written(self) -> "TokenPolicy":
         """The policy as written in its text: an every-layer policy without the layers of a model."""
         return self if self.num_pruned is None else TokenPolicy(self.reducer, num_pruned=self.num_pruned)
 
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
-        """Returns the policy with its layers and shares in a model; raises InvalidInput or NotSupported if it does not
-        fit.
+        """Returns the policy with its layers and shares in a model.
+
+        Raises InvalidInput or NotSupported if it does not fit.
         """
-        found = self if self.num_pruned is None else self._everywhere(self.num_pruned, layout.patches, depth)
+        found, patches = self, layout.patches
+        if self.num_pruned is not None:
+            most = (patches - 1) // max(depth - 1, 1)
+            if depth < 2 or self.num_pruned > most:
+                raise InvalidInput(
+                    f"{self.num_pruned} of {patches} patches to prune before each of the layers 2 to {depth}: give 1 "
+                    f"to {most} patches per layer, so that one remains, and a model of at least two layers."
+                )
+            keep = tuple((patches - self.num_pruned * stage) / patches for stage in range(1, depth))
+            found = replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
         found.require(layout, depth)
         return found
-
-    def _everywhere(self, num_pruned: int, patches: int, depth: int) -> "TokenPolicy":
-        most = (patches - 1) // max(depth - 1, 1)
-        if depth < 2 or num_pruned > most:
-            raise InvalidInput(
-                f"{num_pruned} of {patches} patches to prune before each of the layers 2 to {depth}: give 1 to {most} "
-                "patches per layer, so that one remains, and a model of at least two layers."
-            )
-        keep = tuple((patches - num_pruned * stage) / patches for stage in range(1, depth))
-        return replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
 
     def describe(self) -> tuple[str, ...]:
         """Returns one sentence per stage, or one sentence for an every-layer policy."""
@@ -100,13 +113,14 @@ class TokenPolicy:
             return (
                 f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
             )
-        stages = zip(self.layers, self.keep, strict=True)
         return tuple(
-            f"before layer {layer} {self.reducer} keeps {share:.4g} of the image's patches" for layer, share in stages
+            f"before layer {layer} {self.reducer} keeps {kept:.4g} of the image's patches"
+            for layer, kept in zip(self.layers, self.keep, strict=True)
         )
 
     def counts(self, patches: int) -> tuple[int, ...]:
         """Returns the number of patches that remain after each stage."""
+        # The products of ratios such as 0.7**2 can be just below a whole number.
         found = tuple(math.floor(ratio * patches + 1e-9) for ratio in self.keep)
         if found[-1] < 1:
             raise InvalidInput(f"keep={self.keep} keeps no patch of {patches}; give larger shares.")
@@ -142,3 +156,70 @@ class TokenPolicy:
                 "reducer without class attention, e.g. random, attention_received or tome."
             )
         self.counts(layout.patches)
+
+
+def _powers(ratio: float, count: int) -> tuple[float, ...]:
+    return tuple(ratio**stage for stage in range(1, count + 1))
+
+
+class PolicyReader(KnobReader):
+    """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
+
+    language = Language("policy", "Policies", EXAMPLES, "():,=/@", InvalidInput)
+
+    def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
+        if text.count("(") > DEEPEST:
+            raise InvalidInput(f"a policy in text may have {DEEPEST} brackets, found {text.count('(')}.")
+        super().__init__(text)
+        self.registry = registry
+
+    def read_policy(self) -> TokenPolicy:
+        reducer = self.read_reducer()
+        self.expect(":", "':' and the keep ratio")
+        first = self.tokens[self.position]
+        ratios = [self.read_ratio()]
+        while self.take("/"):
+            ratios.append(self.read_ratio())
+        self.expect("@", "'@' and the layers before which tokens are pruned")
+        if self.tokens[self.position].text == EVERY:
+            return self.read_every(reducer, first, len(ratios))
+        layers = [self.read_layer()]
+        while self.take(","):
+            layers.append(self.read_layer())
+        self.expect("end", "the end")
+        if len(ratios) == 1:
+            return TokenPolicy.staged(reducer, ratios[0], tuple(layers))
+        return TokenPolicy(reducer, tuple(layers), tuple(ratios))
+
+    def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
+        self.expect("name", EVERY)
+        self.expect("end", "the end")
+        if given > 1 or not number.text.isdigit() or int(number.text) < 1:
+            raise self.problem(
+                number.start, f"give one number before @{EVERY}: the patches to prune before every layer"
+            )
+        return TokenPolicy(reducer, num_pruned=int(number.text))
+
+    def read_reducer(self) -> Reducer:
+        name = self.expect("name", "the name of a reducer")
+        if name.text not in self.registry:
+            raise UnknownName("token reducer", name.text, self.registry)
+        kind = self.registry[name.text]
+        fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+        return kind(**self.read_knobs(name, {field.name: field.type for field in fields}))
+
+    def read_value(self, kinds: tuple[type, ...]) -> Any:
+        """Reads a value, which may be a reducer where the field accepts one."""
+        here = self.tokens[self.position]
+        if here.kind == "name" and here.text not in WORDS and any(issubclass(kind, Reducer) for kind in kinds):
+            return self.read_reducer()
+        return super().read_value(kinds)
+
+    def read_ratio(self) -> float:
+        return share(self.expect("number", "a keep ratio, e.g. 0.7").text)
+
+    def read_layer(self) -> int:
+        layer = self.expect("number", "a layer, e.g. 4")
+        if not layer.text.isdigit():
+            raise self.problem(layer.start, f"{layer.text} is not the number of a layer")
+        return int(layer.text)

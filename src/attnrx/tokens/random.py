@@ -7,14 +7,12 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.reducer import Selecting
+from attnrx.tokens.reducer import PerPatch, Selecting
 from attnrx.tokens.state import TokenState
 
 SEEDS = 2**31
-STEP = 2**20
-"""Pixels are hashed as multiples of 1 / STEP."""
-LARGEST = 2**31 - 128
-"""The largest multiple that float32 represents."""
+STEP = 2**20  # pixels are hashed as multiples of 1 / STEP
+LARGEST = 2**31 - 128  # the largest multiple that float32 represents
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,13 @@ class Random(Selecting):
 
     seed: int = 0
 
+    needs = ("image_keys",)
+
     def __post_init__(self):
         if not 0 <= self.seed < SEEDS:
             raise InvalidInput(f"random(seed={self.seed}): give a seed from 0 to {SEEDS - 1}.")
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The hash of every image."""
-        return ("image_keys",)
-
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns a score in [0, 1) for every patch, including tokens added by an earlier stage."""
         keys = state.image_keys
         assert keys is not None
@@ -53,6 +48,7 @@ def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tens
     Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
     """
     numbers = (images.float() * STEP).round_().clamp_(-LARGEST, LARGEST).to(torch.int64)
+    # Every axis hashes a range of numbers of its own, 0x10001 of them.
     for axis in range(images.ndim - 1):
         indices = torch.arange(numbers.shape[-1], device=images.device)
         weights = scrambled(indices + (axis + 1) * 0x10001) | 1

@@ -16,6 +16,9 @@ LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
+PerPatch = Float[Tensor, "batch patches"]
+KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -33,10 +36,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The result of a stage in training: the values of all patches, and the indices of added tokens.
-
-    An added token overwrites a pruned patch.
-    """
+    """The result of a stage in training: all patches, and the indices of pruned ones that new tokens overwrote."""
 
     patches: Float[Tensor, "batch patches width"]
     added: Int[Tensor, "batch added"] | None = None
@@ -67,30 +67,21 @@ class Reducer(ABC):
     And "image_keys", a hash of the pixels of every image.
 
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
-    of the size is added to its scores). A `learned` reducer has a predictor at every stage, or `one_predictor` for all
-    of them.
+    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
+    predictor at every stage, or `one_predictor` for all of them.
     """
 
-    name: ClassVar[str] = ""
-    """The name in text, set by REDUCERS."""
+    name: ClassVar[str] = ""  # the name in text, set by REDUCERS
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    """Number of tokens that a stage appends to the kept ones."""
+    # These three may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
+    needs: tuple[str, ...] = ()
+    learned: bool = False
+    one_predictor: bool = False
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The statistics that it uses."""
-        return ()
-
-    @property
-    def learned(self) -> bool:
-        """Whether its predictors must be trained."""
-        return False
-
-    @property
-    def one_predictor(self) -> bool:
-        """Whether all stages share one predictor."""
-        return False
+    @abstractmethod
+    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
+        """Reduces every image to `count` patches."""
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Returns a new predictor of one stage."""
@@ -108,19 +99,15 @@ class Reducer(ABC):
         """Returns the score of every token after one layer, for reducers that need its sum over the layers."""
         return torch.zeros_like(tokens[..., 0])
 
-    def accumulate(
-        self, before: Float[Tensor, "batch patches"] | None, scores: Float[Tensor, "batch patches"]
-    ) -> Float[Tensor, "batch patches"]:
+    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
         """Adds the scores of one layer to those accumulated `before`, which is None at the first layer."""
         return scores if before is None else before + scores
 
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained."""
         raise NotSupported(f"{self} has no scores that can be trained.")
 
-    def sampled(
-        self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
-    ) -> SampledTokens:
+    def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Returns the tokens of a training step, where `keep` was sampled from the scores: 1 for a kept patch, else 0.
 
         A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
@@ -128,73 +115,57 @@ class Reducer(ABC):
         return SampledTokens(state.patches)
 
     def __str__(self) -> str:
-        knobs = [
-            f"{field.name}={_spell(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) != _default(field)
-        ]
+        knobs = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = str(value)
+                knobs.append(f"{field.name}={text.lower() if isinstance(value, bool | None) else text}")
         name = self.name or type(self).__name__
         return f"{name}({','.join(knobs)})" if knobs else name
-
-    @abstractmethod
-    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Reduces every image to `count` patches."""
-
-
-def _default(field: dataclasses.Field) -> object:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _spell(value: object) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 class Selecting(Reducer):
     """A reducer that scores the patches and keeps the best ones."""
 
     @abstractmethod
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns a score for every patch; only the order within an image matters for the selection."""
 
-    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def weights(self, relevance: PerPatch) -> PerPatch:
         """Converts relevance into nonnegative weights, by which pruned patches are fused."""
         return relevance
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the patches of the highest relevance, in their order."""
-        kept = best(self.relevance(state, predictor), state.there, count)
-        return Reduction(kept, taken(state.patches, kept))
+        return reduced_to_best(state, self.relevance(state, predictor), count)
 
 
 class Predicting(Selecting):
     """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
 
-    @property
-    def learned(self) -> bool:
-        return True
+    learned = True
 
-    def relevance(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches"]:
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
         return odds(self.keep_scores(state, predictor))
 
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         return predictor(state)
 
-    def weights(self, relevance: Float[Tensor, "batch patches"]) -> Float[Tensor, "batch patches"]:
+    def weights(self, relevance: PerPatch) -> PerPatch:
         """Returns the probability of keep."""
         return relevance.sigmoid()
 
 
-def odds(scores: Float[Tensor, "batch patches 2"]) -> Float[Tensor, "batch patches"]:
+def odds(scores: KeepDrop) -> PerPatch:
     """Returns the log-odds of keep from the log-probabilities of keep and drop."""
-    keep, drop = scores.unbind(-1)
-    return keep - drop
+    return scores[..., 0] - scores[..., 1]
 
 
-def best(
-    relevance: Float[Tensor, "batch patches"], there: Float[Tensor, "batch patches"], count: int
-) -> Int[Tensor, "batch kept"]:
+def best(relevance: PerPatch, there: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
     """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
+    # Stable: of equal scores the first is kept, on every device.
     order = relevance.masked_fill(there == 0, float("-inf")).argsort(dim=1, descending=True, stable=True)
     return order[:, :count].sort(dim=1).values
 
@@ -202,3 +173,29 @@ def best(
 def taken(patches: Float[Tensor, "batch patches width"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Returns the patches at these indices."""
     return patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
+
+
+def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
+    """Keeps the `count` most relevant patches, in their order."""
+    kept = best(relevance, state.there, count)
+    return Reduction(kept, taken(state.patches, kept))
+
+
+def sampled_keep(scores: KeepDrop, there: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
+    """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
+
+    Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
+    is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
+    overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
+    """
+    # In half precision the Gumbel noise can be infinite.
+    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0].to(there.dtype)
+    keep = sample * there
+    highest = scores[..., 0].detach().masked_fill(there == 0, float("-inf")).argmax(1, keepdim=True)
+    keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
+    keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
+    if not prunes_one:
+        return keep
+    lowest = scores[..., 0].detach().masked_fill(there == 0, float("inf")).argmin(1, keepdim=True)
+    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (there > 0).sum(1, keepdim=True)).to(keep.dtype)
+    return keep - torch.zeros_like(keep).scatter(1, lowest, keeps_all)

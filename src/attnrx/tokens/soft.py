@@ -7,7 +7,18 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, SampledTokens, Selecting, Shape, best, odds, taken
+from attnrx.tokens.reducer import (
+    KeepDrop,
+    PerPatch,
+    Reducer,
+    Reduction,
+    SampledTokens,
+    Selecting,
+    Shape,
+    best,
+    odds,
+    taken,
+)
 from attnrx.tokens.state import TokenState
 
 
@@ -24,18 +35,8 @@ class Soft(Reducer):
                 f"{name} uses the scores of another reducer, and {given} gives no scores; "
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return self.scores.needs
-
-    @property
-    def learned(self) -> bool:
-        return self.scores.learned
-
-    @property
-    def one_predictor(self) -> bool:
-        return self.scores.one_predictor
+        for name in ("needs", "learned", "one_predictor"):
+            object.__setattr__(self, name, getattr(self.scores, name))
 
     def predictor(self, shape: Shape) -> nn.Module:
         return self.scores.predictor(shape)
@@ -44,15 +45,13 @@ class Soft(Reducer):
         """Returns the MACs of the predictor of the scores."""
         return self.scores.predictor_macs(shape, patches, count)
 
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> Float[Tensor, "batch patches 2"]:
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         return self.scores.keep_scores(state, predictor)
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         return self.scores.layer_score(tokens)
 
-    def accumulate(
-        self, before: Float[Tensor, "batch patches"] | None, scores: Float[Tensor, "batch patches"]
-    ) -> Float[Tensor, "batch patches"]:
+    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
         return self.scores.accumulate(before, scores)
 
 
@@ -72,20 +71,19 @@ class Packaging(Soft):
         relevance = self.scores.relevance(state, predictor)
         kept = best(relevance, state.there, count)
         weights = self.scores.weights(relevance).masked_fill(state.there == 0, 0.0).scatter(1, kept, 0.0)
-        return Reduction(kept, taken(state.patches, kept), fused(state.patches, weights))
+        return Reduction(kept, taken(state.patches, kept), _fused(state.patches, weights))
 
-    def sampled(
-        self, state: TokenState, keep: Float[Tensor, "batch patches"], scores: Float[Tensor, "batch patches 2"]
-    ) -> SampledTokens:
+    def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Overwrites the first pruned patch by the fused token."""
         pruned_mask = state.there * (1 - keep)
-        fused_token = fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask)
+        fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask)
         index = pruned_mask.detach().argmax(1, keepdim=True)
         return SampledTokens(state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token), index)
 
 
-def fused(patches: Tensor, weights: Tensor) -> Tensor:
+def _fused(patches: Tensor, weights: Tensor) -> Tensor:
     """Returns the weighted mean of the patches, one token per image; zeros where all weights are zero."""
     total = weights.sum(1, keepdim=True)
+    # float16 has no 1e-12.
     shares = weights / total.clamp_min(1e-12 if total.dtype.itemsize > 2 else 1e-6)
     return (shares[:, None] @ patches.to(shares.dtype)).to(patches.dtype)

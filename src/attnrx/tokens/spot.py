@@ -7,8 +7,8 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
-from attnrx.tokens.predictors import KeepScores, TokenFeatures, feature_macs
-from attnrx.tokens.reducer import Predicting, Shape
+from attnrx.tokens.dynamicvit import KeepScores, TokenFeatures
+from attnrx.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
 from attnrx.tokens.state import TokenState, chunks_of, images_of
 
 SCALARS = 6  # of every patch, head and map: Eqs. 3 to 9
@@ -35,16 +35,9 @@ class Spot(Predicting):
     def __post_init__(self):
         if self.projected is not None and self.projected < 0:
             raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The attention maps of the previous layer, and the enabled moments over the layers."""
-        mean = ("attention_mean",) if self.mean else ()
-        return ("attention", "class_attention", *mean, *(("attention_variance",) if self.variance else ()))
-
-    @property
-    def one_predictor(self) -> bool:
-        return self.shared
+        moments = [f"attention_{name}" for name in ("mean", "variance") if getattr(self, name)]
+        object.__setattr__(self, "needs", ("attention", "class_attention", *moments))
+        object.__setattr__(self, "one_predictor", self.shared)
 
     def features(self, shape: Shape) -> tuple[int, int]:
         """Returns the number of token features and of attention features of a patch."""
@@ -57,7 +50,7 @@ class Spot(Predicting):
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         projected, attention = self.features(shape)
-        return feature_macs(shape.width, projected, patches) + KeepScores.macs(projected + attention, patches)
+        return patches * shape.width * projected + KeepScores.macs(projected + attention, patches)
 
 
 class SpotPredictor(nn.Module):
@@ -70,14 +63,11 @@ class SpotPredictor(nn.Module):
         self.tokens = TokenFeatures(shape.width, projected) if projected else None
         self.scores = KeepScores(projected + attention)
 
-    def forward(self, state: TokenState) -> Float[Tensor, "batch patches 2"]:
-        """Returns the log-probabilities of keep and drop for every patch."""
+    def forward(self, state: TokenState) -> KeepDrop:
         parts = [] if self.tokens is None else [self.tokens(state.patches, state.there)]
         assert state.attention is not None
-        chunks = [
-            self._features(state, images_of(part)) for part in chunks_of(state.attention, *state.attention.shape[1:])
-        ]
-        parts.append(chunks[0] if len(chunks) == 1 else torch.cat(chunks))
+        chunks = chunks_of(state.attention, *state.attention.shape[1:])
+        parts.append(torch.cat([self._features(state, images_of(part)) for part in chunks]))
         return self.scores(torch.cat(parts, dim=-1))
 
     def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
@@ -96,9 +86,7 @@ class SpotPredictor(nn.Module):
 
 
 def attention_features(
-    attention: Float[Tensor, "batch heads tokens tokens"],
-    prefix: int,
-    there: Float[Tensor, "batch patches"] | None = None,
+    attention: Float[Tensor, "batch heads tokens tokens"], prefix: int, there: PerPatch | None = None
 ) -> Float[Tensor, "batch patches features"]:
     """Returns the six scalars of every patch and head: Eqs. 3 and 4, then 5 to 8, over the remaining patches.
 
@@ -118,12 +106,6 @@ def attention_features(
     # Mean of squares minus square of the mean: saves one pass over a map, compared with squared deviations.
     row_variance = (row_square - row_mean.square()).clamp(min=0)
     column_variance = (column_square - column_mean.square()).clamp(min=0)
-    scalars = (
-        attention[:, :, 0, prefix:],
-        attention[:, :, prefix:, 0],
-        row_mean,
-        row_variance,
-        column_mean,
-        column_variance,
-    )
+    with_class = attention[:, :, 0, prefix:], attention[:, :, prefix:, 0]
+    scalars = (*with_class, row_mean, row_variance, column_mean, column_variance)
     return torch.stack(scalars, dim=-1).permute(0, 2, 1, 3).flatten(2)

@@ -16,4 +16,4 @@ class SPViT(Packaging):
     implemented: `scores` is DynamicViT's predictor, or SPOT's as in SPOT's Table 3, or any selecting reducer.
     """
 
-    scores: Selecting = field(default_factory=DynamicViT)
+    scores: Selecting = field(default=DynamicViT())

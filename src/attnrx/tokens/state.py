@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from attnrx.shapes import Float, Int, Tensor
 
-CACHED = 2**20
-"""Bytes of the attention map of all heads in one chunk on a CPU."""
+CACHED = 2**20  # bytes of the attention map of all heads in one chunk on a CPU
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,10 @@ class Part:
 
     @property
     def images(self) -> slice:
-        """Their indices in the batch."""
         return slice(self.start, self.stop)
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last chunk."""
         return self.stop == self.batch
 
 
@@ -81,30 +78,24 @@ class MapMoments:
 
     @classmethod
     def room(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
-        """Allocates the sums of a batch of `batch` images, of which `attention` has some; `write_` fills them."""
+        """Returns sums of zero for `batch` images, of which `attention` has some; `write_` adds to them."""
         shape = (batch, *attention.shape[1:])
-        return cls(attention.new_empty(shape), attention.new_empty(shape) if variance else None, 0)
+        return cls(attention.new_zeros(shape), attention.new_zeros(shape) if variance else None, 0)
 
     def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
         """Adds one more layer for some images; the last chunk of a batch increments the count."""
         of_part = self.of_images(part.images)
-        if self.count:
-            of_part.total.add_(attention)
-        else:
-            of_part.total.copy_(attention)
-        if of_part.squares is not None and self.count:
+        of_part.total.add_(attention)
+        if of_part.squares is not None:
             of_part.squares.addcmul_(attention, attention)
-        elif of_part.squares is not None:
-            torch.mul(attention, attention, out=of_part.squares)
         self.count += part.is_last
 
     def of_images(self, images: slice) -> "MapMoments":
-        """Returns the moments of some images."""
         return self._map(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Returns the moments between the kept tokens."""
-        return self._map(lambda sums: between(sums, kept))
+        return self._map(lambda sums: _between(sums, kept))
 
     def with_new(self, count: int) -> "MapMoments":
         """Returns the moments with `count` new tokens, whose sums are zero."""
@@ -122,7 +113,6 @@ class MapMoments:
 
     @property
     def mean(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The mean over the layers."""
         return self.total / self.count
 
     @property
@@ -133,7 +123,7 @@ class MapMoments:
         return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
 
 
-def between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
     """Returns the rows and columns of some tokens."""
     batch, heads, queries, keys = maps.shape
     # index_select copies whole rows; gather copies element by element.
@@ -205,5 +195,4 @@ class TokenLayout:
 
     @property
     def tokens(self) -> int:
-        """All tokens of an image."""
         return self.prefix + self.patches

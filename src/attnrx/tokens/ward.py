@@ -22,30 +22,25 @@ class Ward(Merging):
 
     lengths: bool = True
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """No statistics."""
-        return ()
+    needs = ()  # patches are compared by the tokens themselves
 
-    def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the two sets by their tokens, in every round."""
-        return self.compared(shape.width, patches, count)
+    def compared_width(self, shape: Shape) -> int:
+        return shape.width
 
     def tables(self, state: TokenState) -> Tables:
-        """Returns the patches and their norms."""
         lengths = {"lengths": state.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
         return {"patches": state.patches, **lengths}
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        """Returns the patches, their squared norms and the inverse of their sizes."""
         patches = tables["patches"]
         squares, inverse_sizes = patches.norm(dim=-1, keepdim=True).square(), sizes.reciprocal()[..., None]
         return {"patches": patches, "squares": squares, "inverse_sizes": inverse_sizes}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the negative increase of squared error by merging."""
+        """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
         squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_sizes"))
         distances = torch.baddbmm(squares, first["patches"], second["patches"].transpose(1, 2), beta=-1, alpha=2)
+        # Rounding can make the squared distance of equal patches negative.
         return distances.clamp_max_(0).div_(weights)
 
     def finished(self, tables: Tables, merged: Int[Tensor, "merged"] | None) -> Float[Tensor, "batch patches width"]:
@@ -53,15 +48,12 @@ class Ward(Merging):
         patches = tables["patches"]
         if "lengths" not in tables:
             return patches
-        if merged is None:
-            return patches * _stretch(patches, tables["lengths"])
-        rows = patches.flatten(0, 1)
-        changed, lengths = rows.index_select(0, merged), tables["lengths"].flatten(0, 1).index_select(0, merged)
-        # A patch with several merged sources is written repeatedly, with the same value.
-        return rows.index_copy_(0, merged, changed * _stretch(changed, lengths)).view_as(patches)
-
-
-def _stretch(
-    patches: Float[Tensor, "*patches width"], lengths: Float[Tensor, "*patches 1"]
-) -> Float[Tensor, "*patches 1"]:
-    return lengths / patches.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+        rows, lengths = patches.flatten(0, 1), tables["lengths"].flatten(0, 1)
+        if merged is not None:
+            rows, lengths = rows.index_select(0, merged), lengths.index_select(0, merged)
+        # A mean of opposite patches can be zero, and stays zero.
+        stretched = rows * (lengths / rows.norm(dim=-1, keepdim=True).clamp_min(1e-6))
+        if merged is not None:
+            # A patch with several merged sources is written repeatedly, with the same value.
+            stretched = patches.flatten(0, 1).index_copy_(0, merged, stretched)
+        return stretched.view_as(patches)

@@ -7,7 +7,7 @@ from torch import nn
 
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.tokens.reducer import Reducer, Reduction, Shape, best, taken
+from attnrx.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, taken
 from attnrx.tokens.state import TokenState
 
 
@@ -33,37 +33,34 @@ class ZeroTPrune(Reducer):
     least: float = 0.01
     most: float = 0.7
 
+    needs = ("attention", "keys")
+
     def __post_init__(self):
         if self.iterations < 1 or not 0 <= self.similar <= 1 or not 0 <= self.least < self.most:
             raise InvalidInput(
                 f"{self}: give at least one iteration, a share `similar` in [0, 1], and variances 0 <= least < most."
             )
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("attention", "keys")
-
     def importance(
         self, attention: Float[Tensor, "batch heads tokens tokens"], there: Float[Tensor, "batch tokens"], prefix: int
-    ) -> Float[Tensor, "batch patches"]:
+    ) -> PerPatch:
         """Returns the importance of the patches, over the tokens that are `there` (1, others 0)."""
         found, patches = page_rank(attention, there, self.iterations)[:, :, prefix:], there[:, None, prefix:]
         count = patches.sum(2, keepdim=True)
+        # Variances are compared with the limits at a mean score of 1, whatever the number of patches.
         scaled = found / (found.sum(2, keepdim=True) / count).clamp_min(torch.finfo(attention.dtype).tiny)
         variance = ((scaled - 1).square() * patches).sum(2) / count[..., 0]
         head_mask = ((variance >= self.least) & (variance <= self.most)).to(found.dtype)
+        # With every head excluded, all count.
         head_mask = torch.where(head_mask.sum(1, keepdim=True) > 0, head_mask, 1.0)
         return ((found.square() * head_mask[..., None]).sum(1) / head_mask.sum(1, keepdim=True)).sqrt()
 
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
-        """Returns the MACs of comparing the less important half with the rest by their keys, where similarity is used
-        at all.
-        """
+        """Returns the MACs of comparing the less important half with the rest, where similarity prunes any."""
         half = patches // 2
         return half * (patches - half) * shape.directions if self._num_similar(patches, count) else 0
 
     def _num_similar(self, present: int, count: int) -> int:
-        """Returns the number of patches that are pruned by similarity."""
         return min(int(self.similar * (present - count)), present // 2)
 
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
@@ -76,8 +73,7 @@ class ZeroTPrune(Reducer):
             first = self.importance(state.attention, there, state.prefix)
             pruned = redundant(state.keys[:, state.prefix :], first, there[:, state.prefix :], present, num_similar)
             there = there.scatter(1, state.prefix + pruned, 0.0)
-        relevance = self.importance(state.attention, there, state.prefix)
-        kept = best(relevance, there[:, state.prefix :], count)
+        kept = best(self.importance(state.attention, there, state.prefix), there[:, state.prefix :], count)
         return Reduction(kept, taken(state.patches, kept))
 
 
@@ -89,6 +85,7 @@ def page_rank(
     Attention to pruned tokens is set to zero and every row rescaled to a sum of 1; scores sum to 1.
     """
     steps = attention * there[:, None, None, :]
+    # A query that attends to pruned tokens only has a row of zeros, which stays zero.
     steps = steps / steps.sum(3, keepdim=True).clamp_min(torch.finfo(attention.dtype).tiny)
     found = (there / there.sum(1, keepdim=True))[:, None, None, :].expand(-1, attention.shape[1], -1, -1)
     for _ in range(iterations):
@@ -97,11 +94,7 @@ def page_rank(
 
 
 def redundant(
-    keys: Float[Tensor, "batch patches directions"],
-    importance: Float[Tensor, "batch patches"],
-    there: Float[Tensor, "batch patches"],
-    present: int,
-    count: int,
+    keys: Float[Tensor, "batch patches directions"], importance: PerPatch, there: PerPatch, present: int, count: int
 ) -> Int[Tensor, "batch pruned"]:
     """Returns the `count` patches of the less important half of the `present` ones that are most similar to one of the
     rest.
