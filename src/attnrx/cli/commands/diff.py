@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.options import option
 from attnrx.cli.outcome import Outcome, Table, as_percent, significant
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
@@ -19,14 +20,12 @@ EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_ra
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("before", metavar="A", help="a file written by attnrx")
     parser.add_argument("after", metavar="B", help="another of the same kind")
-    parser.add_argument("--reading", metavar="NAME", help="for diagnoses: print this reading for every head")
+    option(parser, "--reading", "NAME", "for diagnoses: print this reading for every head")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Compares two files of the same kind."""
     kinds = [_kind(path) for path in (arguments.before, arguments.after)]
     if kinds[0] != kinds[1] or kinds[0] not in COMPARED:
         raise InvalidInput(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import COUNT
+from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
+from attnrx.cli.parser import Parser
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.progress import Log
 
@@ -23,92 +23,72 @@ EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.jso
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
-    parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
+    option(parser, "--candidate", "FOLDER", "its evidence and prescription are shown, unless given")
     add_trust(parser)
-    parser.add_argument("--evidence", metavar="FILE", help="the file of `attnrx verify`")
-    parser.add_argument("--prescription", metavar="FILE", help="the file of `attnrx prescribe`")
-    parser.add_argument("--diagnosis", metavar="FILE", help="the file of `attnrx diagnose`")
-    parser.add_argument("--training", metavar="FOLDER", help="the folder of `attnrx train`, for its curves")
+    option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
+    option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
+    option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
+    option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
     parser.add_argument(
         "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
     )
-    parser.add_argument("--comparison", metavar="FILE", help="the file of `attnrx compare`, shown as curves over MACs")
-    parser.add_argument("--title", help="the title of the page")
+    option(parser, "--comparison", "FILE", "the file of `attnrx compare`, shown as curves over MACs")
+    option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
         "attention maps and tokens, which need --candidate and --data, and maps --reference"
     )
-    maps.add_argument("--reference", metavar="MODEL", help="the model the candidate was made from")
-    maps.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
-    maps.add_argument("--samples", type=COUNT, default=6, metavar="N", help="test images to show (6)")
+    option(maps, "--reference", "MODEL", "the model the candidate was made from")
+    option(maps, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
+    option(maps, "--samples", COUNT, "test images to show", 6)
     add_data(parser, "whose test images are shown", required=False)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Collects the given parts and writes the page."""
-    evidence, prescription = _evidence(arguments), _prescription(arguments)
+    evidence = _part(rx.Evidence, arguments.evidence, arguments.candidate, "evidence.json")
+    if evidence is not None and arguments.candidate is not None:
+        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate, trust=arguments.trust))
+        evidence.require(fingerprint, f"--candidate {arguments.candidate}")
+    prescription = _part(rx.Prescription, arguments.prescription, arguments.candidate, "prescription.json")
     attention, tokens = _samples(arguments, prescription)
+    subject = arguments.candidate or arguments.comparison or arguments.out
+    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
+    about = {name: value for name, value in named.items() if value}
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {_subject(arguments)}",
-        about=_about(arguments, evidence),
+        title=arguments.title or f"attnrx: {subject}",
+        about=about if evidence is None else {**about, **evidence.about},
         prescription=prescription,
-        diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
+        diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
         evidence=evidence,
         trade_off=tuple(_point(path) for path in arguments.trade_off),
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
-        ranks=_ranks(arguments, prescription),
-        comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
+        ranks=_ranks(arguments) if prescription is None else (),
+        comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
-def _subject(arguments: Namespace) -> str:
-    return arguments.candidate or arguments.comparison or arguments.out
+def _part(kind: Any, given: str | None, candidate: str | None = None, name: str = "") -> Any:
+    """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
+    if given is None and candidate is not None and (Path(candidate) / name).exists():
+        return kind.load(Path(candidate) / name)
+    return None if given is None else kind.load(given)
 
 
-def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
-    """Returns the given file, or the one in the candidate's folder; None if there is none."""
-    if given is not None:
-        return Path(given)
-    path = Path(candidate or "") / name
-    return path if candidate and path.exists() else None
-
-
-def _evidence(arguments: Namespace) -> "rx.Evidence | None":
-    path = _beside(arguments.evidence, arguments.candidate, "evidence.json")
-    if path is None:
-        return None
-    evidence = rx.Evidence.load(path)
-    if arguments.candidate is not None:
-        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate, trust=arguments.trust))
-        evidence.require(fingerprint, f"--candidate {arguments.candidate}")
-    return evidence
-
-
-def _prescription(arguments: Namespace) -> "rx.Prescription | None":
-    path = _beside(arguments.prescription, arguments.candidate, "prescription.json")
-    return None if path is None else rx.Prescription.load(path)
-
-
-def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks from the candidate if there is no prescription, unless only its tokens are reduced."""
-    if arguments.candidate is None or prescription is not None:
+def _ranks(arguments: Namespace) -> "tuple[rx.reports.PathwayRanks, ...]":
+    """Reads the ranks from the candidate, which has no prescription, unless only its tokens are reduced."""
+    if arguments.candidate is None:
         return ()
     candidate = model_argument(arguments.candidate, "cpu", trust=arguments.trust)
     found = rx.reports.model_ranks(candidate)
     full = all(pathway.kept == pathway.full for pathway in found)
     return () if full and rx.models.reduction_of(candidate) is not None else found
-
-
-def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
-    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
-    return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
@@ -123,8 +103,7 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
-    rules, kind = evidence.about.get("rules") or {}, evidence.about.get("realization")
-    text = rules.get("qk")
+    text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
     rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
     if rho is None or kind is None:
         raise InvalidInput(
