@@ -27,7 +27,7 @@ _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS 
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
-def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
 
     After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
@@ -38,10 +38,8 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
         CheckpointError: The file cannot be written.
     """
     path = Path(path)
-    target = _real(path)
     require_replaceable(path)
-    _make_folder(target.parent)
-    remove_leftovers(target)
+    target = _prepared(path)
     temporary = _temporary(target)
     try:
         write(temporary)
@@ -72,9 +70,7 @@ def require_replaceable(path: Path | str) -> None:
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary sibling folder of `target`, which is deleted at the end."""
-    target = _real(target)
-    _make_folder(target.parent)
-    remove_leftovers(target)
+    target = _prepared(target)
     temporary = _temporary(target)
     try:
         temporary.mkdir()
@@ -98,13 +94,11 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
         InvalidInput: A written file exists in `folder` and is not a part.
         CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
     """
-    target = _real(Path(folder))
-    _make_folder(target.parent)
+    target = _prepared(Path(folder))
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
     _restore(target)
-    remove_leftovers(target)
-    remove_leftovers(target, target)
+    _remove_leftovers(target, target)
     replaces = target.exists() and any(is_part(each) for each in target.iterdir())
     if replaces:
         _require_swappable(target)
@@ -140,17 +134,14 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
             )
 
 
-def remove_leftovers(target: Path, folder: Path | None = None) -> None:
-    """Deletes the temporary siblings of `target` (or those in `folder`) whose process no longer runs."""
-    folder = folder or target.parent
+def _remove_leftovers(target: Path, folder: Path) -> None:
+    """Deletes the temporary files and folders for `target` whose process no longer runs."""
     with suppress(OSError):
-        for each in list(folder.iterdir()):
-            found = _leftover(target).fullmatch(each.name)
-            if found is not None and not process_runs(int(found[1])):
-                if each.is_dir() and not each.is_symlink():
-                    shutil.rmtree(each, ignore_errors=True)
-                else:
-                    each.unlink(missing_ok=True)
+        for each in _leftovers(target, folder):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
 
 
 def process_runs(number: int) -> bool:
@@ -164,25 +155,30 @@ def process_runs(number: int) -> bool:
     return True
 
 
+def _prepared(path: Path) -> Path:
+    """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
+    target = Path(os.path.realpath(path))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {target.parent}: {error.strerror or error}.") from error
+    _remove_leftovers(target, target.parent)
+    return target
+
+
 def _temporary(target: Path, folder: Path | None = None) -> Path:
-    name = f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
-    return (folder or target.parent) / name
+    return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
 
 
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _leftover(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Matches the names of temporary siblings written by processes of this host; group 1 is the process id."""
+def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
+    """Matches the names that processes of this host write for `target`; group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot create the folder {folder}: {error.strerror or error}.") from error
+def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
+    """Returns what processes that no longer run wrote for `target`."""
+    found = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
+    return [each for match, each in found if match is not None and not process_runs(int(match[1]))]
 
 
 def _require_swappable(folder: Path) -> None:
@@ -202,7 +198,7 @@ def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]
     """Copies everything that is not replaced, and the permissions, from the old folder to the new one."""
     if target.exists():
         for each in sorted(target.iterdir()):
-            if not is_part(each) and not _leftover(target).fullmatch(each.name):
+            if not is_part(each) and not _names(target).fullmatch(each.name):
                 _carry(each, temporary / each.name)
         shutil.copystat(target, temporary)
 
@@ -267,10 +263,8 @@ def _rename_twice(temporary: Path, target: Path) -> None:
 def _restore(target: Path) -> None:
     """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
     with suppress(OSError):
-        for each in list(target.parent.iterdir()):
-            found = _leftover(target, "old").fullmatch(each.name)
-            if found is not None and not process_runs(int(found[1])):
-                shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
+        for each in _leftovers(target, target.parent, "old"):
+            shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
 
 
 def flush(path: Path) -> None:

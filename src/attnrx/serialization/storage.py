@@ -3,8 +3,10 @@
 Every file contains its kind: the field `kind` of the JSON object, or `kind` in the header of safetensors.
 """
 
+import glob
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,11 +28,7 @@ MOST_JSON_BYTES = 2**28
 
 def write_bytes(path: Path | str, content: bytes) -> Path:
     """Writes bytes atomically."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    return write_atomically(path, write)
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_text(path: Path | str, content: str) -> Path:
@@ -39,7 +37,6 @@ def write_text(path: Path | str, content: str) -> Path:
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record in the format of `json_text`."""
     return write_text(path, json_text(record))
 
 
@@ -101,11 +98,12 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     earlier versions of this JSON are deleted afterwards.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
-    earlier = [each for each in _tensors_files(path) if file_kind(each) == kind]
+    versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
+    earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
         content = encode_tensors(_on_cpu(tensors), {"kind": kind})
         sha256 = hashlib.sha256(content).hexdigest()
-        file = tensors_path(path, sha256)
+        file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
         if file not in earlier or file_sha256(file) != sha256:
@@ -125,22 +123,15 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
         return {}
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise CheckpointError(f"{path}: tensors_sha256 is {sha256!r} and not a sha256; the file was edited.")
-    file = tensors_path(path, sha256)
+    file = _tensors_path(path, sha256)
     if not file.exists():
         raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
     return read_tensors(file, sha256)
 
 
-def tensors_path(path: Path | str, sha256: str) -> Path:
-    """Returns the path of the tensors of a JSON file."""
+def _tensors_path(path: Path | str, sha256: str) -> Path:
     path = Path(path)
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
-
-
-def _tensors_files(path: Path) -> list[Path]:
-    """Returns the tensor files of all versions of a JSON file."""
-    name = re.compile(rf"{re.escape(path.name)}\.tensors-[0-9a-f]{{12}}\.safetensors")
-    return [each for each in path.parent.iterdir() if name.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
 # Markers at the beginning of files that are neither JSON nor safetensors.
@@ -220,7 +211,7 @@ def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -122,16 +122,13 @@ class KnobReader(Reader):
             raise self.problem(knob.start, f"{knob.text} is given twice")
         self.expect("=", f"'=' after {knob.text}")
         annotation = knobs[knob.text]
-        if get_origin(annotation) is tuple:
-            given[knob.text] = self._read_several(name, knob, get_args(annotation)[:1])
-        else:
+        if get_origin(annotation) is not tuple:
             given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
-
-    def _read_several(self, name: Token, knob: Token, kinds: Kinds) -> tuple[Any, ...]:
-        values = [self._read_one(name, knob, kinds)]
+            return
+        kinds = get_args(annotation)[:1]  # tuple[kind, ...] reads kind/kind/kind
+        given[knob.text] = (self._read_one(name, knob, kinds),)
         while self.take("/"):
-            values.append(self._read_one(name, knob, kinds))
-        return tuple(values)
+            given[knob.text] += (self._read_one(name, knob, kinds),)
 
     def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
         here = self.tokens[self.position]
