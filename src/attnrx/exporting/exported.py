@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.exporting.format import PRECISIONS, Format, Run
+from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json
 from attnrx.serialization.validation import (
@@ -45,7 +45,7 @@ def _require_file_names(files: Mapping[str, Any], where: str) -> None:
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
 
 
-RECORD = Record(
+FACTS = Record(
     {
         "format": JSON_OBJECT,
         "images": Record(
@@ -62,6 +62,7 @@ RECORD = Record(
     },
     open=True,
 )
+RECORD = Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Exported(nn.Module):
             channels, height, width = self.images.shape
             raise InvalidInput(
                 f"{self.path.name} takes [batch, {channels}, {height}, {width}] at {self.images.precision}; found "
-                f"{list(images.shape)} at {str(images.dtype).removeprefix('torch.')}."
+                f"{list(images.shape)} at {dtype_name(images.dtype)}."
             )
         run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
         with torch.no_grad():
@@ -125,8 +126,8 @@ class Exported(nn.Module):
         return self._runs[threads]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exported":
-        copied = Exported(self.path, self.form, self.images, self.facts)
-        return copied.train(self.training)
+        # The sessions of runtimes cannot be copied.
+        return Exported(self.path, self.form, self.images, self.facts).train(self.training)
 
 
 def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
@@ -177,25 +178,24 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def open_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
-    """Opens a file written by `export`; raises for a changed file, and for native code without `trust`."""
+def load_exported(path: Path | str, trust: bool = False) -> Exported:
+    """Opens a file written by `export` as a module that runs it with its runtime.
+
+    An AOTInductor package is native code and raises InvalidInput unless `trust` is True.
+    """
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
-    validated(facts, RECORD, facts_path(path))
-    try:
-        facts = validated(_of_present_files(path, facts), RECORD, facts_path(path))
-        form = from_dict(facts["format"], formats.values())
-        recorded = facts["images"]
-        images = Images(tuple(recorded["shape"]), recorded["precision"], recorded["batch"], recorded["device"])
-        files = dict(facts["files"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{facts_path(path)} is not whole ({error}); export the model again.") from error
+    facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
+    form = from_dict(facts["format"], FORMATS.values())
+    images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
     changed = _changed_file(path, facts)
     if changed is not None:
         raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
-    if path.name not in files:
-        raise CheckpointError(f"{path} was renamed: its files are {', '.join(sorted(files))}; name them so again.")
+    if path.name not in facts["files"]:
+        raise CheckpointError(
+            f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
+        )
     if form.is_native_code and not trust:
         raise InvalidInput(
             f"{path} is {form.name}: native code, which runs with your rights once it is loaded, and the "
