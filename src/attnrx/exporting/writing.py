@@ -1,7 +1,6 @@
 """Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
 import copy
-import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path
 from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format
 from attnrx.model_data import images_for
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
+from attnrx.optional import installed_versions
 from attnrx.serialization.atomic_writes import flush, require_replaceable, temporary_folder
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import file_kind, file_sha256, write_json
@@ -158,7 +158,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             "images": {**asdict(subject.images), "shape": list(subject.images.shape)},
             **subject.facts,
             "parity": [vars(finding) for finding in findings],
-            "versions": _versions(),
+            "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
     return Exported(path, form, subject.images, facts).eval()
@@ -243,16 +243,6 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
             "their class. No file was saved."
         )
     return parity, Finding("parity", same_class, agreement, "%", n=images, details={"quantity": "agreement"})
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _require_writable(path: Path) -> None:
