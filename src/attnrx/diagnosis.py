@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -15,20 +16,7 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.serialization.validation import (
-    JSON_OBJECT,
-    MOST_HEADS,
-    MOST_LAYERS,
-    Choice,
-    Flag,
-    Integer,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-    validated,
-)
+from attnrx.serialization.validation import validated
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
@@ -36,24 +24,30 @@ from attnrx.spectrum import Spectrum
 KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")
 
-LAYER = Record(
+LAYER = fields.Record(
     {
-        "heads": Items(Integer(0, MOST_HEADS), 0, MOST_HEADS, unique=True),
-        "scale": Number(0.0),
-        "norms": Choice(NORMS),
-        "shared": Flag(),
-        "readings": JSON_OBJECT,  # for human readers; `load` reads the tensors
-        "mlp": Items(Optional(Record({"inputs": Integer(1), "metrics": Items(Text(), unique=True)})), 0, 2),
+        "heads": fields.Items(fields.Integer(0, fields.MOST_HEADS), 0, fields.MOST_HEADS, unique=True),
+        "scale": fields.Number(0.0),
+        "norms": fields.Choice(NORMS),
+        "shared": fields.Flag(),
+        "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
+        "mlp": fields.Items(
+            fields.Optional(
+                fields.Record({"inputs": fields.Integer(1), "metrics": fields.Items(fields.Text(), unique=True)})
+            ),
+            0,
+            2,
+        ),
     }
 )
-RECORD = Record(
+RECORD = fields.Record(
     {
-        "kind": Choice((KIND,)),
-        "schema": Choice((SCHEMA,)),
-        "fingerprint": Text(),
-        "about": JSON_OBJECT,
-        "tensors_sha256": Text(),
-        "layers": Items(LAYER, 0, MOST_LAYERS),
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "fingerprint": fields.Text(),
+        "about": fields.JSON_OBJECT,
+        "tensors_sha256": fields.Text(),
+        "layers": fields.Items(LAYER, 0, fields.MOST_LAYERS),
     }
 )
 

@@ -13,21 +13,10 @@ from torch import nn
 
 from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name
+from attnrx.serialization import validation as fields
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json
-from attnrx.serialization.validation import (
-    JSON_OBJECT,
-    Choice,
-    Integer,
-    Invalid,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-    below,
-    validated,
-)
+from attnrx.serialization.validation import Invalid, below, validated
 from attnrx.shapes import Float, Tensor
 
 KIND, SCHEMA = "attnrx exported model", 1
@@ -45,24 +34,26 @@ def _require_file_names(files: Mapping[str, Any], where: str) -> None:
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
 
 
-FACTS = Record(
+FACTS = fields.Record(
     {
-        "format": JSON_OBJECT,
-        "images": Record(
+        "format": fields.JSON_OBJECT,
+        "images": fields.Record(
             {
-                "shape": Items(Integer(1, 2**16), 3, 3),
-                "precision": Choice(tuple(PRECISIONS)),
-                "batch": Optional(Integer(1, 2**31 - 1)),
-                "device": Text(parse=_device),
+                "shape": fields.Items(fields.Integer(1, 2**16), 3, 3),
+                "precision": fields.Choice(tuple(PRECISIONS)),
+                "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
+                "device": fields.Text(parse=_device),
             }
         ),
-        "files": Record(open=True, then=_require_file_names),
-        "normalization": Record({"mean": Items(Number(), 1), "std": Items(Number(), 1)}),
-        "class_names": Items(Text()),
+        "files": fields.Record(open=True, then=_require_file_names),
+        "normalization": fields.Record(
+            {"mean": fields.Items(fields.Number(), 1), "std": fields.Items(fields.Number(), 1)}
+        ),
+        "class_names": fields.Items(fields.Text()),
     },
     open=True,
 )
-RECORD = Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
+RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
 @dataclass(frozen=True)
