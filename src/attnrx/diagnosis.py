@@ -180,8 +180,10 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
 
 
 def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
-    start = f"layers.{index}.spectrum."
-    parts = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    def below(start: str) -> dict[str, Tensor]:
+        return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+    parts, readings = below(f"layers.{index}.spectrum."), below(f"layers.{index}.readings.")
     spectrum = Spectrum(
         parts["query"],
         parts["key"],
@@ -192,8 +194,6 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         tuple(facts["heads"]),
         shared=facts["shared"],
     )
-    start = f"layers.{index}.readings."
-    readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
     maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
     return LayerDiagnosis(spectrum, readings, maps)
 

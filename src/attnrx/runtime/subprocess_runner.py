@@ -71,9 +71,8 @@ def serve(folder: str) -> None:
     """Runs in the new process: reads the call from the folder and writes its result there."""
     function, arguments, threads = pickle.loads((Path(folder) / _CALLED).read_bytes())
     torch.set_num_threads(threads)
-    value, failed = None, None
     try:
-        value = function(*arguments)
+        returned = function(*arguments), None
     except AttnrxError as error:
-        failed = str(error)
-    (Path(folder) / _RETURNED).write_bytes(pickle.dumps((value, failed)))
+        returned = None, str(error)
+    (Path(folder) / _RETURNED).write_bytes(pickle.dumps(returned))

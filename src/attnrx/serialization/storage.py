@@ -26,14 +26,8 @@ SEAL = "sha256_of_the_rest"
 MOST_JSON_BYTES = 2**28
 
 
-def write_bytes(path: Path | str, content: bytes) -> Path:
-    """Writes bytes atomically."""
-    return write_atomically(path, lambda temporary: temporary.write_bytes(content))
-
-
 def write_text(path: Path | str, content: str) -> Path:
-    """Writes UTF-8 text atomically."""
-    return write_bytes(path, content.encode())
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
@@ -64,7 +58,8 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
     """Writes tensors as safetensors, with optional text about them in the header."""
-    return write_bytes(path, encode_tensors(_on_cpu(tensors), dict(about or {})))
+    content = encode_tensors(_on_cpu(tensors), dict(about or {}))
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +102,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
         if file not in earlier or file_sha256(file) != sha256:
-            write_bytes(file, content)
+            write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
     write_json(path, record)
@@ -160,7 +155,6 @@ def file_kind(path: Path | str) -> str | None:
 
 
 def file_sha256(path: Path | str) -> str:
-    """Returns the sha256 of a file's content."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
