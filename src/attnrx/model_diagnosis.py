@@ -159,6 +159,7 @@ def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) 
     for rows, columns in zip(query, key, strict=True):
         scores.addcmul_(rows[..., None], columns[..., None, :])
         divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
+    # Rounding can make the difference of two entropies negative.
     return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
 
 
@@ -217,6 +218,7 @@ def patches_left(
 
 
 def _kept_mask(indices: Int[Tensor, "images kept"], patches: int) -> Bool[Tensor, "images patches"]:
+    # One more column collects the indices of no patch (-1), and is cut off.
     mask = torch.zeros(len(indices), patches + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches]
 

@@ -86,6 +86,7 @@ class Exported(nn.Module):
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
         # The state dict: an empty parameter for dtype and device, and the hash of the file for the fingerprint.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
+        # bytearray, because torch warns of buffers that cannot be written.
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}

@@ -26,7 +26,8 @@ from attnrx.serialization.storage import file_kind, file_sha256, write_json
 from attnrx.shapes import Tensor
 
 DYNAMIC = "dynamic"
-# Batch sizes for capture and for parity if the batch size of the file is dynamic.
+# Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
+# torch.export makes sizes of one constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
 # The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
 # equal scores.
@@ -148,6 +149,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     with temporary_folder(path) as room:
         written = room / path.name
         _write(form, program, written, batches)
+        # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         findings = _parity(subject, form, written, batches)
         facts = {
@@ -223,6 +225,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     except Exception as error:  # every runtime raises its own exceptions
         reason = str(error).strip().partition("\n")[0]
         raise NotSupported(f"the file written as {form.name} does not run ({reason}). No file was saved.") from error
+    # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
     difference = (expected - found).abs().amax(-1).nan_to_num(nan=float("inf"))
     # Each image's largest difference relative to its largest logit, in increasing order.
     shares, order = (difference / expected.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)).sort()

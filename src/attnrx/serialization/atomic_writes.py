@@ -24,6 +24,7 @@ from attnrx.errors import CheckpointError, InvalidInput
 # Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+# The file system (NFS, FAT) or the kernel cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
@@ -45,6 +46,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
         write(temporary)
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        # In this order: after a power failure the new name must not point to content that is not on disk.
         flush(temporary)
         temporary.replace(target)
         flush(target.parent)
@@ -102,6 +104,7 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
     replaces = target.exists() and any(is_part(each) for each in target.iterdir())
     if replaces:
         _require_swappable(target)
+    # Inside the folder if its files are added one by one, beside it if the folder is replaced.
     temporary = _temporary(target, target if target.exists() and not replaces else None)
     try:
         temporary.mkdir()
@@ -147,7 +150,7 @@ def _remove_leftovers(target: Path, folder: Path) -> None:
 def process_runs(number: int) -> bool:
     """Whether a process with this id runs on this machine."""
     try:
-        os.kill(number, 0)
+        os.kill(number, 0)  # signal 0 checks without sending
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # it runs, and belongs to another user
@@ -231,6 +234,7 @@ def _exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders atomically; returns False if the system has no such call."""
     names = os.fsencode(first), os.fsencode(second)
     system = ctypes.CDLL(None, use_errno=True)
+    # Python audits its own renames; calls by ctypes are audited here.
     sys.audit("os.rename", str(first), str(second), -1, -1)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)

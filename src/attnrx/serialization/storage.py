@@ -23,7 +23,7 @@ from attnrx.serialization.validation import DEEPEST_JSON, nesting, require_regul
 from attnrx.shapes import Tensor
 
 SEAL = "sha256_of_the_rest"
-MOST_JSON_BYTES = 2**28
+MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
 def write_text(path: Path | str, content: str) -> Path:
@@ -105,7 +105,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
             write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
-    write_json(path, record)
+    write_json(path, record)  # before the deletion: a killed process preserves a JSON with its tensors
     for each in earlier:
         each.unlink(missing_ok=True)
     return path
@@ -171,6 +171,7 @@ def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
 
 
 def _seal(record: Mapping[str, Any]) -> str:
+    # Sorted keys: the hash must not depend on the order of the fields.
     content = json.dumps(_finite({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -181,6 +182,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # As bytes, because NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args, get_origin
 
 from attnrx.errors import InvalidInput, UnknownName
 
-LONGEST_NUMBER = 40
+LONGEST_NUMBER = 40  # characters; int() of thousands of digits is slow, and limited by Python
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 

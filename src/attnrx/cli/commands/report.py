@@ -46,16 +46,18 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Collects the given parts and writes the page."""
-    evidence = _part(rx.Evidence, arguments.evidence, arguments.candidate, "evidence.json")
-    if evidence is not None and arguments.candidate is not None:
-        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate, trust=arguments.trust))
-        evidence.require(fingerprint, f"--candidate {arguments.candidate}")
-    prescription = _part(rx.Prescription, arguments.prescription, arguments.candidate, "prescription.json")
-    attention, tokens = _samples(arguments, prescription)
-    subject = arguments.candidate or arguments.comparison or arguments.out
-    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
-    about = {name: value for name, value in named.items() if value}
+    name = arguments.candidate
+    candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
+    evidence = _part(rx.Evidence, arguments.evidence, name, "evidence.json")
+    if evidence is not None and candidate is not None:
+        evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
+    prescription = _part(rx.Prescription, arguments.prescription, name, "prescription.json")
+    attention, tokens = _samples(arguments, candidate, prescription)
+    subject = name or arguments.comparison or arguments.out
+    named = {
+        option: getattr(arguments, option) for option in ("candidate", "reference", "training", "comparison", "data")
+    }
+    about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {subject}",
         about=about if evidence is None else {**about, **evidence.about},
@@ -66,7 +68,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
-        ranks=_ranks(arguments) if prescription is None else (),
+        ranks=() if prescription is not None or candidate is None else _ranks(candidate),
         comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
     )
     path = rx.write_report(arguments.out, content)
@@ -81,11 +83,8 @@ def _part(kind: Any, given: str | None, candidate: str | None = None, name: str 
     return None if given is None else kind.load(given)
 
 
-def _ranks(arguments: Namespace) -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks from the candidate, which has no prescription, unless only its tokens are reduced."""
-    if arguments.candidate is None:
-        return ()
-    candidate = model_argument(arguments.candidate, "cpu", trust=arguments.trust)
+def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
+    """Reads the ranks from a candidate without prescription; none if only its tokens are reduced."""
     found = rx.reports.model_ranks(candidate)
     full = all(pathway.kept == pathway.full for pathway in found)
     return () if full and rx.models.reduction_of(candidate) is not None else found
@@ -138,15 +137,14 @@ def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
 Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]
 
 
-def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Samples:
+def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: "rx.Prescription | None") -> Samples:
     """Returns token samples for a candidate with token reduction, else attention samples, which need a reference."""
     if arguments.reference is None and arguments.weights is not None:
         raise InvalidInput("--weights are those of --reference; add it.")
-    if arguments.candidate is None or arguments.data is None:
+    if candidate is None or arguments.data is None:
         if arguments.reference is not None:
             raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
         return None, None
-    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
     reference = None
     if arguments.reference is not None:
         reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
