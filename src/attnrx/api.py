@@ -32,7 +32,7 @@ from attnrx.optional import installed_versions
 from attnrx.planning import plan
 from attnrx.planning.budget import Budget, prescribe_within
 from attnrx.prescription import Prescription
-from attnrx.realization import prescribed_tokens, realize
+from attnrx.realization import realize
 from attnrx.realization.refinement import refine
 from attnrx.reports import completed_card, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
@@ -51,7 +51,6 @@ __all__ = [
     "plan",
     "prescribe",
     "prescribe_within",
-    "prescribed_tokens",
     "push_to_hub",
     "realize",
     "refine",

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name, raising
 from attnrx.serialization import validation as fields
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json
@@ -106,15 +106,9 @@ class Exported(nn.Module):
 
     def _run(self, threads: int) -> Run:
         if threads not in self._runs:
-            try:
+            problem = f"{self.path} cannot be opened as {self.form.name}"
+            with raising(problem, "Export it again on this machine.", CheckpointError):
                 self._runs[threads] = self.form.open(self.path, self.images.device, threads)
-            except AttnrxError:
-                raise
-            except Exception as error:  # every runtime raises its own exceptions
-                raise CheckpointError(
-                    f"{self.path} cannot be opened as {self.form.name} ({type(error).__name__}: {error}). Export it "
-                    "again on this machine."
-                ) from error
         return self._runs[threads]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exported":

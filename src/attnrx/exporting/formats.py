@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported, UnknownName
 from attnrx.optional import required_module
 from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
 from attnrx.shapes import Float, Tensor
@@ -302,6 +302,18 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(disabled)
+
+
+@contextmanager
+def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
+    """Turns the exceptions of runtimes and translators, which are of many types, into one kind with this message."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
 
 
 def _library(module: str, extra: str = "onnx") -> Any:

@@ -13,10 +13,10 @@ from torch import nn
 
 from attnrx.attention import Attention, Eager, Fused, using
 from attnrx.data import ImageData, ImageSet
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.evidence import FAILS, Finding, judged
 from attnrx.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
-from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format
+from attnrx.exporting.formats import PRECISIONS, Format, dtype_name, parse_format, raising
 from attnrx.model_data import images_for
 from attnrx.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.optional import installed_versions
@@ -148,7 +148,12 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     program = _captured(subject, form)
     with temporary_folder(path) as room:
         written = room / path.name
-        _write(form, program, written, batches)
+        with raising(f"this model cannot be written as {form.name}"):
+            try:
+                form.write(program, written, batches)
+            except OSError as error:
+                reason = error.strerror or error
+                raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
         # The main file is the last: `_put` moves it after the files that it needs.
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         findings = _parity(subject, form, written, batches)
@@ -171,17 +176,13 @@ def _captured(subject: ExportSubject, form: Format) -> torch.export.ExportedProg
     images = subject.images
     example = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
     shapes = None if images.batch is not None else ({0: torch.export.Dim("batch", min=1)},)
-    with torch.no_grad(), _unfused(subject.model) if form.writes_out else nullcontext():
-        try:
-            return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
-        except Exception as error:  # torch.export raises exceptions of many types
-            reason = str(error).strip().partition("\n")[0]
-            if images.batch is None:
-                raise NotSupported(
-                    f"this model cannot be exported for batches of any size ({reason}). Give batch=N, the number of "
-                    "images that the file is to take at once."
-                ) from error
-            raise NotSupported(f"this model cannot be captured by torch.export ({reason}).") from error
+    if images.batch is None:
+        problem = "this model cannot be exported for batches of any size"
+        advice = "Give batch=N, the number of images that the file is to take at once."
+    else:
+        problem, advice = "this model cannot be captured by torch.export", ""
+    with raising(problem, advice), torch.no_grad(), _unfused(subject.model) if form.writes_out else nullcontext():
+        return torch.export.export(subject.model, (example,), dynamic_shapes=shapes)
 
 
 @contextmanager
@@ -193,20 +194,6 @@ def _unfused(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _write(form: Format, program: torch.export.ExportedProgram, path: Path, batches: Sequence[Tensor]) -> None:
-    try:
-        form.write(program, path, batches)
-    except AttnrxError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}. No file was saved.") from error
-    except Exception as error:  # translators raise exceptions of many types
-        reason = str(error).strip().partition("\n")[0]
-        raise NotSupported(
-            f"this model cannot be written as {form.name} ({type(error).__name__}: {reason})."
-        ) from error
-
-
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, Finding]:
     """Compares the logits of the file with those of the model on the same images.
 
@@ -216,15 +203,9 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         NotSupported: The file does not run, or its logits differ.
     """
     exported = Exported(path, form, subject.images, {})
-    try:
-        with torch.no_grad():
-            expected = torch.cat([subject.model(batch).double().cpu() for batch in batches])
-            found = torch.cat([exported(batch).double().cpu() for batch in batches])
-    except AttnrxError:
-        raise
-    except Exception as error:  # every runtime raises its own exceptions
-        reason = str(error).strip().partition("\n")[0]
-        raise NotSupported(f"the file written as {form.name} does not run ({reason}). No file was saved.") from error
+    with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
+        expected = torch.cat([subject.model(batch).double().cpu() for batch in batches])
+        found = torch.cat([exported(batch).double().cpu() for batch in batches])
     # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
     difference = (expected - found).abs().amax(-1).nan_to_num(nan=float("inf"))
     # Each image's largest difference relative to its largest logit, in increasing order.
