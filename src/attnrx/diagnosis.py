@@ -129,7 +129,6 @@ class Diagnosis:
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
-        """Reads a file written by `save`."""
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
@@ -146,7 +145,6 @@ class Diagnosis:
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Raises FingerprintMismatch if the diagnosis belongs to another model."""
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "

@@ -85,7 +85,6 @@ class Finding:
 
     @property
     def is_claim(self) -> bool:
-        """Whether the finding has a limit."""
         return self.limit is not None
 
     @property
@@ -149,33 +148,27 @@ class Evidence:
 
     @property
     def claims(self) -> tuple[Finding, ...]:
-        """The findings that have a limit."""
         return tuple(finding for finding in self.findings if finding.is_claim)
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The claims that fail."""
         return tuple(finding for finding in self.findings if finding.outcome == FAILS)
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
-        """The claims that are undecided."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
     def summary(self) -> str:
-        """The number of claims per outcome, as a short text."""
         counts = {outcome: sum(one.outcome == outcome for one in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
         return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
 
     def of(self, check: str) -> tuple[Finding, ...]:
-        """The findings of one check."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Raises FingerprintMismatch if the evidence was measured on another candidate."""
         measured = self.about.get("candidate", fingerprint)
         if measured != fingerprint:
             raise FingerprintMismatch(
@@ -187,14 +180,12 @@ class Evidence:
         return write_json(path, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the evidence as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
         about = dict(self.about)
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
     def load(cls, path: Path | str) -> "Evidence":
-        """Reads a file written by `save`."""
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)

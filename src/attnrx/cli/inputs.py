@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
-    """Loads the dataset at the image size of a model."""
     named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
     named = {name: column for name, column in named.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
@@ -34,7 +33,6 @@ def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":
-    """Returns the requested split, or its first images."""
     images: rx.data.ImageSet = getattr(splits, arguments.split)
     return images if arguments.images is None else images.take(arguments.images)
 

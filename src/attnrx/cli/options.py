@@ -74,7 +74,6 @@ OPSET = WholeNumber(18, 23)
 
 
 def device(text: str) -> str:
-    """The type of devices that can run a model."""
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
         raise ArgumentTypeError(f"{text!r} is not a device; give cpu, cuda or cuda:N")
     return text
@@ -91,7 +90,6 @@ def batch(text: str) -> int | str:
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    """The type of distinct comma-separated seeds."""
     try:
         found = tuple(SEED(part) for part in text.split(","))
     except ArgumentTypeError as error:
@@ -130,7 +128,6 @@ POLICY = (
 
 
 def add_model(parser: Parser, purpose: str = "") -> None:
-    """Adds the model, --weights and --trust."""
     folders = "a folder saved by attnrx or transformers"
     kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
@@ -156,13 +153,11 @@ def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
 
 
 def add_split(parser: Parser, default: str) -> None:
-    """Adds --split and --images."""
     option(parser, "--split", ("train", "validation", "test"), "", default)
     option(parser, "--images", COUNT, "use the first N images only, balanced over classes")
 
 
 def add_running(parser: Parser, batch_size: int) -> None:
-    """Adds --batch-size, --seed and --device."""
     option(parser, "--batch-size", BATCH, "", batch_size)
     option(parser, "--seed", SEED, "seeds every random draw", 0)
     add_device(parser)

@@ -62,7 +62,6 @@ def _draw(table: Table) -> None:
 
 
 def as_percent(share: float | None, digits: int = 2) -> str:
-    """Formats a share as a percentage."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 

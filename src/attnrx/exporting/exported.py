@@ -70,7 +70,6 @@ class Images:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of `precision`."""
         return PRECISIONS[self.precision]
 
 

@@ -88,7 +88,6 @@ class ExportSubject:
 
     @property
     def prunes_tokens(self) -> bool:
-        """Whether the model has token reduction."""
         return any(isinstance(module, TokenReduction) for module in self.model.modules())
 
     def batches(self, count: int) -> list[Tensor]:

@@ -17,7 +17,6 @@ KIND, SCHEMA = "attnrx measurements", 1
 
 
 def device_name(device: str) -> str:
-    """Returns the name of the hardware of a device."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     if torch.device(device).type != "cpu":

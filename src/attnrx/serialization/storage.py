@@ -165,7 +165,6 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Raises CheckpointError if the content of a record does not match its hash."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
 

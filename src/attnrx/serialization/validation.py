@@ -137,7 +137,6 @@ class Items(Field):
         self.inner, self.least, self.most, self.unique = inner, least, most, unique
 
     def check(self, value: Any, where: str) -> None:
-        """Checks the type, the length, the values, then uniqueness."""
         super().check(value, where)
         if not self.least <= len(value) <= self.most:
             raise Invalid(where, f"has {len(value)} values; it must be {self.described}")
@@ -167,7 +166,6 @@ class Record(Field):
         self.known = {**(fields or {}), **(more or {})}
 
     def check(self, value: Any, where: str) -> None:
-        """Checks for missing and unknown names, then every field, then calls `then`."""
         super().check(value, where)
         for name in self.required:
             if name not in value:
