@@ -118,7 +118,8 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
                 each.replace(target / each.name)
             flush(target)
         else:
-            _carry_others(target, temporary, is_part)
+            if target.exists():
+                _carry_others(target, temporary, is_part)
             _swap(temporary, target)
     except OSError as error:
         raise CheckpointError(
@@ -198,12 +199,20 @@ def _require_swappable(folder: Path) -> None:
 
 
 def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
-    """Copies everything that is not replaced, and the permissions, from the old folder to the new one."""
-    if target.exists():
-        for each in sorted(target.iterdir()):
-            if not is_part(each) and not _names(target).fullmatch(each.name):
-                _carry(each, temporary / each.name)
-        shutil.copystat(target, temporary)
+    """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
+
+    def replaced(folder: str, names: list[str]) -> list[str]:
+        own = names if Path(folder) == target else []
+        return [name for name in own if is_part(target / name) or _names(target).fullmatch(name)]
+
+    shutil.copytree(target, temporary, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _swap(temporary: Path, target: Path) -> None:
@@ -214,20 +223,6 @@ def _swap(temporary: Path, target: Path) -> None:
     elif not _exchange(temporary, target):
         _rename_twice(temporary, target)
     flush(target.parent)
-
-
-def _carry(source: Path, target: Path) -> None:
-    """Hard-links a file, or copies it if the file system has no hard links; folders are copied recursively."""
-    if source.is_dir() and not source.is_symlink():
-        target.mkdir()
-        for each in sorted(source.iterdir()):
-            _carry(each, target / each.name)
-        shutil.copystat(source, target)
-        return
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _exchange(first: Path, second: Path) -> bool:
