@@ -1,8 +1,8 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Bool, Float, Int, Tensor
 
-SHOWN_METRICS = ("weights", "mix")
+# The metrics in which spectra are shown, and the readings that each needs.
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
@@ -232,8 +232,8 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     if layer.spectrum.has_norms or not layer.spectrum.heads or layer.spectrum.shared:
         return layer
     readings = dict(layer.readings)
-    for metric in SHOWN_METRICS:
-        if METRIC_NEEDS[metric] <= readings.keys():
+    for metric, needs in METRIC_NEEDS.items():
+        if needs <= layer.readings.keys():
             strength = directions_in(metric, layer).strength * (layer.spectrum.used.any(-1, keepdim=True))
             readings[f"strength_{metric}"] = strength
             readings[f"effective_rank_{metric}"] = effective_rank(strength)
@@ -288,28 +288,24 @@ class _Pass:
             for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
                 self._run_pairs(self.panel.perturbation, part, labels)
         if paired < len(images):
-            with self._observed_halves(1), observing(self.model, self.family, self.panel.observe):
-                self.model(images[paired:])
+            self._observe(images[paired:], 1, self.panel.observe)
             self.images += len(images) - paired
 
-    @contextmanager
-    def _observed_halves(self, num_halves: int) -> Iterator[None]:
+    def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
         self.num_halves = num_halves
-        yield
+        with observing(self.model, self.family, observe):
+            self.model(images)
         self.num_halves = 0
 
     def _run_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
-        def slope(images: Tensor) -> Tensor:
-            return _loss_slope(self.model, images, labels)
-
+        slope = partial(_loss_slope, self.model, labels)
         changed = perturbation.perturb(images, self.images, self.seed, slope)
-        with self._observed_halves(2), observing(self.model, self.family, self.panel.observe_pairs):
-            self.model(torch.cat([images, changed]))
+        self._observe(torch.cat([images, changed]), 2, self.panel.observe_pairs)
         self.images += len(images)
 
 
 def _loss_slope(
-    model: nn.Module, images: Float[Tensor, "batch channels height width"], labels: Int[Tensor, "batch"]
+    model: nn.Module, labels: Int[Tensor, "batch"], images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch channels height width"]:
     """Returns the gradient of each image's cross-entropy with respect to its pixels."""
     with torch.enable_grad():

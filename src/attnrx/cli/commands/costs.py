@@ -143,19 +143,16 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
     if arguments.tokens is not None:
-        prescription = _with_tokens(prescription, arguments.tokens)
+        from attnrx.prescription import TokenPrescription
+
+        if prescription.tokens is not None:
+            raise InvalidInput(
+                f"the prescription already has a token policy ({prescription.tokens.policy}), and --tokens "
+                f"{arguments.tokens} is another; drop one of them."
+            )
+        tokens = TokenPrescription.of(rx.tokens.parse_policy(arguments.tokens))
+        prescription = replace(prescription, tokens=tokens)
     return rx.planning.prescribed_costs(model, prescription, norms)
-
-
-def _with_tokens(prescription: "rx.Prescription", text: str) -> "rx.Prescription":
-    if prescription.tokens is not None:
-        raise InvalidInput(
-            f"the prescription already has a token policy ({prescription.tokens.policy}), and --tokens {text} is "
-            "another; drop one of them."
-        )
-    from attnrx.prescription import TokenPrescription
-
-    return replace(prescription, tokens=TokenPrescription.of(rx.tokens.parse_policy(text)))
 
 
 def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:

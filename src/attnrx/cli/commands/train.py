@@ -74,7 +74,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
-        config = replace(config, batch_size=_batch_size(len(splits.train), config.accumulate))
+        # At least four steps per epoch if there are enough images.
+        size = max(1, len(splits.train) // 4 // config.accumulate) * config.accumulate
+        config = replace(config, batch_size=size)
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
         model = _reducing(model, policy, config, log)
@@ -83,21 +85,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
     trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)
     accuracy = trained.record["accuracy"]
-    table = Table(
-        ("", "accuracy"),
-        (
-            ("test", as_percent(accuracy["test"])),
-            ("validation, last epoch", as_percent(accuracy["validation"])),
-            (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
-        ),
+    rows = (
+        ("test", as_percent(accuracy["test"])),
+        ("validation, last epoch", as_percent(accuracy["validation"])),
+        (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
-    return Outcome(record, (table, f"model and history: {trained.folder}"))
-
-
-def _batch_size(images: int, accumulate: int) -> int:
-    """Returns a batch size with at least four steps per epoch if there are enough images."""
-    return max(1, images // 4 // accumulate) * accumulate
+    return Outcome(record, (Table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
 
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
