@@ -220,7 +220,7 @@ def push_to_hub(
         evidence.require(model_fingerprint(model), str(folder))
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
-        if text == _card(model, None, prescription):
+        if text == _card(model, None, prescription):  # else the card was edited, and is kept
             text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:
         text = completed_card(text, license, base_model)

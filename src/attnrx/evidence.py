@@ -117,6 +117,7 @@ def judged(
         return judgement
     sign = 1 if at_least else -1
     middle, bound = sign * value, sign * limit
+    # With the sign, a larger value is better in both cases.
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
         return {**judgement, "outcome": HOLDS}

@@ -43,7 +43,7 @@ def outline(source: str, trust: bool = False) -> "nn.Module":
 
     if not _is_fresh(source):
         return rx.load(source, trust=trust)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         return rx.models.build_model(source)
 
 

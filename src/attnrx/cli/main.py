@@ -19,6 +19,7 @@ from attnrx.cli.parser import Parser, UsageError, require_environment, require_o
 from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
 from attnrx.progress import Log
 
+# 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
 
 EPILOG = """\
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _guarded(words)
         sys.stdout.flush()
         if "torch" in sys.modules:
-            from attnrx.runtime import processes  # only where torch is loaded already
+            from attnrx.runtime import processes  # imports torch, which takes seconds
 
             processes.leave()
         return code
@@ -129,7 +130,7 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     command, parser, arguments = parsed(words)
     require_out(arguments, parser)
     with warnings.catch_warnings():
-        warnings.simplefilter("always", ScaleWarning)
+        warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = _warn
         return command.run(arguments, log)
 

@@ -59,9 +59,10 @@ class RealNumber:
 
 
 COUNT = WholeNumber(1, 10**9)  # of images, epochs, steps
-SEED = WholeNumber(0, 2**63 - 1)
+SEED = WholeNumber(0, 2**63 - 1)  # the nonnegative seeds of torch
 RANK = WholeNumber(1, 65_536, "R")
-DRAWS, ROUNDS, TRIALS = WholeNumber(1, 1000), WholeNumber(2, 100_000), WholeNumber(1, 1_000_000)
+DRAWS, TRIALS = WholeNumber(1, 1000), WholeNumber(1, 1_000_000)
+ROUNDS = WholeNumber(2, 100_000)  # one round has no spread, and so no interval
 STEPS = WholeNumber(0, 10**6, "STEPS")
 THREADS = WholeNumber(1, 1024)  # threads, workers and processes
 BATCH = WholeNumber(1, 65_536)
@@ -70,7 +71,7 @@ NOT_NEGATIVE = RealNumber("A", 0.0, 1e6)
 SHARE = RealNumber("SHARE", 0.0, 1.0, above=True, read=share)
 SHARE_REMOVED = RealNumber("SHARE", 0.0, 1.0, read=share)
 POINTS = RealNumber("POINTS", 0.0, 100.0)
-OPSET = WholeNumber(18, 23)
+OPSET = WholeNumber(18, 23)  # `exporting.formats.OPSETS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            allow_abbrev=False,  # an abbreviation could become ambiguous with a new option
         )
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="print one JSON object and nothing else to stdout")

@@ -42,6 +42,7 @@ def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: 
                 f"({error}). Define the classes and functions of the model in a module, or measure in this process "
                 "(in_subprocess=False)."
             ) from error
+        # PYTHONPATH: the pickled classes may come from any folder of this process's path.
         environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({folder!r})"]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

@@ -76,6 +76,7 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":
     if arguments.diagnosis is None:
         spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
+        # The axes vo and mlp need the moments of values and MLP.
         diagnostics = rx.diagnostics.suited_diagnostics(spectra, moments=True)
         num_images = min(96, len(images))
         return rx.diagnose(model, images, diagnostics=diagnostics, images=num_images, batch_size=arguments.batch_size)
