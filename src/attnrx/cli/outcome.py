@@ -61,8 +61,8 @@ def _draw(table: Table) -> None:
     rich.console.Console().print(drawn)  # rich respects NO_COLOR
 
 
-def as_percent(share: float | None, digits: int = 2) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f} %"
+def as_percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def significant(value: float, unit: str = "") -> str:
