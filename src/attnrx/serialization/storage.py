@@ -39,12 +39,12 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
-def read_json(path: Path | str) -> Any:
+def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """Reads JSON; raises CheckpointError for a missing, irregular, too large, too deeply nested or invalid file."""
     path = require_regular(path)
     size = path.stat().st_size
-    if size > MOST_JSON_BYTES:
-        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {MOST_JSON_BYTES:,}.")
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {most_bytes:,}.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
