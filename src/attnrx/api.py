@@ -1,6 +1,5 @@
 """The public functions of the workflow: load -> diagnose -> prescribe -> realize -> verify -> save."""
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,14 +11,13 @@ from torch import nn
 from attnrx.checks import Check, Comparison, standard_checks
 from attnrx.checks.comparison import chance_notes
 from attnrx.checks.statistics import Estimate
-from attnrx.data import ImageData, ImageSet, require_labels
+from attnrx.data import ImageData, require_labels
 from attnrx.diagnosis import Diagnosis
-from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.exporting import export, is_exported, load_exported
 from attnrx.model_data import adapt_preprocessing, images_for
-from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra
+from attnrx.model_diagnosis import diagnose, diagnosis_or_spectra, measure_divergence
 from attnrx.models import (
     FAMILIES,
     described_tokens,
@@ -30,10 +28,11 @@ from attnrx.models import (
     save_model,
 )
 from attnrx.models.checkpoint import load_weights
+from attnrx.optional import installed_versions
 from attnrx.planning import plan
 from attnrx.planning.budget import Budget, prescribe_within
 from attnrx.prescription import Prescription
-from attnrx.realization import prescribed_tokens, realize
+from attnrx.realization import realize
 from attnrx.realization.refinement import refine
 from attnrx.reports import completed_card, model_card
 from attnrx.rules import RulesLike, control_prescriptions, parse_rules
@@ -52,7 +51,6 @@ __all__ = [
     "plan",
     "prescribe",
     "prescribe_within",
-    "prescribed_tokens",
     "push_to_hub",
     "realize",
     "refine",
@@ -134,7 +132,8 @@ def verify(
         raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
     skipped = []
     if checks is None and not images.has_labels:
-        skipped = [check.name for check in chosen if check.needs_labels]
+        names = ", ".join(check.name for check in chosen if check.needs_labels)
+        skipped = [f"not checked: {names}: {images.label_problem}"] if names else []
         chosen = tuple(check for check in chosen if not check.needs_labels)
     if any(check.needs_labels for check in chosen):
         require_labels(images)
@@ -149,16 +148,12 @@ def verify(
         "checks": [check.describe() for check in chosen],
         "rules": None if comparison.prescription is None else dict(comparison.prescription.rules),
         "tokens": described_tokens(candidate),
-        "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+        "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
-        "notes": [*_skipped_notes(skipped, images), *_chance_notes(findings, comparison)],
+        "notes": [*skipped, *_chance_notes(findings, comparison)],
         **dict(about or {}),
     }
     return Evidence(findings, facts)
-
-
-def _skipped_notes(names: Sequence[str], images: ImageSet) -> list[str]:
-    return [f"not checked: {', '.join(names)}: {images.label_problem}"] if names else []
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:
@@ -225,7 +220,7 @@ def push_to_hub(
         evidence.require(model_fingerprint(model), str(folder))
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
-        if text == _card(model, None, prescription):
+        if text == _card(model, None, prescription):  # else the card was edited, and is kept
             text = _card(model, evidence, prescription)
     if license is not None or base_model is not None:
         text = completed_card(text, license, base_model)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -15,20 +16,7 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_with_tensors,
 )
-from attnrx.serialization.validation import (
-    JSON_OBJECT,
-    MOST_HEADS,
-    MOST_LAYERS,
-    Choice,
-    Flag,
-    Integer,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-    validated,
-)
+from attnrx.serialization.validation import validated
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
@@ -36,24 +24,30 @@ from attnrx.spectrum import Spectrum
 KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")
 
-LAYER = Record(
+LAYER = fields.Record(
     {
-        "heads": Items(Integer(0, MOST_HEADS), 0, MOST_HEADS, unique=True),
-        "scale": Number(0.0),
-        "norms": Choice(NORMS),
-        "shared": Flag(),
-        "readings": JSON_OBJECT,  # for human readers; `load` reads the tensors
-        "mlp": Items(Optional(Record({"inputs": Integer(1), "metrics": Items(Text(), unique=True)})), 0, 2),
+        "heads": fields.Items(fields.Integer(0, fields.MOST_HEADS), 0, fields.MOST_HEADS, unique=True),
+        "scale": fields.Number(0.0),
+        "norms": fields.Choice(NORMS),
+        "shared": fields.Flag(),
+        "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
+        "mlp": fields.Items(
+            fields.Optional(
+                fields.Record({"inputs": fields.Integer(1), "metrics": fields.Items(fields.Text(), unique=True)})
+            ),
+            0,
+            2,
+        ),
     }
 )
-RECORD = Record(
+RECORD = fields.Record(
     {
-        "kind": Choice((KIND,)),
-        "schema": Choice((SCHEMA,)),
-        "fingerprint": Text(),
-        "about": JSON_OBJECT,
-        "tensors_sha256": Text(),
-        "layers": Items(LAYER, 0, MOST_LAYERS),
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "fingerprint": fields.Text(),
+        "about": fields.JSON_OBJECT,
+        "tensors_sha256": fields.Text(),
+        "layers": fields.Items(LAYER, 0, fields.MOST_LAYERS),
     }
 )
 
@@ -135,7 +129,6 @@ class Diagnosis:
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
-        """Reads a file written by `save`."""
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
@@ -152,7 +145,6 @@ class Diagnosis:
         return cls(layers, record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Raises FingerprintMismatch if the diagnosis belongs to another model."""
         if self.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
@@ -186,8 +178,10 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
 
 
 def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
-    start = f"layers.{index}.spectrum."
-    parts = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    def below(start: str) -> dict[str, Tensor]:
+        return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+    parts, readings = below(f"layers.{index}.spectrum."), below(f"layers.{index}.readings.")
     spectrum = Spectrum(
         parts["query"],
         parts["key"],
@@ -198,8 +192,6 @@ def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         tuple(facts["heads"]),
         shared=facts["shared"],
     )
-    start = f"layers.{index}.readings."
-    readings = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
     maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
     return LayerDiagnosis(spectrum, readings, maps)
 

@@ -7,21 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import check_schema, read_json, write_json
-from attnrx.serialization.validation import (
-    JSON_OBJECT,
-    Choice,
-    Integer,
-    Invalid,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-    below,
-    shown,
-    validated,
-)
+from attnrx.serialization.validation import Invalid, below, shown, validated
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
@@ -37,30 +25,30 @@ def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
         raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
 
 
-FINDING = Record(
+FINDING = fields.Record(
     {
-        "check": Text(),
-        "claim": Text(),
-        "value": Optional(Number()),  # JSON has no NaN: null is a value that could not be measured
-        "unit": Text(),
-        "limit": Optional(Number()),
-        "outcome": Choice(OUTCOMES),
-        "low": Optional(Number()),
-        "high": Optional(Number()),
-        "n": Optional(Integer()),
-        "deciding_n": Optional(Integer()),
-        "seed": Optional(Integer()),
-        "details": JSON_OBJECT,
+        "check": fields.Text(),
+        "claim": fields.Text(),
+        "value": fields.Optional(fields.Number()),  # JSON has no NaN: null is a value that could not be measured
+        "unit": fields.Text(),
+        "limit": fields.Optional(fields.Number()),
+        "outcome": fields.Choice(OUTCOMES),
+        "low": fields.Optional(fields.Number()),
+        "high": fields.Optional(fields.Number()),
+        "n": fields.Optional(fields.Integer()),
+        "deciding_n": fields.Optional(fields.Integer()),
+        "seed": fields.Optional(fields.Integer()),
+        "details": fields.JSON_OBJECT,
     },
     then=_require_verdict,
 )
-RECORD = Record(
+RECORD = fields.Record(
     {
-        "kind": Choice((KIND,)),
-        "schema": Choice((SCHEMA,)),
-        "outcome": Choice(OUTCOMES),
-        "about": JSON_OBJECT,
-        "findings": Items(FINDING),
+        "kind": fields.Choice((KIND,)),
+        "schema": fields.Choice((SCHEMA,)),
+        "outcome": fields.Choice(OUTCOMES),
+        "about": fields.JSON_OBJECT,
+        "findings": fields.Items(FINDING),
     }
 )
 
@@ -97,7 +85,6 @@ class Finding:
 
     @property
     def is_claim(self) -> bool:
-        """Whether the finding has a limit."""
         return self.limit is not None
 
     @property
@@ -125,19 +112,20 @@ def judged(
     equals the distance of the value from the limit.
     """
     low, high = interval
-    fields: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
+    judgement: dict[str, Any] = {"limit": limit, "low": low, "high": high, "n": n}
     if limit is None:
-        return fields
+        return judgement
     sign = 1 if at_least else -1
     middle, bound = sign * value, sign * limit
+    # With the sign, a larger value is better in both cases.
     worst, best = sorted(sign * (value if end is None else end) for end in interval)
     if worst > bound or (worst == bound and not strict):
-        return {**fields, "outcome": HOLDS}
+        return {**judgement, "outcome": HOLDS}
     if math.isnan(value) or best < bound or (best == bound and strict):
-        return {**fields, "outcome": FAILS}
+        return {**judgement, "outcome": FAILS}
     distance, half = abs(middle - bound), middle - worst if middle > bound else best - middle
     decides = None if n is None or distance == 0 else _rounded_up(n * (half / distance) ** 2)
-    return {**fields, "outcome": UNDECIDED, "deciding_n": decides}
+    return {**judgement, "outcome": UNDECIDED, "deciding_n": decides}
 
 
 def _rounded_up(count: float) -> int:
@@ -161,33 +149,27 @@ class Evidence:
 
     @property
     def claims(self) -> tuple[Finding, ...]:
-        """The findings that have a limit."""
         return tuple(finding for finding in self.findings if finding.is_claim)
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The claims that fail."""
         return tuple(finding for finding in self.findings if finding.outcome == FAILS)
 
     @property
     def undecided(self) -> tuple[Finding, ...]:
-        """The claims that are undecided."""
         return tuple(finding for finding in self.findings if finding.outcome == UNDECIDED)
 
     @property
     def summary(self) -> str:
-        """The number of claims per outcome, as a short text."""
         counts = {outcome: sum(one.outcome == outcome for one in self.claims) for outcome in OUTCOMES}
         words = {HOLDS: "hold", FAILS: "fail", UNDECIDED: "are undecided"}
         parts = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
         return f"of {len(self.claims)} claims {', '.join(parts)}" if parts else "no claim has a limit"
 
     def of(self, check: str) -> tuple[Finding, ...]:
-        """The findings of one check."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
     def require(self, fingerprint: str, what: str) -> None:
-        """Raises FingerprintMismatch if the evidence was measured on another candidate."""
         measured = self.about.get("candidate", fingerprint)
         if measured != fingerprint:
             raise FingerprintMismatch(
@@ -199,14 +181,12 @@ class Evidence:
         return write_json(path, self.to_record())
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the evidence as JSON-ready values."""
         findings = [asdict(finding) for finding in self.findings]
         about = dict(self.about)
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
     def load(cls, path: Path | str) -> "Evidence":
-        """Reads a file written by `save`."""
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
         validated(record, RECORD, path)

@@ -1,8 +1,6 @@
-"""Diagnosis of a model: one pass over images in which the diagnostics observe every layer."""
+"""Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.data import Batch, ImageData, ImageSet
+from attnrx.data import Batch, ImageData
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.diagnostics import (
     Diagnostic,
@@ -23,7 +21,7 @@ from attnrx.diagnostics import (
     suited_diagnostics,
 )
 from attnrx.diagnostics.spectral_shape import effective_rank
-from attnrx.errors import DataError, InvalidInput
+from attnrx.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.model_data import images_for
 from attnrx.models import (
     InputValidation,
@@ -36,12 +34,16 @@ from attnrx.models import (
     require_all_tokens,
     require_ordinary_weights,
 )
+from attnrx.observation import Observation
+from attnrx.optional import installed_versions
+from attnrx.prescription import Basis
+from attnrx.rules import rewritten
 from attnrx.rules.metrics import directions_in
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import require_finite_tensors
 from attnrx.shapes import Bool, Float, Int, Tensor
 
-SHOWN_METRICS = ("weights", "mix")
+# The metrics in which spectra are shown, and the readings that each needs.
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
@@ -75,36 +77,94 @@ def diagnose(
     panel = Panel(chosen, spectra)
     to_perturb = panel.to_perturb(len(shown))
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
-    maps = _MapPanel(model, observe_mlp)
-    forward_pass = _Pass(model, panel, to_perturb, seed)
-    hooks = (
-        observing_mlp(model, family_of(model), partial(maps.observe, forward_pass)) if observe_mlp else nullcontext()
-    )
-    with evaluating([model]), hooks:
+    forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
+    with evaluating([model]), observing_mlp(model, family_of(model), forward_pass.observe_map):
         for batch in shown.batches(batch_size, device=next(model.parameters()).device):
             forward_pass.run(batch)
     if not forward_pass.images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
     measured = panel.readings()  # first: it raises for readings that are not finite
     readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
-    layers = tuple(LayerDiagnosis(*each) for each in zip(spectra, readings, maps.read(), strict=True))
+    layers = [LayerDiagnosis(*each) for each in zip(spectra, readings, forward_pass.map_diagnoses(), strict=True)]
     if observe_mlp:
-        layers = tuple(_with_metrics(layer) for layer in layers)
+        layers = [_with_metrics(layer) for layer in layers]
     notes = forward_pass.input_validation.notes()
+    name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
         "family": family_of(model).name,
-        "data": {"name": _name(shown), "images": forward_pass.images, "fingerprint": shown.fingerprint},
+        "data": {"name": name, "images": forward_pass.images, "fingerprint": shown.fingerprint},
         "perturbed_images": to_perturb,
         "seed": seed,
         "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
-        "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},
+        "versions": installed_versions("attnrx", "torch"),
         **({"notes": notes} if notes else {}),
     }
-    return Diagnosis(layers, model_fingerprint(model), about)
+    return Diagnosis(tuple(layers), model_fingerprint(model), about)
+
+
+def measure_divergence(
+    model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
+) -> Diagnosis:
+    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
+
+    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
+    the last one is zero up to rounding. `TotalRank(by="divergence")` allocates ranks by it.
+
+    Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
+        DataError: There are no images, or they do not fit the model.
+    """
+    require_all_tokens(model, "measure the divergence of")
+    if model_fingerprint(model) != diagnosis.fingerprint:
+        raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
+    rewritten_diagnosis, bases = rewritten(diagnosis, metric)
+    shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
+    # The ranks of a head are 0..directions.
+    sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
+    num_images = 0
+
+    def observe(index: int, observation: Observation) -> None:
+        found = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
+        sums[index] += found * observation.query.shape[0]
+
+    shown = images_for(model, images, "images")
+    weight, input_validation = next(model.parameters()), InputValidation(model, family_of(model), "measure_divergence")
+    with evaluating([model]), observing(model, family_of(model), observe):
+        for batch in shown.batches(batch_size, device=weight.device):
+            model(input_validation.take(batch.images))
+            num_images += len(batch.images)
+    input_validation.notes()  # warns about images on another scale
+    if not num_images:
+        raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
+    layers = tuple(
+        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / num_images})
+        for layer, total in zip(diagnosis.layers, sums, strict=True)
+    )
+    return replace(diagnosis, layers=layers)
+
+
+def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
+    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
+    dtype = torch.promote_types(observation.query.dtype, torch.float32)
+    left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
+    strength = layer.spectrum.strength.to(observation.query.device, dtype)
+    # [directions, batch, heads, tokens]: the rows of one direction are contiguous.
+    query = torch.einsum("bthd,hrd->rbht", observation.query.to(dtype), left)
+    query = query * strength.T[:, None, :, None] * observation.scale
+    key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
+    attention = observation.attention.to(dtype)
+    negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
+    scores = torch.zeros_like(attention)
+    divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
+    for rows, columns in zip(query, key, strict=True):
+        scores.addcmul_(rows[..., None], columns[..., None, :])
+        divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
+    # Rounding can make the difference of two entropies negative.
+    return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
 
 
 def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
-    """Returns the diagnosis, or for a model and no rules a diagnosis without readings."""
+    """Returns the diagnosis; for a model one without readings, which suffices if no rule is given."""
     if isinstance(given, Diagnosis):
         return given
     if any(rule is not None for rule in rules):
@@ -112,21 +172,13 @@ def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagno
             "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
             "pass the diagnosis, or give a token policy alone."
         )
-    return read_spectra(given)
-
-
-def read_spectra(model: nn.Module) -> Diagnosis:
-    """Returns a diagnosis without images: the spectra and no readings.
-
-    This suffices for a prescription of tokens alone.
-    """
-    require_all_tokens(model, "prescribe for")
-    require_ordinary_weights(model)
-    require_finite_tensors(model.state_dict(), "the model")
-    family = family_of(model)
-    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(model))
-    versions = {name: importlib.metadata.version(name) for name in ("attnrx", "torch")}
-    return Diagnosis(layers, model_fingerprint(model), {"family": family.name, "data": None, "versions": versions})
+    require_all_tokens(given, "prescribe for")
+    require_ordinary_weights(given)
+    require_finite_tensors(given.state_dict(), "the model")
+    family = family_of(given)
+    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(given))
+    about = {"family": family.name, "data": None, "versions": installed_versions("attnrx", "torch")}
+    return Diagnosis(layers, model_fingerprint(given), about)
 
 
 def token_relevance(
@@ -166,6 +218,7 @@ def patches_left(
 
 
 def _kept_mask(indices: Int[Tensor, "images kept"], patches: int) -> Bool[Tensor, "images patches"]:
+    # One more column collects the indices of no patch (-1), and is cut off.
     mask = torch.zeros(len(indices), patches + 1, dtype=torch.bool, device=indices.device)
     return mask.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches]
 
@@ -179,60 +232,52 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     if layer.spectrum.has_norms or not layer.spectrum.heads or layer.spectrum.shared:
         return layer
     readings = dict(layer.readings)
-    for metric in SHOWN_METRICS:
-        if METRIC_NEEDS[metric] <= readings.keys():
+    for metric, needs in METRIC_NEEDS.items():
+        if needs <= layer.readings.keys():
             strength = directions_in(metric, layer).strength * (layer.spectrum.used.any(-1, keepdim=True))
             readings[f"strength_{metric}"] = strength
             readings[f"effective_rank_{metric}"] = effective_rank(strength)
     return replace(layer, readings=readings)
 
 
-class _MapPanel:
-    """The directions of the MLP maps, from their weights and, with `observe_data`, from their outputs on the data."""
-
-    def __init__(self, model: nn.Module, observe_data: bool):
-        family = family_of(model)
-        self.linears = family.mlp(model)
-        self.layers = len(family.attention(model))
-        self.watches = {
-            (layer, which): MapWatch(linear.in_features, linear.out_features)
-            for layer, pair in enumerate(self.linears)
-            for which, linear in enumerate(pair)
-            if observe_data and isinstance(linear, nn.Linear)
-        }
-
-    def observe(self, forward_pass: "_Pass", layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
-        """Accumulates inputs and outputs of one map for the images that are not perturbed."""
-        if (layer, which) in self.watches and forward_pass.num_halves:
-            unperturbed = slice(len(inputs) // forward_pass.num_halves)
-            self.watches[layer, which].observe(inputs[unperturbed], outputs[unperturbed])
-
-    def read(self) -> list[tuple[MapDiagnosis | None, ...]]:
-        """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
-        found: list[tuple[MapDiagnosis | None, ...]] = []
-        for layer in range(self.layers):
-            pair = self.linears[layer] if self.linears else ()
-            found.append(tuple(self._read(layer, which, linear) for which, linear in enumerate(pair)))
-        return found
-
-    def _read(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
-        if not isinstance(linear, nn.Linear):
-            return None
-        metrics = {"weights": singular_directions(linear.weight, linear.bias)}
-        if (layer, which) in self.watches:
-            metrics["centered"] = self.watches[layer, which].read(linear.weight, linear.bias)
-        return MapDiagnosis(linear.in_features, metrics)
-
-
 class _Pass:
-    """One pass of a model over batches while a panel of diagnostics observes its layers."""
+    """One pass over batches: a panel observes the attention and, with `observe_mlp`, watches observe the MLP maps."""
 
-    def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int):
+    def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int, observe_mlp: bool):
         self.model, self.family, self.panel, self.seed = model, family_of(model), panel, seed
         self.input_validation = InputValidation(model, self.family, "diagnose")
         self.to_perturb = to_perturb
         self.images = 0
         self.num_halves = 0  # 1: a batch of original images, 2: its second half is perturbed, 0: no observed batch
+        self.linears = self.family.mlp(model)
+        self.watches = {
+            (layer, which): MapWatch(linear.in_features, linear.out_features)
+            for layer, pair in enumerate(self.linears if observe_mlp else ())
+            for which, linear in enumerate(pair)
+            if isinstance(linear, nn.Linear)
+        }
+
+    def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
+        """Accumulates inputs and outputs of one map for the images that are not perturbed."""
+        if (layer, which) in self.watches and self.num_halves:
+            unperturbed = slice(len(inputs) // self.num_halves)
+            self.watches[layer, which].observe(inputs[unperturbed], outputs[unperturbed])
+
+    def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
+        """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
+        pairs = self.linears or [()] * len(self.family.attention(self.model))
+        return [
+            tuple(self._map_diagnosis((layer, which), linear) for which, linear in enumerate(pair))
+            for layer, pair in enumerate(pairs)
+        ]
+
+    def _map_diagnosis(self, place: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
+        if not isinstance(linear, nn.Linear):
+            return None
+        metrics = {"weights": singular_directions(linear.weight, linear.bias)}
+        if place in self.watches:
+            metrics["centered"] = self.watches[place].read(linear.weight, linear.bias)
+        return MapDiagnosis(linear.in_features, metrics)
 
     def run(self, batch: Batch) -> None:
         """Runs one batch; images to perturb run in one batch with their perturbed copies."""
@@ -243,32 +288,24 @@ class _Pass:
             for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
                 self._run_pairs(self.panel.perturbation, part, labels)
         if paired < len(images):
-            with self._observed_halves(1), observing(self.model, self.family, self.panel.observe):
-                self.model(images[paired:])
+            self._observe(images[paired:], 1, self.panel.observe)
             self.images += len(images) - paired
 
-    @contextmanager
-    def _observed_halves(self, num_halves: int) -> Iterator[None]:
+    def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
         self.num_halves = num_halves
-        yield
+        with observing(self.model, self.family, observe):
+            self.model(images)
         self.num_halves = 0
 
     def _run_pairs(self, perturbation: PerturbationResponse, images: Tensor, labels: Tensor) -> None:
-        def slope(images: Tensor) -> Tensor:
-            return _loss_slope(self.model, images, labels)
-
+        slope = partial(_loss_slope, self.model, labels)
         changed = perturbation.perturb(images, self.images, self.seed, slope)
-        with self._observed_halves(2), observing(self.model, self.family, self.panel.observe_pairs):
-            self.model(torch.cat([images, changed]))
+        self._observe(torch.cat([images, changed]), 2, self.panel.observe_pairs)
         self.images += len(images)
 
 
-def _name(data: ImageSet) -> str:
-    return data.fingerprint.rsplit(":", 2)[0]  # name:images:hash
-
-
 def _loss_slope(
-    model: nn.Module, images: Float[Tensor, "batch channels height width"], labels: Int[Tensor, "batch"]
+    model: nn.Module, labels: Int[Tensor, "batch"], images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch channels height width"]:
     """Returns the gradient of each image's cross-entropy with respect to its pixels."""
     with torch.enable_grad():

@@ -1,6 +1,8 @@
-"""Import of optional libraries, which the extras of attnrx install."""
+"""Optional libraries, which the extras of attnrx install."""
 
 import importlib
+import importlib.metadata
+from contextlib import suppress
 from typing import Any
 
 from attnrx.errors import NotSupported
@@ -17,3 +19,12 @@ def required_module(module: str, extra: str, purpose: str) -> Any:
     except ImportError as error:
         library = module.partition(".")[0]
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

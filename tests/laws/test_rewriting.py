@@ -11,10 +11,9 @@ from attnrx.attention import Eager, using
 from attnrx.costs import count_product_macs
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.divergence import measure_divergence
 from attnrx.errors import InvalidInput
 from attnrx.maps import OUTPUT_MAPS
-from attnrx.model_diagnosis import diagnose
+from attnrx.model_diagnosis import diagnose, measure_divergence
 from attnrx.models import VisionTransformer, family_of, observing
 from attnrx.prescription import Prescription
 from attnrx.realization import realize

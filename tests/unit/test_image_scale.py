@@ -12,9 +12,8 @@ from attnrx.data import MemoryImages, Normalization
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import ImageScale
 from attnrx.diagnostics.image_scale import IMAGENET
-from attnrx.divergence import measure_divergence
 from attnrx.errors import DataError, ScaleWarning
-from attnrx.model_diagnosis import diagnose
+from attnrx.model_diagnosis import diagnose, measure_divergence
 from attnrx.realization import realize
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.reports import ReportContent

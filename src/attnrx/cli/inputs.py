@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data.Splits":
-    """Loads the dataset at the image size of a model."""
-    given = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
-    named = {name: column for name, column in given.items() if column is not None}
+    named = {name: getattr(arguments, name) for name in ("image_column", "label_column", "test_column")}
+    named = {name: column for name, column in named.items() if column is not None}
     columns = rx.data.Columns(**named) if named else None
     return rx.load_data(arguments.data, image_size=image_size, on_corrupt=arguments.on_corrupt, columns=columns)
 
@@ -26,20 +25,14 @@ def load_splits(arguments: Namespace, image_size: int | None = None) -> "rx.data
 def splits_argument(model: "nn.Module", arguments: Namespace) -> "rx.data.Splits":
     """Loads the dataset with the image size and normalization of the model."""
     _, size, _ = rx.models.family_of(model).input_shape(model)
-    return rx.adapt_preprocessing(load_splits(arguments, size), model, _label_map(arguments.label_map))
-
-
-def _label_map(path: str | None) -> dict[str, int] | None:
-    if path is None:
-        return None
-    read = rx.serialization.read_json(path)
-    if not isinstance(read, dict):
+    splits, path = load_splits(arguments, size), arguments.label_map
+    label_map = None if path is None else rx.serialization.read_json(path)
+    if path is not None and not isinstance(label_map, dict):
         raise InvalidInput(f'--label-map {path}: give a JSON object, e.g. {{"tench": 0, "church": 497}}.')
-    return read
+    return rx.adapt_preprocessing(splits, model, label_map)
 
 
 def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.ImageSet":
-    """Returns the requested split, or its first images."""
     images: rx.data.ImageSet = getattr(splits, arguments.split)
     return images if arguments.images is None else images.take(arguments.images)
 
@@ -50,7 +43,7 @@ def outline(source: str, trust: bool = False) -> "nn.Module":
 
     if not _is_fresh(source):
         return rx.load(source, trust=trust)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         return rx.models.build_model(source)
 
 
@@ -61,26 +54,30 @@ def _is_fresh(source: str) -> bool:
 
 def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
     """Loads a model to the requested device, by default CUDA if available."""
-    return placed(rx.load(source, weights=weights, trust=trust), device)
+    return _placed(rx.load(source, weights=weights, trust=trust), device)
 
 
 def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
     """Returns a model for latency measurements; a name gets random weights, so that nothing is downloaded."""
     if _is_fresh(source) and weights is None:
-        return placed(rx.models.build_model(source, seed=0), device)
+        return _placed(rx.models.build_model(source, seed=0), device)
     return model_argument(source, device, weights, trust)
 
 
-def placed(model: "nn.Module", device: str | None) -> "nn.Module":
+def _placed(model: "nn.Module", device: str | None) -> "nn.Module":
     """Moves a model to the requested device, by default CUDA if available."""
-    import torch
-
-    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = device or default_device()
     try:
         return model.to(wanted)
     except (RuntimeError, AssertionError) as error:  # RuntimeError: unknown device; AssertionError: torch without CUDA
         reason = str(error).partition("\n")[0]
         raise InvalidInput(f"--device {wanted}: torch cannot use it here ({reason}). Take cpu.") from error
+
+
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 Number = TypeVar("Number", int, float)
@@ -133,7 +130,7 @@ def parse_losses(
 
     `shared` are default knobs for every loss that has them: the teacher and its weights.
     """
-    losses = tuple(parse_loss(text, shared or {}) for text in texts)
+    losses = tuple(_parse_loss(text, shared or {}) for text in texts)
     has_task = any(isinstance(loss, rx.losses.Task) for loss in losses)
     if has_task and not task:
         raise InvalidInput("the losses contain the task, and --no-task excludes it; give one of the two.")
@@ -148,10 +145,11 @@ def parse_losses(
     return losses if has_task or not task else (rx.losses.Task(), *losses)
 
 
-def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
+def _parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
     """Builds one loss from its name and its positional or named knobs, separated by colons."""
     name, *knobs = text.split(":")
-    kinds = {snake_case(kind.__name__): kind for kind in rx.losses.LOSSES}
+    # The name of a loss is that of its class in snake case.
+    kinds = {re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in rx.losses.LOSSES}
     if name not in kinds:
         raise UnknownName("loss", name, kinds)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
@@ -170,11 +168,6 @@ def parse_loss(text: str, shared: Mapping[str, str]) -> "rx.losses.Loss":
     if missing:
         raise InvalidInput(f"the loss {text!r}: {name} needs {' and '.join(missing)}, as in {name}:{missing[0]}=...")
     return kinds[name](**given)
-
-
-def snake_case(name: str) -> str:
-    """Converts the name of a class to snake case."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _number(value: str, kind: Any, text: str) -> int | float:

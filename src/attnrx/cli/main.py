@@ -14,13 +14,12 @@ from types import FrameType, ModuleType
 
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
-from attnrx.cli.options import require_environment
 from attnrx.cli.outcome import Outcome, show
-from attnrx.cli.outputs import require_out
-from attnrx.cli.parser import Parser, UsageError
+from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
 from attnrx.errors import AttnrxError, DataError, ScaleWarning, nearest
 from attnrx.progress import Log
 
+# 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
 
 EPILOG = """\
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _guarded(words)
         sys.stdout.flush()
         if "torch" in sys.modules:
-            from attnrx.runtime import processes  # only where torch is loaded already
+            from attnrx.runtime import processes  # imports torch, which takes seconds
 
             processes.leave()
         return code
@@ -88,7 +87,7 @@ def _guarded(words: list[str]) -> int:
     """Runs the command line and maps every error to a message and an exit code."""
     try:
         return _run(words)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, which `main` handles
         raise
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
@@ -100,17 +99,13 @@ def _guarded(words: list[str]) -> int:
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
-        if _is_out_of_memory(error):
+        # torch raises RuntimeError for the CPU; OutOfMemoryError, for CUDA, is one too.
+        causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
+        if isinstance(error, MemoryError) or any(cause in str(error) for cause in causes):
             message = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
             return _report_error(words, error, message, BAD_INPUT)
         message = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
         return _report_error(words, error, message, DEFECT)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
-    )
 
 
 def _run(words: list[str]) -> int:
@@ -121,8 +116,11 @@ def _run(words: list[str]) -> int:
         print(f"attnrx {rx.__version__}")
         return 0
     outcome = outcome_of(words, log)
-    if _is_first_process():
-        _present(outcome, "--json" in words)
+    if _is_first_process() and "--json" in words:
+        print(rx.serialization.json_text(outcome.record), end="")
+    elif _is_first_process():
+        for part in outcome.shown:
+            show(part)
     return outcome.code
 
 
@@ -130,9 +128,9 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     """Runs the command of the command line and returns its outcome; exceptions propagate."""
     require_environment()
     command, parser, arguments = parsed(words)
-    require_out(arguments, parser.writes, parser.kind)
+    require_out(arguments, parser)
     with warnings.catch_warnings():
-        warnings.simplefilter("always", ScaleWarning)
+        warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = _warn
         return command.run(arguments, log)
 
@@ -155,14 +153,6 @@ def _warn(message: Warning | str, category: type[Warning], filename: str, lineno
     log(text.rstrip())
 
 
-def _present(outcome: Outcome, as_json: bool) -> None:
-    if as_json:
-        print(rx.serialization.json_text(outcome.record), end="")
-        return
-    for part in outcome.shown:
-        show(part)
-
-
 def _report_error(words: list[str], error: BaseException, message: str, code: int) -> int:
     """Prints an error to stderr, and with --json as a JSON object to stdout; returns the code."""
     if code == DEFECT or "--debug" in words:
@@ -180,7 +170,6 @@ def _is_first_process() -> bool:
 
 
 def overview() -> str:
-    """Returns the help of attnrx itself."""
     width = max(map(len, command_modules()))
     lines = [f"  {name.ljust(width)}  {command_module(name).SUMMARY}" for name in command_modules()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"

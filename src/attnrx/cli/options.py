@@ -1,73 +1,80 @@
-"""The types of option values, with their ranges.
+"""Options of commands: `option` adds one, `add_*` the groups that several commands share, and the types of values.
 
-A type is a function from the text of an option to its value. It raises ArgumentTypeError with the text and the allowed
-values; the parser adds the name of the option.
+A type maps the text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the
+parser adds the name of the option.
 """
 
+import argparse
 import math
-import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from attnrx.errors import InvalidInput
+from attnrx.cli.parser import Parser
 from attnrx.serialization.text_parsing import share
 
-PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 
+@dataclass(frozen=True)
+class WholeNumber:
+    """The type of integers in a closed range, in ASCII digits; `metavar` stands for the value in the help."""
 
-def integer_type(least: int, most: int) -> Callable[[str], int]:
-    """Returns the type of integers in a closed range, in ASCII digits."""
+    least: int
+    most: int
+    metavar: str = "N"
 
-    def integer(text: str) -> int:
-        if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not least <= int(text) <= most:
-            raise ArgumentTypeError(f"{text[:60]!r} is not a whole number in {least}..{most}")
+    def __call__(self, text: str) -> int:
+        # At most 20 digits: int() of thousands of digits takes quadratic time.
+        if not re.fullmatch(r"[-+]?[0-9]{1,20}", text) or not self.least <= int(text) <= self.most:
+            raise ArgumentTypeError(f"{text[:60]!r} is not a whole number in {self.least}..{self.most}")
         return int(text)
 
-    return integer
 
+@dataclass(frozen=True)
+class RealNumber:
+    """The type of finite numbers in a closed range; with `above`, `least` is excluded."""
 
-def real(
-    least: float = -math.inf, most: float = math.inf, above: bool = False, read: Callable[[str], float] = float
-) -> Callable[[str], float]:
-    """Returns the type of finite numbers in a closed range; with `above`, `least` is excluded."""
+    metavar: str
+    least: float = -math.inf
+    most: float = math.inf
+    above: bool = False
+    read: Callable[[str], float] = float
 
-    def number(text: str) -> float:
+    def __call__(self, text: str) -> float:
         try:
-            value = read(text) if text.isascii() and "_" not in text else math.nan
+            # float() also reads other scripts' digits and 1_000.
+            value = self.read(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and least <= value <= most and not (above and value == least)):
-            raise ArgumentTypeError(f"{text[:60]!r} is not a number {_range(least, most, above)}")
+        in_range = self.least <= value <= self.most and not (self.above and value == self.least)
+        if not (math.isfinite(value) and in_range):
+            raise ArgumentTypeError(f"{text[:60]!r} is not a number {self._range()}")
         return value
 
-    return number
+    def _range(self) -> str:
+        start = f"{'above' if self.above else 'from'} {self.least:g}" if self.least > -math.inf else ""
+        end = f"up to {self.most:g}" if self.most < math.inf else ""
+        return f"{start} {end}".strip() or "that is finite"
 
 
-def _range(least: float, most: float, above: bool) -> str:
-    start = "" if least == -math.inf else f"above {least:g}" if above else f"from {least:g}"
-    end = "" if most == math.inf else f"up to {most:g}"
-    return " ".join(filter(None, (start, end))) or "that is finite"
-
-
-COUNT = integer_type(1, 10**9)  # of images, epochs, steps
-SEED = integer_type(0, 2**63 - 1)
-RANK = integer_type(1, 65_536)
-DRAWS, ROUNDS, TRIALS = integer_type(1, 1000), integer_type(2, 100_000), integer_type(1, 1_000_000)
-STEPS = integer_type(0, 10**6)
-THREADS = integer_type(1, 1024)  # threads, workers and processes
-BATCH = integer_type(1, 65_536)
-NUMBER = real()
-NOT_NEGATIVE = real(0.0, 1e6)
-SHARE = real(0.0, 1.0, above=True, read=share)
-SHARE_REMOVED = real(0.0, 1.0, read=share)
-POINTS = real(0.0, 100.0)
-OPSET = integer_type(18, 23)
+COUNT = WholeNumber(1, 10**9)  # of images, epochs, steps
+SEED = WholeNumber(0, 2**63 - 1)  # the nonnegative seeds of torch
+RANK = WholeNumber(1, 65_536, "R")
+DRAWS, TRIALS = WholeNumber(1, 1000), WholeNumber(1, 1_000_000)
+ROUNDS = WholeNumber(2, 100_000)  # one round has no spread, and so no interval
+STEPS = WholeNumber(0, 10**6, "STEPS")
+THREADS = WholeNumber(1, 1024)  # threads, workers and processes
+BATCH = WholeNumber(1, 65_536)
+NUMBER = RealNumber("X")
+NOT_NEGATIVE = RealNumber("A", 0.0, 1e6)
+SHARE = RealNumber("SHARE", 0.0, 1.0, above=True, read=share)
+SHARE_REMOVED = RealNumber("SHARE", 0.0, 1.0, read=share)
+POINTS = RealNumber("POINTS", 0.0, 100.0)
+OPSET = WholeNumber(18, 23)  # `exporting.formats.OPSETS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:
-    """The type of devices that can run a model."""
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
         raise ArgumentTypeError(f"{text!r} is not a device; give cpu, cuda or cuda:N")
     return text
@@ -84,7 +91,6 @@ def batch(text: str) -> int | str:
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    """The type of distinct comma-separated seeds."""
     try:
         found = tuple(SEED(part) for part in text.split(","))
     except ArgumentTypeError as error:
@@ -94,40 +100,96 @@ def seeds(text: str) -> tuple[int, ...]:
     return found
 
 
-def require_text(option: str, value: object) -> None:
-    """Raises InvalidInput for option values that are empty, contain a null character or are not UTF-8."""
-    for text in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(text, str) and not text.strip():
-            raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
-        if isinstance(text, str) and ("\0" in text or not _is_utf8(text)):
-            raise InvalidInput(f"{option} {text!r} has characters that are not UTF-8 text, or a null character.")
+def option(
+    group: argparse._ActionsContainer, name: str, value: Any, help: str, default: Any = None, **more: Any
+) -> None:
+    """Adds an option to a parser or a group of it, with its default in brackets after the help.
+
+    `value` is bool for a flag, a tuple of choices, a type of this module, or the placeholder of a text.
+    """
+    if value is bool:
+        more["action"] = "store_true"
+    elif isinstance(value, tuple):
+        more["choices"] = value
+    elif isinstance(value, str):
+        more["metavar"] = value
+    else:
+        more = {"type": value, "metavar": getattr(value, "metavar", None), **more}
+    if default is not None:
+        more["default"], help = default, f"{help} ({default})".strip()
+    group.add_argument(name, help=help, **more)
 
 
-def require_environment() -> None:
-    """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
-    numbers = {}
-    for name in PROCESS_VARIABLES:
-        text = os.environ.get(name)
-        if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
-            raise InvalidInput(f"{name}={text!r} is no number; launch with torchrun or accelerate, or unset it.")
-        numbers[name] = int(text or 0)
-    if numbers["RANK"] and numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise InvalidInput(
-            f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
-            "processes; launch with torchrun or accelerate, or unset both."
-        )
-    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "never build kernels")):
-        text = os.environ.get(name, "1")
-        if text not in ("", "0", "1"):
-            raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
-    cache = os.environ.get("ATTNRX_CACHE")
-    if cache and Path(cache).exists() and not Path(cache).is_dir():
-        raise InvalidInput(f"ATTNRX_CACHE={cache!r} is not a folder; name a folder, or unset it.")
+# The syntax of token policies, for help texts.
+POLICY = (
+    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (keeps 0.7 of the remaining patches before the layers "
+    "4, 7 and 10, counted from 1), class_attention:0.8/0.5@4,7 (shares of all patches), or tome:13@every (merges 13 "
+    "patches before every layer but the first)"
+)
 
 
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def add_model(parser: Parser, purpose: str = "") -> None:
+    folders = "a folder saved by attnrx or transformers"
+    kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
+    parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
+    option(parser, "--weights", "FILE", "the weights of timm:NAME or lvvit:SIZE, in a local file")
+    add_trust(parser)
+
+
+def add_trust(parser: Parser) -> None:
+    option(parser, "--trust", bool, "load an AOTInductor package, which is native code")
+
+
+def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
+    """Adds the dataset and the options for reading it."""
+    group = parser.add_argument_group("data")
+    kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet, images or shards"
+    option(group, "--data", "NAME", f"{purpose}: {kinds}", required=required)
+    option(group, "--on-corrupt", ("raise", "skip"), "what to do with a corrupt image", "raise")
+    option(group, "--image-column", "COLUMN", "the column that holds the images, in tables")
+    option(group, "--label-column", "COLUMN", "the column that holds the labels, in tables")
+    mapped = "JSON with the model's class number of every class of the data, by name (ImageNet subsets need none)"
+    option(group, "--label-map", "FILE", mapped)
+    option(group, "--test-column", "COLUMN", "a column of true and false: test only on rows it marks")
+
+
+def add_split(parser: Parser, default: str) -> None:
+    option(parser, "--split", ("train", "validation", "test"), "", default)
+    option(parser, "--images", COUNT, "use the first N images only, balanced over classes")
+
+
+def add_running(parser: Parser, batch_size: int) -> None:
+    option(parser, "--batch-size", BATCH, "", batch_size)
+    option(parser, "--seed", SEED, "seeds every random draw", 0)
+    add_device(parser)
+
+
+def add_device(parser: Parser) -> None:
+    option(parser, "--device", device, "cpu, cuda or cuda:N (cuda where there is one)")
+
+
+def add_backend(parser: Parser) -> None:
+    backends = ("auto", "autotuned", "eager", "explicit", "flex", "fused", "native", "ragged")
+    purpose = "the attention backend; chosen: the fastest, autotuned once for this machine (auto)"
+    option(parser, "--backend", backends, purpose)
+
+
+def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
+    """Adds --out, required without a default: a folder, or a file of this kind. See `parser.require_out`."""
+    option(parser, "--out", "PATH", what, default, required=default is None)
+    parser.writes_folder, parser.kind = folder, kind
+
+
+def add_methods(parser: Parser, shares: str) -> None:
+    """Adds --methods, and --shares or --macs at which they are compared."""
+    syntax = (
+        "each 'NAME=RULES [refine=STEPS]', with the rules of `attnrx prescribe`, e.g. 'both=qk=total_rank:{share} "
+        "tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule without a map is that of qk), or "
+        "'NAME=baseline:BASELINE [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or "
+        "on some of query, key, value, output, fc1 and fc2, or torch_pruning"
+    )
+    option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
+    points = parser.add_mutually_exclusive_group()
+    option(points, "--shares", "S,S", f"shares kept ({shares})")
+    costs = "shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more"
+    option(points, "--macs", "S,S", costs)

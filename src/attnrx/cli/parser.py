@@ -1,12 +1,18 @@
-"""The parser of a command, and the options that several commands share."""
+"""The parser of a command, and the validation of texts, of --out and of the environment before the command runs."""
 
 import argparse
+import os
 import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
-from attnrx.cli.options import BATCH, COUNT, SEED, device, require_text
-from attnrx.cli.outputs import FILE
-from attnrx.errors import AttnrxError, nearest
+from attnrx.errors import AttnrxError, InvalidInput, nearest
+
+PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
+# Files that a command may replace in its output folder.
+_REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
 
 
 class UsageError(AttnrxError):
@@ -17,14 +23,13 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError with the closest options instead of exiting."""
 
     def __init__(self, command: str, summary: str, example: str):
-        self.writes: str = FILE  # FILE or FOLDER for --out, and the kind of file that attnrx writes there
-        self.kind: str | None = None
+        self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind ("": of none)
         super().__init__(
             prog=f"attnrx {command}",
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            allow_abbrev=False,  # an abbreviation could become ambiguous with a new option
         )
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="print one JSON object and nothing else to stdout")
@@ -42,106 +47,94 @@ class Parser(argparse.ArgumentParser):
         found = super().parse_args(*given, **named)
         for action in self._actions:
             option = action.option_strings[-1] if action.option_strings else action.dest
-            require_text(option, getattr(found, action.dest, None))
+            for text in _texts(getattr(found, action.dest, None)):
+                _require_text(option, text)
         return found
 
 
-# The syntax of token policies, for help texts.
-POLICY = (
-    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (keeps 0.7 of the remaining patches before the layers "
-    "4, 7 and 10, counted from 1), class_attention:0.8/0.5@4,7 (shares of all patches), or tome:13@every (merges 13 "
-    "patches before every layer but the first)"
-)
+def _texts(value: object) -> list[str]:
+    """Returns the texts of one argument, which may have several."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [each for each in values if isinstance(each, str)]
 
 
-def add_model(parser: Parser, purpose: str = "") -> None:
-    """Adds the model, --weights and --trust."""
-    folders = "a folder saved by attnrx or transformers"
-    kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
-    parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
-    parser.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME or lvvit:SIZE, in a local file")
-    add_trust(parser)
+def _require_text(option: str, text: str) -> None:
+    if not text.strip():
+        raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
+    # Python reads bytes of the command line that are not UTF-8 as surrogates, which are no text.
+    if re.search("[\0\ud800-\udfff]", text):
+        raise InvalidInput(f"{option} {text!r} has characters that are not UTF-8 text, or a null character.")
 
 
-def add_trust(parser: Parser) -> None:
-    """Adds --trust, which allows native code to be loaded."""
-    parser.add_argument("--trust", action="store_true", help="load an AOTInductor package, which is native code")
+def require_environment() -> None:
+    """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
+    numbers = {}
+    for name in PROCESS_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
+            raise InvalidInput(f"{name}={text!r} is no number; launch with torchrun or accelerate, or unset it.")
+        numbers[name] = int(text or 0)
+    if numbers["RANK"] and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise InvalidInput(
+            f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
+            "processes; launch with torchrun or accelerate, or unset both."
+        )
+    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "never build kernels")):
+        text = os.environ.get(name, "1")
+        if text not in ("", "0", "1"):
+            raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
+    cache = os.environ.get("ATTNRX_CACHE")
+    if cache and Path(cache).exists() and not Path(cache).is_dir():
+        raise InvalidInput(f"ATTNRX_CACHE={cache!r} is not a folder; name a folder, or unset it.")
 
 
-def add_data(parser: Parser, purpose: str, *, required: bool = True) -> None:
-    """Adds the dataset and the options for reading it."""
-    group = parser.add_argument_group("data")
-    group.add_argument(
-        "--data",
-        required=required,
-        metavar="NAME",
-        help=f"{purpose}: a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet, images or shards",
-    )
-    group.add_argument(
-        "--on-corrupt", choices=("raise", "skip"), default="raise", help="what to do with a corrupt image (raise)"
-    )
-    group.add_argument("--image-column", metavar="COLUMN", help="the column that holds the images, in tables")
-    group.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
-    group.add_argument(
-        "--label-map",
-        metavar="FILE",
-        help="JSON with the model's class number of every class of the data, by name (ImageNet subsets need none)",
-    )
-    group.add_argument("--test-column", metavar="COLUMN", help="a column of true and false: test only on rows it marks")
+def require_out(arguments: Namespace, parser: Parser) -> None:
+    """Raises InvalidInput if --out would overwrite an input, or exists and is not a regular file (or a folder).
+
+    An existing file inside an input folder, or one named after an input file (its tensors or facts), may be replaced
+    only if attnrx wrote it with the `kind` of the command's output.
+    """
+    if getattr(arguments, "out", None) is None or not Path(arguments.out).exists():
+        return
+    out = Path(arguments.out)
+    if parser.writes_folder and not out.is_dir():
+        raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
+    if not parser.writes_folder and not out.is_file():
+        found = "a folder; name a file in it" if out.is_dir() else "not a regular file; name one"
+        raise InvalidInput(f"--out {out} cannot be written: it is {found}.")
+    for name, given in _inputs(arguments):
+        if parser.writes_folder:
+            replaced = given.is_file() and given.name in _REPLACED and out.samefile(given.parent)
+            advice = "Inputs are never changed; choose another folder."
+        else:
+            replaced = _belongs(out, given) and not _is(out, parser.kind)
+            advice = "Nothing was changed; choose another file."
+        if replaced or out.samefile(given):
+            described = f"{given} (--{name.replace('_', '-')})"
+            raise InvalidInput(f"--out {out} would overwrite an input: {described}. {advice}")
 
 
-def add_split(parser: Parser, default: str) -> None:
-    """Adds --split and --images."""
-    parser.add_argument("--split", choices=("train", "validation", "test"), default=default, help=f"({default})")
-    parser.add_argument("--images", type=COUNT, metavar="N", help="use the first N images only, balanced over classes")
+def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
+    """Yields every other argument that names an existing file or folder."""
+    for name, value in vars(arguments).items():
+        for text in _texts(value) if name != "out" else ():
+            try:
+                exists = bool(text) and Path(text).exists()
+            except (OSError, ValueError):  # a text too long for a name, or with a zero byte
+                exists = False
+            if exists:
+                yield name, Path(text)
 
 
-def add_running(parser: Parser, batch_size: int) -> None:
-    """Adds --batch-size, --seed and --device."""
-    parser.add_argument("--batch-size", type=BATCH, default=batch_size, metavar="N", help=f"({batch_size})")
-    parser.add_argument("--seed", type=SEED, default=0, help="seeds every random draw (0)")
-    add_device(parser)
+def _belongs(out: Path, given: Path) -> bool:
+    """Whether a file is inside an input folder, or next to an input file whose name is a prefix of its own."""
+    if given.is_dir():
+        return out.resolve().is_relative_to(given.resolve())
+    return out.name.startswith(f"{given.name}.") and out.parent.samefile(given.parent)
 
 
-def add_device(parser: Parser) -> None:
-    """Adds --device."""
-    parser.add_argument("--device", type=device, metavar="DEVICE", help="cpu, cuda or cuda:N (cuda where there is one)")
+def _is(out: Path, kind: str) -> bool:
+    """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
+    from attnrx.serialization.storage import file_kind  # imports torch
 
-
-def add_backend(parser: Parser) -> None:
-    """Adds --backend."""
-    parser.add_argument(
-        "--backend",
-        choices=("auto", "autotuned", "eager", "explicit", "flex", "fused", "native", "ragged"),
-        help="the attention backend; chosen: the fastest, autotuned once for this machine (auto)",
-    )
-
-
-def add_out(
-    parser: Parser, what: str, default: str | None = None, *, writes: str = FILE, kind: str | None = None
-) -> None:
-    """Adds --out, required without a default. See `outputs.require_out`."""
-    described = f"{what} ({default})" if default else what
-    parser.add_argument("--out", required=default is None, default=default, metavar="PATH", help=described)
-    parser.writes, parser.kind = writes, kind
-
-
-def add_methods(parser: Parser, shares: str) -> None:
-    """Adds --methods, and --shares or --macs at which they are compared."""
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        required=True,
-        metavar="NAME=RULES",
-        help="each 'NAME=RULES [refine=STEPS]', with the rules of `attnrx prescribe`, e.g. 'both=qk=total_rank:{share} "
-        "tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule without a map is that of qk), or "
-        "'NAME=baseline:BASELINE [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or "
-        "on some of query, key, value, output, fc1 and fc2, or torch_pruning",
-    )
-    points = parser.add_mutually_exclusive_group()
-    points.add_argument("--shares", metavar="S,S", help=f"shares kept ({shares})")
-    points.add_argument(
-        "--macs",
-        metavar="S,S",
-        help="shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more",
-    )
+    return kind != "" and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))

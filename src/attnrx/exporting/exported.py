@@ -11,23 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.errors import AttnrxError, CheckpointError, InvalidInput
-from attnrx.exporting.format import PRECISIONS, Format, Run
+from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.exporting.formats import FORMATS, PRECISIONS, Format, Run, dtype_name, raising
+from attnrx.serialization import validation as fields
 from attnrx.serialization.config import from_dict
 from attnrx.serialization.storage import check_schema, file_sha256, read_json
-from attnrx.serialization.validation import (
-    JSON_OBJECT,
-    Choice,
-    Integer,
-    Invalid,
-    Items,
-    Number,
-    Optional,
-    Record,
-    Text,
-    below,
-    validated,
-)
+from attnrx.serialization.validation import Invalid, below, validated
 from attnrx.shapes import Float, Tensor
 
 KIND, SCHEMA = "attnrx exported model", 1
@@ -45,23 +34,26 @@ def _require_file_names(files: Mapping[str, Any], where: str) -> None:
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
 
 
-RECORD = Record(
+FACTS = fields.Record(
     {
-        "format": JSON_OBJECT,
-        "images": Record(
+        "format": fields.JSON_OBJECT,
+        "images": fields.Record(
             {
-                "shape": Items(Integer(1, 2**16), 3, 3),
-                "precision": Choice(tuple(PRECISIONS)),
-                "batch": Optional(Integer(1, 2**31 - 1)),
-                "device": Text(parse=_device),
+                "shape": fields.Items(fields.Integer(1, 2**16), 3, 3),
+                "precision": fields.Choice(tuple(PRECISIONS)),
+                "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
+                "device": fields.Text(parse=_device),
             }
         ),
-        "files": Record(open=True, then=_require_file_names),
-        "normalization": Record({"mean": Items(Number(), 1), "std": Items(Number(), 1)}),
-        "class_names": Items(Text()),
+        "files": fields.Record(open=True, then=_require_file_names),
+        "normalization": fields.Record(
+            {"mean": fields.Items(fields.Number(), 1), "std": fields.Items(fields.Number(), 1)}
+        ),
+        "class_names": fields.Items(fields.Text()),
     },
     open=True,
 )
+RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,6 @@ class Images:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype of `precision`."""
         return PRECISIONS[self.precision]
 
 
@@ -94,6 +85,7 @@ class Exported(nn.Module):
         self.path, self.form, self.images, self.facts = Path(path), form, images, dict(facts)
         # The state dict: an empty parameter for dtype and device, and the hash of the file for the fingerprint.
         self.precision = nn.Parameter(torch.empty(0, dtype=images.dtype), requires_grad=False)
+        # bytearray, because torch warns of buffers that cannot be written.
         digest = hashlib.sha256(self.path.read_bytes()).digest()
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
@@ -104,7 +96,7 @@ class Exported(nn.Module):
             channels, height, width = self.images.shape
             raise InvalidInput(
                 f"{self.path.name} takes [batch, {channels}, {height}, {width}] at {self.images.precision}; found "
-                f"{list(images.shape)} at {str(images.dtype).removeprefix('torch.')}."
+                f"{list(images.shape)} at {dtype_name(images.dtype)}."
             )
         run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
         with torch.no_grad():
@@ -113,20 +105,14 @@ class Exported(nn.Module):
 
     def _run(self, threads: int) -> Run:
         if threads not in self._runs:
-            try:
+            problem = f"{self.path} cannot be opened as {self.form.name}"
+            with raising(problem, "Export it again on this machine.", CheckpointError):
                 self._runs[threads] = self.form.open(self.path, self.images.device, threads)
-            except AttnrxError:
-                raise
-            except Exception as error:  # every runtime raises its own exceptions
-                raise CheckpointError(
-                    f"{self.path} cannot be opened as {self.form.name} ({type(error).__name__}: {error}). Export it "
-                    "again on this machine."
-                ) from error
         return self._runs[threads]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exported":
-        copied = Exported(self.path, self.form, self.images, self.facts)
-        return copied.train(self.training)
+        # The sessions of runtimes cannot be copied.
+        return Exported(self.path, self.form, self.images, self.facts).train(self.training)
 
 
 def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
@@ -177,25 +163,24 @@ def _changed_file(path: Path, facts: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def open_exported(path: Path | str, formats: Mapping[str, type[Format]], trust: bool = False) -> Exported:
-    """Opens a file written by `export`; raises for a changed file, and for native code without `trust`."""
+def load_exported(path: Path | str, trust: bool = False) -> Exported:
+    """Opens a file written by `export` as a module that runs it with its runtime.
+
+    An AOTInductor package is native code and raises InvalidInput unless `trust` is True.
+    """
     path = Path(path)
     facts = read_json(facts_path(path))
     check_schema(facts, KIND, SCHEMA, facts_path(path))
-    validated(facts, RECORD, facts_path(path))
-    try:
-        facts = validated(_of_present_files(path, facts), RECORD, facts_path(path))
-        form = from_dict(facts["format"], formats.values())
-        recorded = facts["images"]
-        images = Images(tuple(recorded["shape"]), recorded["precision"], recorded["batch"], recorded["device"])
-        files = dict(facts["files"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{facts_path(path)} is not whole ({error}); export the model again.") from error
+    facts = _of_present_files(path, validated(facts, RECORD, facts_path(path)))
+    form = from_dict(facts["format"], FORMATS.values())
+    images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
     changed = _changed_file(path, facts)
     if changed is not None:
         raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
-    if path.name not in files:
-        raise CheckpointError(f"{path} was renamed: its files are {', '.join(sorted(files))}; name them so again.")
+    if path.name not in facts["files"]:
+        raise CheckpointError(
+            f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
+        )
     if form.is_native_code and not trust:
         raise InvalidInput(
             f"{path} is {form.name}: native code, which runs with your rights once it is loaded, and the "

@@ -17,17 +17,14 @@ KIND, SCHEMA = "attnrx measurements", 1
 
 
 def device_name(device: str) -> str:
-    """Returns the name of the hardware of a device."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     if torch.device(device).type != "cpu":
         return device
-    cpus = Path("/proc/cpuinfo")
-    if cpus.exists():
-        for line in cpus.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    cpus = Path("/proc/cpuinfo")  # of Linux, where platform.processor() returns the architecture only
+    lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def cache_folder() -> Path:

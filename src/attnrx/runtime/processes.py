@@ -46,18 +46,19 @@ def all_rows(parts: Sequence[Tensor]) -> Tensor:
 
 def all_gathered(value: Value) -> list[Value]:
     """All-gathers the values of all processes in the order of ranks; tensors should be on the CPU."""
-    found: list[Any] = [value] * place()[1]
-    if place()[1] > 1:
+    _, count = place()
+    found: list[Any] = [value] * count
+    if count > 1:
         distributed.all_gather_object(found, value)
     return found
 
 
 def from_first(make: Callable[[], Value]) -> Value:
     """Calls `make` in the process of rank 0 only, and broadcasts the result to all."""
-    if place()[1] == 1:
-        return make()
-    value: list[Any] = [make() if place()[0] == 0 else None]
-    distributed.broadcast_object_list(value, src=0)
+    rank, count = place()
+    value: list[Any] = [make() if rank == 0 else None]
+    if count > 1:
+        distributed.broadcast_object_list(value, src=0)
     return value[0]
 
 

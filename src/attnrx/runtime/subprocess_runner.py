@@ -42,6 +42,7 @@ def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: 
                 f"({error}). Define the classes and functions of the model in a module, or measure in this process "
                 "(in_subprocess=False)."
             ) from error
+        # PYTHONPATH: the pickled classes may come from any folder of this process's path.
         environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({folder!r})"]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -71,9 +72,8 @@ def serve(folder: str) -> None:
     """Runs in the new process: reads the call from the folder and writes its result there."""
     function, arguments, threads = pickle.loads((Path(folder) / _CALLED).read_bytes())
     torch.set_num_threads(threads)
-    value, failed = None, None
     try:
-        value = function(*arguments)
+        returned = function(*arguments), None
     except AttnrxError as error:
-        failed = str(error)
-    (Path(folder) / _RETURNED).write_bytes(pickle.dumps((value, failed)))
+        returned = None, str(error)
+    (Path(folder) / _RETURNED).write_bytes(pickle.dumps(returned))

@@ -24,10 +24,11 @@ from attnrx.errors import CheckpointError, InvalidInput
 # Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+# The file system (NFS, FAT) or the kernel cannot exchange two names.
 _NO_SWAP = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
-def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
     """Calls `write` with a temporary sibling of `path`, renames the result to `path`, and returns `path`.
 
     After a crash, a full disk or Ctrl-C the file is either the old or the new one, never partial. Symbolic links are
@@ -38,15 +39,14 @@ def write_atomically(path: Path | str, write: Callable[[Path], None]) -> Path:
         CheckpointError: The file cannot be written.
     """
     path = Path(path)
-    target = _real(path)
     require_replaceable(path)
-    _make_folder(target.parent)
-    remove_leftovers(target)
+    target = _prepared(path)
     temporary = _temporary(target)
     try:
         write(temporary)
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        # In this order: after a power failure the new name must not point to content that is not on disk.
         flush(temporary)
         temporary.replace(target)
         flush(target.parent)
@@ -72,9 +72,7 @@ def require_replaceable(path: Path | str) -> None:
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary sibling folder of `target`, which is deleted at the end."""
-    target = _real(target)
-    _make_folder(target.parent)
-    remove_leftovers(target)
+    target = _prepared(target)
     temporary = _temporary(target)
     try:
         temporary.mkdir()
@@ -98,16 +96,15 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
         InvalidInput: A written file exists in `folder` and is not a part.
         CheckpointError: The folder cannot be replaced in one step, or cannot be written; nothing was changed.
     """
-    target = _real(Path(folder))
-    _make_folder(target.parent)
+    target = _prepared(Path(folder))
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{folder} is a file; name a folder.")
     _restore(target)
-    remove_leftovers(target)
-    remove_leftovers(target, target)
+    _remove_leftovers(target, target)
     replaces = target.exists() and any(is_part(each) for each in target.iterdir())
     if replaces:
         _require_swappable(target)
+    # Inside the folder if its files are added one by one, beside it if the folder is replaced.
     temporary = _temporary(target, target if target.exists() and not replaces else None)
     try:
         temporary.mkdir()
@@ -121,7 +118,8 @@ def replacing_folder(folder: Path | str, is_part: Callable[[Path], bool], last: 
                 each.replace(target / each.name)
             flush(target)
         else:
-            _carry_others(target, temporary, is_part)
+            if target.exists():
+                _carry_others(target, temporary, is_part)
             _swap(temporary, target)
     except OSError as error:
         raise CheckpointError(
@@ -140,23 +138,20 @@ def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
             )
 
 
-def remove_leftovers(target: Path, folder: Path | None = None) -> None:
-    """Deletes the temporary siblings of `target` (or those in `folder`) whose process no longer runs."""
-    folder = folder or target.parent
+def _remove_leftovers(target: Path, folder: Path) -> None:
+    """Deletes the temporary files and folders for `target` whose process no longer runs."""
     with suppress(OSError):
-        for each in list(folder.iterdir()):
-            found = _leftover(target).fullmatch(each.name)
-            if found is not None and not process_runs(int(found[1])):
-                if each.is_dir() and not each.is_symlink():
-                    shutil.rmtree(each, ignore_errors=True)
-                else:
-                    each.unlink(missing_ok=True)
+        for each in _leftovers(target, folder):
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
 
 
 def process_runs(number: int) -> bool:
     """Whether a process with this id runs on this machine."""
     try:
-        os.kill(number, 0)
+        os.kill(number, 0)  # signal 0 checks without sending
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # it runs, and belongs to another user
@@ -164,25 +159,30 @@ def process_runs(number: int) -> bool:
     return True
 
 
+def _prepared(path: Path) -> Path:
+    """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
+    target = Path(os.path.realpath(path))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {target.parent}: {error.strerror or error}.") from error
+    _remove_leftovers(target, target.parent)
+    return target
+
+
 def _temporary(target: Path, folder: Path | None = None) -> Path:
-    name = f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
-    return (folder or target.parent) / name
+    return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
 
 
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
-def _leftover(target: Path, suffix: str = "partial") -> re.Pattern[str]:
-    """Matches the names of temporary siblings written by processes of this host; group 1 is the process id."""
+def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
+    """Matches the names that processes of this host write for `target`; group 1 is the process id."""
     return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot create the folder {folder}: {error.strerror or error}.") from error
+def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:
+    """Returns what processes that no longer run wrote for `target`."""
+    found = [(_names(target, suffix).fullmatch(each.name), each) for each in folder.iterdir()]
+    return [each for match, each in found if match is not None and not process_runs(int(match[1]))]
 
 
 def _require_swappable(folder: Path) -> None:
@@ -199,12 +199,20 @@ def _require_swappable(folder: Path) -> None:
 
 
 def _carry_others(target: Path, temporary: Path, is_part: Callable[[Path], bool]) -> None:
-    """Copies everything that is not replaced, and the permissions, from the old folder to the new one."""
-    if target.exists():
-        for each in sorted(target.iterdir()):
-            if not is_part(each) and not _leftover(target).fullmatch(each.name):
-                _carry(each, temporary / each.name)
-        shutil.copystat(target, temporary)
+    """Links or copies everything that is not replaced, and the permissions, from the old folder to the new one."""
+
+    def replaced(folder: str, names: list[str]) -> list[str]:
+        own = names if Path(folder) == target else []
+        return [name for name in own if is_part(target / name) or _names(target).fullmatch(name)]
+
+    shutil.copytree(target, temporary, symlinks=True, ignore=replaced, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _swap(temporary: Path, target: Path) -> None:
@@ -217,24 +225,11 @@ def _swap(temporary: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def _carry(source: Path, target: Path) -> None:
-    """Hard-links a file, or copies it if the file system has no hard links; folders are copied recursively."""
-    if source.is_dir() and not source.is_symlink():
-        target.mkdir()
-        for each in sorted(source.iterdir()):
-            _carry(each, target / each.name)
-        shutil.copystat(source, target)
-        return
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
 def _exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders atomically; returns False if the system has no such call."""
     names = os.fsencode(first), os.fsencode(second)
     system = ctypes.CDLL(None, use_errno=True)
+    # Python audits its own renames; calls by ctypes are audited here.
     sys.audit("os.rename", str(first), str(second), -1, -1)
     if sys.platform == "linux" and hasattr(system, "renameat2"):
         failed = system.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _SWAP)
@@ -267,10 +262,8 @@ def _rename_twice(temporary: Path, target: Path) -> None:
 def _restore(target: Path) -> None:
     """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
     with suppress(OSError):
-        for each in list(target.parent.iterdir()):
-            found = _leftover(target, "old").fullmatch(each.name)
-            if found is not None and not process_runs(int(found[1])):
-                shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
+        for each in _leftovers(target, target.parent, "old"):
+            shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
 
 
 def flush(path: Path) -> None:

@@ -42,7 +42,8 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
     unknown = sorted(given.keys() - fields.keys())
     if unknown:
         raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(fields))}.")
-    missing = [key for key, field in fields.items() if key not in given and not _has_default(field)]
+    required = [key for key, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    missing = [key for key in required if key not in given]
     if missing:
         raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
     values = {key: _rich(value, known.values(), below(where, key)) for key, value in given.items()}
@@ -76,10 +77,6 @@ def _rich(value: Any, registry: Iterable[type], where: str) -> Any:
     return value
 
 
-def _has_default(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-
-
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of the annotated type; annotations that JSON values cannot have are not checked."""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -91,14 +88,8 @@ def _fits(value: Any, kind: Any) -> bool:
         if arguments[-1:] == (Ellipsis,):
             return all(_fits(item, arguments[0]) for item in value)
         return len(value) == len(arguments) and all(map(_fits, value, arguments))
-    return _is_instance(value, origin or kind)
-
-
-def _is_instance(value: Any, kind: Any) -> bool:
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return type(value) in (int, float) and math.isfinite(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if kind is None:
-        return value is None
-    return not isinstance(kind, type) or isinstance(value, kind)
+        return type(value) is int  # not isinstance: a bool is an int in Python
+    return not isinstance(origin or kind, type) or isinstance(value, origin or kind)

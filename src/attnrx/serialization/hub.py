@@ -16,7 +16,7 @@ from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 PREFIX = "hub:"
 # The files of a saved model; its folder may also hold checkpoints of the training.
 FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "README.md")
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 3.0  # a connection takes well below a second, also over a slow line
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -65,17 +65,12 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
         InvalidInput: The repository is not OWNER/NAME.
         CheckpointError: The hub cannot be reached, or rejects the upload.
     """
-    _require_name(repository)
-    api = _hub().HfApi()
+    api = _hub_for(repository).HfApi()
     try:
         with local_copies_if_unreachable():
             address = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
-            api.upload_folder(
-                repo_id=repository,
-                folder_path=str(folder),
-                allow_patterns=list(FILES),
-                commit_message="A model saved by attnrx",
-            )
+            files = {"folder_path": str(folder), "allow_patterns": list(FILES)}
+            api.upload_folder(repo_id=repository, **files, commit_message="A model saved by attnrx")
     except Exception as error:  # huggingface_hub raises its own errors, OSError and those of its HTTP client
         raise CheckpointError(
             f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
@@ -92,8 +87,7 @@ def download(name: str) -> Path:
         CheckpointError: The hub cannot be reached, or has no such repository.
     """
     repository, _, revision = name.partition("@")
-    _require_name(repository)
-    fetch = _hub().snapshot_download
+    fetch = _hub_for(repository).snapshot_download
     with local_copies_if_unreachable() as unreachable:
         try:
             return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
@@ -104,18 +98,15 @@ def download(name: str) -> Path:
             ) from error
 
 
-def _require_name(repository: str) -> None:
+def _hub_for(repository: str) -> Any:
+    """Returns the library of the hub, once the name of the repository is checked."""
     if not NAME.fullmatch(repository):
         raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
-
-
-def _hub() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
-        raise NotSupported(
-            f"the hub needs the package huggingface_hub ({error}): pip install huggingface_hub."
-        ) from error
+        message = f"the hub needs the package huggingface_hub ({error}): pip install huggingface_hub."
+        raise NotSupported(message) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -3,8 +3,10 @@
 Every file contains its kind: the field `kind` of the JSON object, or `kind` in the header of safetensors.
 """
 
+import glob
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,25 +23,14 @@ from attnrx.serialization.validation import DEEPEST_JSON, nesting, require_regul
 from attnrx.shapes import Tensor
 
 SEAL = "sha256_of_the_rest"
-MOST_JSON_BYTES = 2**28
-
-
-def write_bytes(path: Path | str, content: bytes) -> Path:
-    """Writes bytes atomically."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    return write_atomically(path, write)
+MOST_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
 def write_text(path: Path | str, content: str) -> Path:
-    """Writes UTF-8 text atomically."""
-    return write_bytes(path, content.encode())
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record in the format of `json_text`."""
     return write_text(path, json_text(record))
 
 
@@ -67,7 +58,8 @@ def read_json(path: Path | str, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
     """Writes tensors as safetensors, with optional text about them in the header."""
-    return write_bytes(path, encode_tensors(_on_cpu(tensors), dict(about or {})))
+    content = encode_tensors(_on_cpu(tensors), dict(about or {}))
+    return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,18 +93,19 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     earlier versions of this JSON are deleted afterwards.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
-    earlier = [each for each in _tensors_files(path) if file_kind(each) == kind]
+    versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
+    earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
         content = encode_tensors(_on_cpu(tensors), {"kind": kind})
         sha256 = hashlib.sha256(content).hexdigest()
-        file = tensors_path(path, sha256)
+        file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
         if file not in earlier or file_sha256(file) != sha256:
-            write_bytes(file, content)
+            write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
-    write_json(path, record)
+    write_json(path, record)  # before the deletion: a killed process preserves a JSON with its tensors
     for each in earlier:
         each.unlink(missing_ok=True)
     return path
@@ -125,22 +118,15 @@ def read_tensors_of(path: Path | str, record: Mapping[str, Any]) -> dict[str, Te
         return {}
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise CheckpointError(f"{path}: tensors_sha256 is {sha256!r} and not a sha256; the file was edited.")
-    file = tensors_path(path, sha256)
+    file = _tensors_path(path, sha256)
     if not file.exists():
         raise CheckpointError(f"{path} needs {file.name}, which is not in its folder; move or copy both together.")
     return read_tensors(file, sha256)
 
 
-def tensors_path(path: Path | str, sha256: str) -> Path:
-    """Returns the path of the tensors of a JSON file."""
+def _tensors_path(path: Path | str, sha256: str) -> Path:
     path = Path(path)
     return path.with_name(f"{path.name}.tensors-{sha256[:12]}.safetensors")
-
-
-def _tensors_files(path: Path) -> list[Path]:
-    """Returns the tensor files of all versions of a JSON file."""
-    name = re.compile(rf"{re.escape(path.name)}\.tensors-[0-9a-f]{{12}}\.safetensors")
-    return [each for each in path.parent.iterdir() if name.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
 # Markers at the beginning of files that are neither JSON nor safetensors.
@@ -169,7 +155,6 @@ def file_kind(path: Path | str) -> str | None:
 
 
 def file_sha256(path: Path | str) -> str:
-    """Returns the sha256 of a file's content."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -180,12 +165,12 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Raises CheckpointError if the content of a record does not match its hash."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
 
 
 def _seal(record: Mapping[str, Any]) -> str:
+    # Sorted keys: the hash must not depend on the order of the fields.
     content = json.dumps(_finite({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -196,6 +181,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        # As bytes, because NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -220,7 +206,7 @@ def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args, get_origin
 
 from attnrx.errors import InvalidInput, UnknownName
 
-LONGEST_NUMBER = 40
+LONGEST_NUMBER = 40  # characters; int() of thousands of digits is slow, and limited by Python
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
 
 
@@ -36,31 +36,6 @@ class Language:
     signs: str
     error: type[InvalidInput]
 
-    def problem(self, text: str, start: int, problem: str) -> InvalidInput:
-        """Returns the error with the position of the problem and examples of valid texts."""
-        return self.error(
-            f"the {self.noun} {text!r}, at character {start + 1}: {problem}. {self.plural} read like {self.examples}."
-        )
-
-    def tokens(self, text: str) -> Iterator[Token]:
-        """Yields the tokens of a text; raises the language's error for unreadable characters."""
-        pattern = re.compile(
-            r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
-            rf"|(?P<sign>[{re.escape(self.signs)}]))"
-        )
-        end, position = len(text.rstrip()), 0
-        while position < end:
-            match = pattern.match(text, position)
-            if match is None or match.lastgroup is None:
-                start = position + len(text[position:]) - len(text[position:].lstrip())
-                raise self.problem(text, start, f"{text[start:].split()[0]!r} cannot be read")
-            kind, word = match.lastgroup, match.group(match.lastgroup)
-            if kind == "number" and len(word) > LONGEST_NUMBER:
-                raise self.problem(text, match.start(kind), f"a number of {len(word)} characters is too long")
-            yield Token(word if kind == "sign" else kind, word, match.start(kind))
-            position = match.end()
-        yield Token("end", "the end", end)
-
 
 class Reader:
     """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule."""
@@ -68,7 +43,27 @@ class Reader:
     language: ClassVar[Language]
 
     def __init__(self, text: str):
-        self.text, self.tokens, self.position = text, tuple(self.language.tokens(text)), 0
+        self.text, self.position = text, 0
+        self.tokens = tuple(self._split())
+
+    def _split(self) -> Iterator[Token]:
+        """Yields the tokens; raises the language's error for unreadable characters."""
+        pattern = re.compile(
+            r"\s*(?:(?P<number>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?%?)(?![\w.])|(?P<name>[A-Za-z_]\w*)"
+            rf"|(?P<sign>[{re.escape(self.language.signs)}]))"
+        )
+        end, position = len(self.text.rstrip()), 0
+        while position < end:
+            match = pattern.match(self.text, position)
+            if match is None or match.lastgroup is None:
+                rest = self.text[position:].lstrip()
+                raise self.problem(len(self.text) - len(rest), f"{rest.split()[0]!r} cannot be read")
+            kind, word = match.lastgroup, match.group(match.lastgroup)
+            if kind == "number" and len(word) > LONGEST_NUMBER:
+                raise self.problem(match.start(kind), f"a number of {len(word)} characters is too long")
+            yield Token(word if kind == "sign" else kind, word, match.start(kind))
+            position = match.end()
+        yield Token("end", "the end", end)
 
     def take(self, kind: str) -> bool:
         """Consumes the next token if it is of this kind; returns whether it did."""
@@ -84,8 +79,11 @@ class Reader:
         return token
 
     def problem(self, start: int, problem: str) -> InvalidInput:
-        """Returns the error for a problem at this position of the text."""
-        return self.language.problem(self.text, start, problem)
+        """Returns the error with the position of the problem and examples of valid texts."""
+        noun, plural, examples = self.language.noun, self.language.plural, self.language.examples
+        return self.language.error(
+            f"the {noun} {self.text!r}, at character {start + 1}: {problem}. {plural} read like {examples}."
+        )
 
 
 Kinds = tuple[type, ...]  # the allowed types of a value
@@ -122,16 +120,13 @@ class KnobReader(Reader):
             raise self.problem(knob.start, f"{knob.text} is given twice")
         self.expect("=", f"'=' after {knob.text}")
         annotation = knobs[knob.text]
-        if get_origin(annotation) is tuple:
-            given[knob.text] = self._read_several(name, knob, get_args(annotation)[:1])
-        else:
+        if get_origin(annotation) is not tuple:
             given[knob.text] = self._read_one(name, knob, get_args(annotation) or (annotation,))
-
-    def _read_several(self, name: Token, knob: Token, kinds: Kinds) -> tuple[Any, ...]:
-        values = [self._read_one(name, knob, kinds)]
+            return
+        kinds = get_args(annotation)[:1]  # tuple[kind, ...] reads kind/kind/kind
+        given[knob.text] = (self._read_one(name, knob, kinds),)
         while self.take("/"):
-            values.append(self._read_one(name, knob, kinds))
-        return tuple(values)
+            given[knob.text] += (self._read_one(name, knob, kinds),)
 
     def _read_one(self, name: Token, knob: Token, kinds: Kinds) -> Any:
         here = self.tokens[self.position]

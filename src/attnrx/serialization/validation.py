@@ -6,15 +6,14 @@ A field describes one JSON value. `validated(value, field, path)` returns the va
 
 import math
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from attnrx.errors import AttnrxError, CheckpointError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
+# Far above any model, and low enough that a wrong count does not allocate gigabytes.
 MOST_LAYERS, MOST_HEADS, MOST_DIRECTIONS = 4096, 4096, 65_536
 DEEPEST_JSON = 256  # a rule of 50 brackets nests 150 deep
 SHOWN = 60  # characters of a wrong value in a message
@@ -27,68 +26,43 @@ class Invalid(Exception):
         super().__init__(f"{where} {problem}" if where else problem)
 
 
-class Field(ABC):
-    """One JSON value; `described` completes the sentence "it must be ..."."""
+class Field:
+    """One JSON value: whether it is allowed, and the allowed values as the end of the sentence "it must be ..."."""
 
-    @property
-    @abstractmethod
-    def described(self) -> str:
-        """The allowed values as text."""
+    def __init__(self, described: str, allows: Callable[[Any], bool]):
+        self.described, self.allows = described, allows
 
-    @abstractmethod
     def check(self, value: Any, where: str) -> None:
         """Raises Invalid for a value that is not allowed."""
-
-    def refuse(self, value: Any, where: str) -> Invalid:
-        """Returns the error for this value."""
-        return Invalid(where, f"is {shown(value)}; it must be {self.described}")
+        if not self.allows(value):
+            raise Invalid(where, f"is {shown(value)}; it must be {self.described}")
 
 
-@dataclass(frozen=True)
 class Integer(Field):
     """An integer in a closed range; true, false and 3.0 are not integers."""
 
-    least: int = 0
-    most: int = 2**63 - 1
-
-    @property
-    def described(self) -> str:
-        return f"an integer in {self.least}..{self.most}"
-
-    def check(self, value: Any, where: str) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not self.least <= value <= self.most:
-            raise self.refuse(value, where)
+    def __init__(self, least: int = 0, most: int = 2**63 - 1):
+        # Not isinstance: a bool is an int in Python.
+        super().__init__(f"an integer in {least}..{most}", lambda value: type(value) is int and least <= value <= most)
 
 
-@dataclass(frozen=True)
 class Number(Field):
     """A finite number that float32 can hold."""
 
-    least: float = -LARGEST_FLOAT32
-    most: float = LARGEST_FLOAT32
-
-    @property
-    def described(self) -> str:
-        return f"a finite number in {self.least:g}..{self.most:g}"
-
-    def check(self, value: Any, where: str) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not self.least <= value <= self.most:
-            raise self.refuse(value, where)
+    def __init__(self, least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32):
+        described = f"a finite number in {least:g}..{most:g}"
+        super().__init__(described, lambda value: type(value) in (int, float) and least <= value <= most)
 
 
-@dataclass(frozen=True)
 class Text(Field):
     """A text; with `parse`, one for which this function raises no AttnrxError."""
 
-    parse: Callable[[str], object] | None = None
-
-    @property
-    def described(self) -> str:
-        return "a text"
+    def __init__(self, parse: Callable[[str], object] | None = None):
+        super().__init__("a text", lambda value: isinstance(value, str))
+        self.parse = parse
 
     def check(self, value: Any, where: str) -> None:
-        if not isinstance(value, str):
-            raise self.refuse(value, where)
+        super().check(value, where)
         if self.parse is not None:
             try:
                 self.parse(value)
@@ -96,59 +70,38 @@ class Text(Field):
                 raise Invalid(where, f"is {shown(value)}: {str(error).rstrip('.')}") from error
 
 
-@dataclass(frozen=True)
 class Flag(Field):
     """True or false."""
 
-    @property
-    def described(self) -> str:
-        return "true or false"
-
-    def check(self, value: Any, where: str) -> None:
-        if not isinstance(value, bool):
-            raise self.refuse(value, where)
+    def __init__(self):
+        super().__init__("true or false", lambda value: isinstance(value, bool))
 
 
-@dataclass(frozen=True)
 class Choice(Field):
     """One of some texts or numbers."""
 
-    values: tuple[Any, ...]
-
-    @property
-    def described(self) -> str:
-        return f"one of {', '.join(map(repr, self.values))}"
-
-    def check(self, value: Any, where: str) -> None:
-        if isinstance(value, list | dict | bool) or value not in self.values:
-            raise self.refuse(value, where)
+    def __init__(self, values: tuple[Any, ...]):
+        described = f"one of {', '.join(map(repr, values))}"
+        # True == 1 in Python.
+        super().__init__(described, lambda value: not isinstance(value, bool) and value in values)
 
 
-@dataclass(frozen=True)
 class Anything(Field):
     """Any JSON value."""
 
-    @property
-    def described(self) -> str:
-        return "any value"
-
-    def check(self, value: Any, where: str) -> None:
-        """Accepts every value."""
+    def __init__(self):
+        super().__init__("any value", lambda value: True)
 
 
-@dataclass(frozen=True)
 class Bounded(Field):
     """An object whose integers, including nested ones, have an absolute value of at most `most`."""
 
-    most: int
-
-    @property
-    def described(self) -> str:
-        return f"an integer in -{self.most}..{self.most}"
+    def __init__(self, most: int):
+        super().__init__("an object", lambda value: isinstance(value, Mapping))
+        self.integer = Field(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
     def check(self, value: Any, where: str) -> None:
-        if not isinstance(value, Mapping):
-            raise Invalid(where, f"is {shown(value)}; it must be an object")
+        super().check(value, where)
         self._check_within(value, where)
 
     def _check_within(self, value: Any, where: str) -> None:
@@ -158,88 +111,70 @@ class Bounded(Field):
         elif isinstance(value, list):
             for index, part in enumerate(value):
                 self._check_within(part, f"{where}[{index}]")
-        elif isinstance(value, int) and abs(value) > self.most:
-            raise self.refuse(value, where)
+        elif isinstance(value, int):
+            self.integer.check(value, where)
 
 
-@dataclass(frozen=True)
 class Optional(Field):
     """Null, or a value of another field."""
 
-    inner: Field
-
-    @property
-    def described(self) -> str:
-        return f"{self.inner.described}, or null"
+    def __init__(self, inner: Field):
+        super().__init__(f"{inner.described}, or null", lambda value: True)
+        self.inner = inner
 
     def check(self, value: Any, where: str) -> None:
         if value is not None:
             self.inner.check(value, where)
 
 
-@dataclass(frozen=True)
 class Items(Field):
     """A list of values of one field; with `unique`, without duplicates."""
 
-    inner: Field
-    least: int = 0
-    most: int = 2**31
-    unique: bool = False
-
-    @property
-    def described(self) -> str:
-        if self.least == self.most:
-            return f"a list of {self.least}"
-        return f"a list of {self.least} or more" if self.most == 2**31 else f"a list of {self.least} to {self.most}"
+    def __init__(self, inner: Field, least: int = 0, most: int = 2**31, unique: bool = False):
+        length = f"{least} or more" if most == 2**31 else f"{least} to {most}"
+        described = f"a list of {least if least == most else length}"
+        super().__init__(described, lambda value: isinstance(value, list))
+        self.inner, self.least, self.most, self.unique = inner, least, most, unique
 
     def check(self, value: Any, where: str) -> None:
-        """Checks the type, the length, the values, then uniqueness."""
-        if not isinstance(value, list):
-            raise self.refuse(value, where)
+        super().check(value, where)
         if not self.least <= len(value) <= self.most:
             raise Invalid(where, f"has {len(value)} values; it must be {self.described}")
         for index, item in enumerate(value):
             self.inner.check(item, f"{where}[{index}]")
-        if self.unique:
-            self._check_unique(value, where)
-
-    @staticmethod
-    def _check_unique(value: list[Any], where: str) -> None:
         first: dict[Any, int] = {}
-        for index, item in enumerate(value):
+        for index, item in enumerate(value if self.unique else ()):
             if first.setdefault(item, index) != index:
                 raise Invalid(f"{where}[{index}]", f"is {shown(item)}, as {where}[{first[item]}] is; give each once")
 
 
-@dataclass(frozen=True)
 class Record(Field):
     """An object with required `fields` and optional fields `more`; `then` checks the fields together.
 
     Other names are allowed only if the record is `open`.
     """
 
-    fields: Mapping[str, Field] = field(default_factory=dict)
-    more: Mapping[str, Field] = field(default_factory=dict)
-    then: Callable[[Mapping[str, Any], str], None] | None = None
-    open: bool = False
-
-    @property
-    def described(self) -> str:
-        return "an object"
+    def __init__(
+        self,
+        fields: Mapping[str, Field] | None = None,
+        more: Mapping[str, Field] | None = None,
+        then: Callable[[Mapping[str, Any], str], None] | None = None,
+        open: bool = False,
+    ):
+        super().__init__("an object", lambda value: isinstance(value, Mapping))
+        self.required, self.then, self.open = tuple(fields or ()), then, open
+        self.known = {**(fields or {}), **(more or {})}
 
     def check(self, value: Any, where: str) -> None:
-        """Checks for missing and unknown names, then every field, then calls `then`."""
-        if not isinstance(value, Mapping):
-            raise self.refuse(value, where)
-        missing = [name for name in self.fields if name not in value]
-        if missing:
-            raise Invalid(below(where, missing[0]), "is missing")
-        known = {**self.fields, **self.more}
-        unknown = [name for name in value if name not in known]
-        if unknown and not self.open:
-            raise Invalid(below(where, unknown[0]), f"is unknown; known are {', '.join(known)}")
-        for name in known.keys() & value.keys():
-            known[name].check(value[name], below(where, name))
+        super().check(value, where)
+        for name in self.required:
+            if name not in value:
+                raise Invalid(below(where, name), "is missing")
+        for name in value:
+            if name not in self.known and not self.open:
+                raise Invalid(below(where, name), f"is unknown; known are {', '.join(self.known)}")
+        for name in self.known.keys() & value.keys():
+            self.known[name].check(value[name], below(where, name))
         if self.then is not None:
             self.then(value, where)
 
@@ -294,18 +229,15 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
     except (OSError, ValueError) as problem:  # ValueError: a null byte in the name
         raise error(f"{str(path)!r} cannot be read: {problem}.") from None
     if not stat.S_ISREG(mode):
-        kind = next((name for name, holds in KINDS if holds(mode)), "no regular file")
+        kinds = {
+            "a folder": stat.S_ISDIR(mode),
+            "a named pipe": stat.S_ISFIFO(mode),
+            "a socket": stat.S_ISSOCK(mode),
+            "a device": stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
+        }
+        kind = next((name for name, found in kinds.items() if found), "no regular file")
         raise error(f"{path} is {kind}; give a regular file.")
     return path
-
-
-KINDS: tuple[tuple[str, Callable[[int], bool]], ...] = (
-    ("a folder", stat.S_ISDIR),
-    ("a named pipe", stat.S_ISFIFO),
-    ("a socket", stat.S_ISSOCK),
-    ("a device", stat.S_ISCHR),
-    ("a device", stat.S_ISBLK),
-)
 
 
 def nesting(value: Any) -> int:

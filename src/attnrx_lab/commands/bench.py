@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
-from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, device
+from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_backend, add_methods, add_model, add_out, device
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_backend, add_methods, add_model, add_out
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"

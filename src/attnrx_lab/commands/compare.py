@@ -4,9 +4,9 @@ from argparse import Namespace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, numbers, splits_argument
-from attnrx.cli.options import COUNT, SHARE
+from attnrx.cli.options import COUNT, SHARE, add_data, add_methods, add_model, add_out, add_running, add_split
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_data, add_methods, add_model, add_out, add_running, add_split
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 SUMMARY = "compress one model in several ways, and see what each costs and loses"

@@ -4,10 +4,9 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 import attnrx as rx
-from attnrx.cli.options import COUNT, SEED
+from attnrx.cli.options import COUNT, SEED, add_out
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import Parser, add_out
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
     parser.add_argument("--epochs", type=COUNT, metavar="N", help="instead of what suits the dataset")
     parser.add_argument("--seed", type=SEED, default=42, help="(42)")
-    add_out(parser, "the folder of everything", "runs/demo", writes=FOLDER)
+    add_out(parser, "the folder of everything", "runs/demo", folder=True)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

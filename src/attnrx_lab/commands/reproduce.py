@@ -3,10 +3,9 @@
 from argparse import Namespace
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, seeds
+from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, add_out, seeds
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import Parser, add_out
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 SUMMARY = "make a table of the paper again, from training to numbers"
@@ -43,7 +42,7 @@ def add(parser: Parser) -> None:
         help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
     )
     parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
-    add_out(parser, "the folder of all runs and tables", "runs", writes=FOLDER)
+    add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     knobs.add_argument("--epochs", type=COUNT, metavar="N", help="epochs of training or fine-tuning")
     knobs.add_argument("--draws", type=DRAWS, metavar="N", help="random controls for each prescription")

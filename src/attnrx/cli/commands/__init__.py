@@ -21,5 +21,4 @@ def command_modules() -> Mapping[str, str]:
 
 
 def command_module(name: str) -> ModuleType:
-    """Imports the module of a command."""
     return importlib.import_module(command_modules()[name])

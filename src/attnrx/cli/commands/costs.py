@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
-from attnrx.cli.options import RANK, SHARE_REMOVED
-from attnrx.cli.outcome import Outcome, convention_table, cost_changes, cost_record, parts_table, percent_table
-from attnrx.cli.parser import POLICY, Parser, add_trust
+from attnrx.cli.options import POLICY, RANK, SHARE_REMOVED, add_trust, option
+from attnrx.cli.outcome import Outcome, Table, convention_table, cost_changes, cost_record
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -19,99 +19,83 @@ if TYPE_CHECKING:
 SUMMARY = "compute the parameters and MACs of a model, before or after a prescription"
 EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --qk irratt:192 --vo 32 --mlp 152 --convention paper --json"
 
+SAVED = "the costs without this share of the directions, 0 to 1, the same in every layer"
+FORMS = (
+    "query and key: full, truncatt:R (R directions per head), cp:R (R directions shared by all heads), irratt:R (R "
+    "directions in total, with different ranks per head)"
+)
+CONVENTIONS = (
+    "what counts as a MAC: svda (products of patch embedding and layers, and strengths), irratt (classifier and "
+    "LayerNorms too, no strengths, IrrAtt with the fusion of its paper), paper (that of the model's paper)"
+)
+
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
     add_trust(parser)
     smaller = parser.add_mutually_exclusive_group()
-    smaller.add_argument("--prescription", metavar="FILE", help="the costs after this prescription")
-    smaller.add_argument(
-        "--removed-share",
-        type=SHARE_REMOVED,
-        metavar="SHARE",
-        help="the costs without this share of the directions, 0 to 1, the same in every layer",
-    )
-    parser.add_argument(
-        "--norms",
-        choices=("renormalized", "exact", "refit"),
-        default="renormalized",
-        help="the kind of compression assumed for --prescription (renormalized)",
-    )
+    option(smaller, "--prescription", "FILE", "the costs after this prescription")
+    option(smaller, "--removed-share", SHARE_REMOVED, SAVED)
+    norms = ("renormalized", "exact", "refit")
+    option(parser, "--norms", norms, "the kind of compression assumed for --prescription", "renormalized")
     forms = parser.add_argument_group("compressed forms")
-    forms.add_argument(
-        "--qk",
-        metavar="FORM",
-        help="query and key: full, truncatt:R (R directions per head), cp:R (R directions shared by all heads), "
-        "irratt:R (R directions in total, with different ranks per head)",
-    )
-    forms.add_argument("--vo", type=RANK, metavar="R", help="value and output: R value dimensions per head")
-    forms.add_argument("--mlp", type=RANK, metavar="R", help="MLP: each of its two maps factorized with rank R")
-    forms.add_argument("--tokens", metavar="POLICY", help=f"token pruning or merging: {POLICY}")
-    parser.add_argument(
-        "--convention",
-        choices=("svda", "irratt", "paper"),
-        default="svda",
-        help="what counts as a MAC: svda (products of patch embedding and layers, and strengths), irratt (classifier "
-        "and LayerNorms too, no strengths, IrrAtt with the fusion of its paper), paper (that of the model's paper)",
-    )
+    option(forms, "--qk", "FORM", FORMS)
+    option(forms, "--vo", RANK, "value and output: R value dimensions per head")
+    option(forms, "--mlp", RANK, "MLP: each of its two maps factorized with rank R")
+    option(forms, "--tokens", "POLICY", f"token pruning or merging: {POLICY}")
+    option(parser, "--convention", ("svda", "irratt", "paper"), CONVENTIONS, "svda")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    forms = (arguments.qk, arguments.vo, arguments.mlp, policy)
-    compressed = any(form is not None for form in forms)
-    _require_one_plan(arguments, compressed)
+    _require_one_plan(arguments)
     # Invalid forms raise before the model is built, which may be slow.
     compression = rx.costs.Compression(arguments.qk or "full", arguments.vo, arguments.mlp)
     model = outline(arguments.model, arguments.trust)
-    convention = _convention(model, arguments.convention)
-    costs = rx.models.family_of(model).costs(model)
-    if compressed and arguments.prescription is None:
-        return _priced_forms(model, arguments, compression, policy, convention)
+    family = rx.models.family_of(model)
+    by_paper = arguments.convention == "paper"
+    convention = rx.costs.paper_convention(family.name) if by_paper else rx.costs.CONVENTIONS[arguments.convention]
+    costs = family.costs(model)
     price = convention.price(costs)
-    record: dict[str, Any] = {"model": arguments.model, "convention": convention.name, **_record(costs, price)}
+    record: dict[str, Any] = {"model": arguments.model, "convention": convention.name}
     if arguments.prescription is not None:
         after = _after(model, arguments)
-        prices = cost_changes(costs, after, convention)
-        smaller = _record(after, convention.price(after))
-        record |= {**prices, "compressed": smaller, "norms": arguments.norms}
-        tables = (parts_table(price), convention_table(costs, after, convention))
-        return Outcome(record, (*tables, *_token_lines(after)))
+        smaller = convention.price(after)
+        record |= {**_record(costs, price), **cost_changes(price, smaller), "compressed": _record(after, smaller)}
+        shown = (_parts_table(price), convention_table(price, smaller), *_token_lines(after))
+        return Outcome({**record, "norms": arguments.norms}, shown)
+    if _given_forms(arguments) or policy is not None:
+        return _priced_forms(model, compression, policy, convention, record)
+    record |= _record(costs, price)
     if arguments.removed_share is not None:
         return _priced_share(costs, price, record, arguments.removed_share)
-    return Outcome(record, (parts_table(price), *_token_lines(costs)))
+    return Outcome(record, (_parts_table(price), *_token_lines(costs)))
 
 
-def _require_one_plan(arguments: Namespace, compressed: bool) -> None:
-    if not compressed:
-        return
-    if arguments.removed_share is not None:
+def _given_forms(arguments: Namespace) -> bool:
+    return any(form is not None for form in (arguments.qk, arguments.vo, arguments.mlp))
+
+
+def _require_one_plan(arguments: Namespace) -> None:
+    forms = _given_forms(arguments)
+    if arguments.removed_share is not None and (forms or arguments.tokens is not None):
         raise InvalidInput(
             "--removed-share is the same in every layer; give it without --qk, --vo, --mlp and --tokens."
         )
-    if arguments.prescription is not None and any(
-        each is not None for each in (arguments.qk, arguments.vo, arguments.mlp)
-    ):
+    if arguments.prescription is not None and forms:
         raise InvalidInput(
             "--qk, --vo and --mlp define a compression, and so does --prescription; give one of them. "
             "(--tokens can be combined with either.)"
         )
 
 
-def _convention(model: "nn.Module", name: str) -> "rx.costs.Convention":
-    if name == "paper":
-        return rx.costs.paper_convention(rx.models.family_of(model).name)
-    return rx.costs.CONVENTIONS[name]
-
-
 def _priced_forms(
     model: "nn.Module",
-    arguments: Namespace,
     compression: "rx.costs.Compression",
     policy: "rx.tokens.TokenPolicy | None",
     convention: "rx.costs.Convention",
+    record: dict[str, Any],
 ) -> Outcome:
     """Computes the costs of a compressed form: the form of the paper for its convention, else the realized form."""
     family = rx.models.family_of(model)
@@ -120,12 +104,8 @@ def _priced_forms(
     realized = family.costs(model, wanted, compression.mlp_ranks(specs), policy)
     after = compression.as_written(realized) if convention.fusion else realized
     original, price = convention.price(family.costs(model)), convention.price(after)
-    record = {
-        "model": arguments.model,
-        "convention": convention.name,
-        "qk": compression.qk,
-        "vo": compression.vo,
-        "mlp": compression.mlp,
+    record |= {
+        **{name: getattr(compression, name) for name in ("qk", "vo", "mlp")},
         "policy": None if policy is None else str(policy),
         **_record(after, price),
         **price.percent_of(original),
@@ -134,7 +114,7 @@ def _priced_forms(
     if after != realized:
         plain = convention.price(realized)
         record["realized"] = {**cost_record(plain), **plain.percent_of(original)}
-    return Outcome(record, (parts_table(price), percent_table(original, price), *_token_lines(after)))
+    return Outcome(record, (_parts_table(price), _percent_table(original, price), *_token_lines(after)))
 
 
 def _priced_share(
@@ -145,16 +125,15 @@ def _priced_share(
     saving = costs.saving_without(share)
     params, macs = 100 * saving.params_share, 100 * saving.macs_share
     record |= {"removed_share": share, "params_down_percent": params, "macs_down_percent": macs}
-    return Outcome(record, (parts_table(price), f"saved: {params:.3f} % of the parameters, {macs:.3f} % of the MACs"))
+    return Outcome(record, (_parts_table(price), f"saved: {params:.3f} % of the parameters, {macs:.3f} % of the MACs"))
 
 
 def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
     """Returns the costs after a prescription, without realizing it."""
     prescription = rx.Prescription.load(arguments.prescription)
-    family = rx.models.family_of(model)
     if Path(arguments.model).exists():  # a name has no weights, so the prescription of any model of its shape fits
         prescription.require(rx.models.model_fingerprint(model))
-    specs = [layer.spec for layer in family.attention(model)]
+    specs = [layer.spec for layer in rx.models.family_of(model).attention(model)]
     shapes = [(len(spec.heads), max(spec.ranks, default=0)) for spec in specs]
     requested = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
     if shapes != requested:
@@ -164,19 +143,41 @@ def _after(model: "nn.Module", arguments: Namespace) -> "rx.costs.ModelCosts":
         )
     norms = "renormalized" if arguments.norms == "refit" else arguments.norms  # the same shapes
     if arguments.tokens is not None:
-        prescription = _with_tokens(prescription, arguments.tokens)
+        from attnrx.prescription import TokenPrescription
+
+        if prescription.tokens is not None:
+            raise InvalidInput(
+                f"the prescription already has a token policy ({prescription.tokens.policy}), and --tokens "
+                f"{arguments.tokens} is another; drop one of them."
+            )
+        tokens = TokenPrescription.of(rx.tokens.parse_policy(arguments.tokens))
+        prescription = replace(prescription, tokens=tokens)
     return rx.planning.prescribed_costs(model, prescription, norms)
 
 
-def _with_tokens(prescription: "rx.Prescription", text: str) -> "rx.Prescription":
-    if prescription.tokens is not None:
-        raise InvalidInput(
-            f"the prescription already has a token policy ({prescription.tokens.policy}), and --tokens {text} is "
-            "another; drop one of them."
-        )
-    from attnrx.prescription import TokenPrescription
+def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:
+    parts = {name: {"params": part.params, "macs": part.macs} for name, part in price.parts.items()}
+    predictor_macs = price.parts["predictors"].macs
+    return {**costs.to_record(), **cost_record(price), "predictor_macs": predictor_macs, "parts": parts}
 
-    return replace(prescription, tokens=TokenPrescription.of(rx.tokens.parse_policy(text)))
+
+def _parts_table(price: "rx.costs.Price") -> Table:
+    """Returns the table of the parts with nonzero costs, and their sum."""
+    parts = [(name.replace("_", " "), part) for name, part in price.parts.items() if part.params or part.macs]
+    rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", price))]
+    return Table(("part", "parameters", "MACs"), tuple(rows))
+
+
+def _percent_table(original: "rx.costs.Price", smaller: "rx.costs.Price") -> Table:
+    """Returns the table of the costs of both models, with the second in percent of the first."""
+    shares = smaller.percent_of(original)
+    costs = (
+        ("parameters", original.params, smaller.params, shares["params_percent"]),
+        ("MACs", original.macs, smaller.macs, shares["macs_percent"]),
+        ("MACs of attention", sum(original.attention_macs), sum(smaller.attention_macs), shares["mhsa_percent"]),
+    )
+    rows = tuple((name, f"{before:,}", f"{after:,}", f"{percent:.3f} %") for name, before, after, percent in costs)
+    return Table(("", "original", "compressed", "of the original"), rows)
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
@@ -184,9 +185,3 @@ def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)
-
-
-def _record(costs: "rx.costs.ModelCosts", price: "rx.costs.Price") -> dict[str, Any]:
-    parts = {name: {"params": part.params, "macs": part.macs} for name, part in price.parts.items()}
-    deciding = {"predictor_macs": price.parts["predictors"].macs}
-    return {**costs.to_record(), **cost_record(price), **deciding, "parts": parts}

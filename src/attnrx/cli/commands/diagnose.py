@@ -5,13 +5,19 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
+from attnrx.cli.options import add_data, add_model, add_out, add_running, add_split, option
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running, add_split
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
+MOMENTS = (
+    "measure the moments of values and MLP also for models with norms (SVDA): rules for vo, fc1 and fc2 need them, "
+    "unless their metric is weights; for models without norms they are always measured"
+)
+DIVERGENCE = "measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence"
 # The readings in the printed table; the file contains all.
 SHOWN = (
     "effective_rank",
@@ -25,30 +31,17 @@ SHOWN = (
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser)
     add_data(parser, "the images to run the model on")
     add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
     add_split(parser, "validation")
     add_running(parser, 64)
-    parser.add_argument(
-        "--perturbation", choices=("gaussian", "fgsm"), default="gaussian", help="for perturbation_response (gaussian)"
-    )
-    parser.add_argument(
-        "--moments",
-        action="store_true",
-        help="measure the moments of values and MLP also for models with norms (SVDA): rules for vo, fc1 and fc2 need "
-        "them, unless their metric is weights; for models without norms they are always measured",
-    )
-    parser.add_argument(
-        "--divergence",
-        metavar="METRIC",
-        help="measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence",
-    )
+    option(parser, "--perturbation", ("gaussian", "fgsm"), "for perturbation_response", "gaussian")
+    option(parser, "--moments", bool, MOMENTS)
+    option(parser, "--divergence", "METRIC", DIVERGENCE)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Runs all diagnostics in one pass and saves the diagnosis."""
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")

@@ -2,10 +2,12 @@
 
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli.options import option
 from attnrx.cli.outcome import Outcome, Table, as_percent, significant
 from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput, UnknownName
@@ -19,26 +21,25 @@ EXAMPLE = "attnrx diff diagnosis.json diagnosis-slim.json --reading effective_ra
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("before", metavar="A", help="a file written by attnrx")
     parser.add_argument("after", metavar="B", help="another of the same kind")
-    parser.add_argument("--reading", metavar="NAME", help="for diagnoses: print this reading for every head")
+    option(parser, "--reading", "NAME", "for diagnoses: print this reading for every head")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Compares two files of the same kind."""
-    kinds = [_kind(path) for path in (arguments.before, arguments.after)]
-    if kinds[0] != kinds[1] or kinds[0] not in COMPARED:
+    compared: Mapping[str | None, Callable[[Namespace], Outcome]] = {
+        "attnrx diagnosis": _diagnoses,
+        "attnrx prescription": _prescriptions,
+        "attnrx evidence": _evidences,
+    }
+    records = [rx.serialization.read_json(path) for path in (arguments.before, arguments.after)]
+    kinds = [record.get("kind") if isinstance(record, dict) else None for record in records]
+    if kinds[0] != kinds[1] or kinds[0] not in compared:
         raise InvalidInput(
             f"{arguments.before} is {kinds[0]!r} and {arguments.after} is {kinds[1]!r}; give two files of the same "
-            f"kind, one of {', '.join(COMPARED)}."
+            f"kind, one of {', '.join(map(str, compared))}."
         )
-    return COMPARED[kinds[0]](arguments)
-
-
-def _kind(path: str) -> str | None:
-    record = rx.serialization.read_json(path)
-    return record.get("kind") if isinstance(record, dict) else None
+    return compared[kinds[0]](arguments)
 
 
 def _diagnoses(arguments: Namespace) -> Outcome:
@@ -47,73 +48,71 @@ def _diagnoses(arguments: Namespace) -> Outcome:
         "same": not any(change.difference != 0 for change in changes),
         "changes": [{**vars(change), "difference": change.difference} for change in changes],
     }
-    readings = dict.fromkeys(change.reading for change in changes)
-    if arguments.reading is None:
-        return Outcome(record, (_summary(changes),))
-    if arguments.reading not in readings:
-        raise UnknownName("reading", arguments.reading, readings)
-    rows = tuple(
-        (f"layer {change.layer}, head {change.head}", *map(_number, (change.before, change.after, change.difference)))
-        for change in changes
-        if change.reading == arguments.reading
-    )
-    return Outcome(record, (Table((arguments.reading, "A", "B", "B - A"), rows),))
-
-
-def _summary(changes: "tuple[rx.diagnostics.Change, ...]") -> Table:
-    """Returns one line per reading: the means over the heads of both, and the head that differs most."""
     by_reading: dict[str, list[rx.diagnostics.Change]] = defaultdict(list)
     for change in changes:
-        if change.difference is not None:
-            by_reading[change.reading].append(change)
-    rows = []
-    for reading, both in by_reading.items():
-        most = max(both, key=lambda change: abs(change.difference or 0.0))
-        means = (fmean(change.before or 0.0 for change in both), fmean(change.after or 0.0 for change in both))
-        rows.append((reading, *map(_number, means), _number(most.difference), f"layer {most.layer}, head {most.head}"))
-    return Table(("mean over heads", "A", "B", "largest B - A", "at"), tuple(rows))
+        by_reading[change.reading].append(change)
+    if arguments.reading is None:
+        rows = (_mean_row(reading, both) for reading, both in by_reading.items())
+        columns = ("mean over heads", "A", "B", "largest B - A", "at")
+        return Outcome(record, (Table(columns, tuple(row for row in rows if row)),))
+    if arguments.reading not in by_reading:
+        raise UnknownName("reading", arguments.reading, by_reading)
+    rows = (
+        (f"layer {change.layer}, head {change.head}", *map(_number, (change.before, change.after, change.difference)))
+        for change in by_reading[arguments.reading]
+    )
+    return Outcome(record, (Table((arguments.reading, "A", "B", "B - A"), tuple(rows)),))
+
+
+def _mean_row(reading: str, changes: "list[rx.diagnostics.Change]") -> tuple[str, ...]:
+    """Returns the means of a reading over the heads that both models have, and the head that differs most."""
+    both = [change for change in changes if change.difference is not None]
+    if not both:
+        return ()
+    most = max(both, key=lambda change: abs(change.difference or 0.0))
+    means = (fmean(change.before or 0.0 for change in both), fmean(change.after or 0.0 for change in both))
+    return (reading, *map(_number, (*means, most.difference)), f"layer {most.layer}, head {most.head}")
 
 
 def _prescriptions(arguments: Namespace) -> Outcome:
-    before, after = (rx.Prescription.load(path) for path in (arguments.before, arguments.after))
-    shapes = [[tuple(layer.qk.keep.shape) for layer in each.layers] for each in (before, after)]
+    both = before, after = [rx.Prescription.load(path) for path in (arguments.before, arguments.after)]
+    shapes = [[tuple(layer.qk.keep.shape) for layer in each.layers] for each in both]
     if shapes[0] != shapes[1]:
         raise InvalidInput(
             f"{arguments.before} is for layers of (heads, directions) {shapes[0]} and {arguments.after} for "
             f"{shapes[1]}; only prescriptions for models of one shape can be compared."
         )
-    pairs = zip(before.layers, after.layers, strict=True)
     heads = [
         {
             "layer": index,
             "head": head,
             "ranks": [old.qk.ranks[head], new.qk.ranks[head]],
             "both_keep": int((old.qk.keep[head] & new.qk.keep[head]).sum()),
-            "strength_moves": float((old.qk.strength[head] - new.qk.strength[head]).abs().amax())
-            if old.qk.keep.shape[1]
-            else 0.0,
+            # Layers without directions have no maximum.
+            "strength_moves": max((old.qk.strength[head] - new.qk.strength[head]).abs().tolist(), default=0.0),
             "stays": [bool(old.heads[head]), bool(new.heads[head])],
         }
-        for index, (old, new) in enumerate(pairs)
+        for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True))
         for head in range(len(old.heads))
     ]
     different = [head for head in heads if _differs(head)]
-    tokens = [None if each.tokens is None else str(each.tokens.policy) for each in (before, after)]
+    same_tokens = _same_tokens(before.tokens, after.tokens)
+    tokens = [None if each.tokens is None else str(each.tokens.policy) for each in both]
     record = {
-        "same": not different and _same_tokens(before.tokens, after.tokens),
+        "same": not different and same_tokens,
         "same_model": before.fingerprint == after.fingerprint,
-        "rules": [dict(each.rules) for each in (before, after)],
-        "removed_share": [before.removed_share, after.removed_share],
+        "rules": [dict(each.rules) for each in both],
+        "removed_share": [each.removed_share for each in both],
         "tokens": tokens,
         "heads": heads,
     }
     rows = tuple(
-        (f"layer {head['layer']}, head {head['head']}", *map(str, head["ranks"]), str(head["both_keep"]))
+        (f"layer {head['layer']}, head {head['head']}", *map(str, (*head["ranks"], head["both_keep"])))
         for head in different
     )
     removed = f"removed: {as_percent(before.removed_share)} in A, {as_percent(after.removed_share)} in B"
     lines = [f"{len(different)} of {len(heads)} heads differ; {removed}"]
-    if not _same_tokens(before.tokens, after.tokens):
+    if not same_tokens:
         sides = ", ".join(f"{policy or 'all kept'} in {side}" for policy, side in zip(tokens, "AB", strict=True))
         lines.append(f"tokens: {sides}{'; other predictors' if tokens[0] == tokens[1] else ''}")
     return Outcome(record, (Table(("directions kept", "A", "B", "in both"), rows), *lines) if rows else tuple(lines))
@@ -136,14 +135,13 @@ def _evidences(arguments: Namespace) -> Outcome:
     both = [rx.Evidence.load(path) for path in (arguments.before, arguments.after)]
     before, after = ({(finding.check, finding.claim): finding for finding in each.findings} for each in both)
     claims = [
-        {"check": check, "claim": claim, "before": _described(before.get(key)), "after": _described(after.get(key))}
+        {"check": key[0], "claim": key[1], "before": _described(before.get(key)), "after": _described(after.get(key))}
         for key in dict.fromkeys((*before, *after))
-        for check, claim in [key]
     ]
     rows = tuple(
         (
             claim["claim"],
-            *(f"{side['text']} {side['outcome'] or ''}".strip() for side in (claim["before"], claim["after"])),
+            *(f"{claim[side]['text']} {claim[side]['outcome'] or ''}".strip() for side in ("before", "after")),
         )
         for claim in claims
         if claim["before"] != claim["after"]
@@ -156,19 +154,9 @@ def _evidences(arguments: Namespace) -> Outcome:
 def _described(finding: "rx.Finding | None") -> dict[str, Any]:
     if finding is None:
         return {"value": None, "outcome": None, "text": "-"}
-    return {
-        "value": finding.value,
-        "outcome": finding.outcome if finding.is_claim else None,
-        "text": significant(finding.value, finding.unit),
-    }
+    outcome = finding.outcome if finding.is_claim else None
+    return {"value": finding.value, "outcome": outcome, "text": significant(finding.value, finding.unit)}
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-COMPARED = {
-    "attnrx diagnosis": _diagnoses,
-    "attnrx prescription": _prescriptions,
-    "attnrx evidence": _evidences,
-}

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import OPSET, batch
+from attnrx.cli.options import OPSET, add_data, add_device, add_model, add_out, batch, option
 from attnrx.cli.outcome import Outcome, Table
-from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -17,50 +17,31 @@ EXAMPLE = (
     "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
     "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json"
 )
+FORMATS = (
+    "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
+    "int8(images=128,method=percentile,attention=true)"
+)
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser)
-    parser.add_argument(
-        "--to",
-        default="onnx",
-        metavar="FORMAT",
-        help="onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
-        "int8(images=128,method=percentile,attention=true) (onnx)",
-    )
+    option(parser, "--to", "FORMAT", FORMATS, "onnx")
     add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
-    parser.add_argument(
-        "--batch",
-        type=batch,
-        default="dynamic",
-        metavar="N",
-        help="the batch size, or dynamic for any (dynamic)",
-    )
-    parser.add_argument("--opset", type=OPSET, metavar="N", help="the version of ONNX's operators, 18 to 23 (20)")
-    parser.add_argument(
-        "--precision", choices=("float32", "bfloat16", "float16"), help="of weights and images (the model's own)"
-    )
+    option(parser, "--batch", batch, "the batch size, or dynamic for any", "dynamic", metavar="N")
+    option(parser, "--opset", OPSET, "the version of ONNX's operators, 18 to 23 (20)")
+    option(parser, "--precision", ("float32", "bfloat16", "float16"), "of weights and images (the model's own)")
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Exports the model and prints the parity checks."""
     form = _format(arguments)
     device = arguments.device if form.on_cuda else "cpu"
     model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
     calibration = None if arguments.data is None else splits_argument(model, arguments).train
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    exported = rx.export(
-        model,
-        arguments.out,
-        form,
-        batch=arguments.batch,
-        precision=arguments.precision,
-        calibration=calibration,
-    )
-    facts = exported.facts
+    options = {"batch": arguments.batch, "precision": arguments.precision}
+    facts = rx.export(model, arguments.out, form, **options, calibration=calibration).facts
     rows = tuple(
         (
             each["claim"],

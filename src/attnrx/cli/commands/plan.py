@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS
+from attnrx.cli.inputs import default_device, model_argument, splits_argument
+from attnrx.cli.options import BATCH, COUNT, ROUNDS, THREADS, TRIALS, add_data, add_model, add_out, add_running, option
 from attnrx.cli.outcome import Outcome, Table, as_percent
-from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import Parser, add_data, add_model, add_out, add_running
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -22,43 +21,31 @@ EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data im
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser, "the model to plan for")
-    parser.add_argument(
-        "--target",
-        required=True,
-        metavar="TARGET",
-        help="latency=0.6x, macs=0.5x or params=0.7x of the original's, or max-drop=1pt of its top-1 accuracy",
-    )
-    parser.add_argument(
-        "--spend", choices=("latency", "macs", "params"), help="the cost that max-drop minimizes (macs)"
-    )
+    targets = "latency=0.6x, macs=0.5x or params=0.7x of the original's, or max-drop=1pt of its top-1 accuracy"
+    option(parser, "--target", "TARGET", targets, required=True)
+    option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
     add_data(parser, "the images: training images for the plan, validation images for its predictions")
-    add_out(parser, "the folder of plan.json and prescription.json", writes=FOLDER)
-    chosen = parser.add_argument_group("search space")
-    chosen.add_argument("--axes", metavar="AXIS,AXIS", help="qk, vo, mlp (fc1 and fc2) and tokens (all)")
-    chosen.add_argument("--reducer", default="ward", metavar="REDUCER", help="the token reducer, untrained (ward)")
+    add_out(parser, "the folder of plan.json and prescription.json", folder=True)
+    space = parser.add_argument_group("search space")
+    option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")
+    option(space, "--reducer", "REDUCER", "the token reducer, untrained", "ward")
     search = parser.add_argument_group("search")
-    search.add_argument("--diagnosis", metavar="FILE", help="of this model (made on the first 96 training images)")
-    search.add_argument("--images", type=COUNT, default=1024, metavar="N", help="training images for the plan (1024)")
-    search.add_argument(
-        "--other-images", type=COUNT, default=256, metavar="N", help="validation images for its predictions (256)"
-    )
-    search.add_argument("--trials", type=TRIALS, default=48, metavar="N", help="plans to realize and measure (48)")
-    search.add_argument("--storage", metavar="PATH", help="the storage of the trials: a file, or an Optuna URL")
+    option(search, "--diagnosis", "FILE", "of this model (made on the first 96 training images)")
+    option(search, "--images", COUNT, "training images for the plan", 1024)
+    option(search, "--other-images", COUNT, "validation images for its predictions", 256)
+    option(search, "--trials", TRIALS, "plans to realize and measure", 48)
+    option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
     timing = parser.add_argument_group("measured latency")
-    timing.add_argument("--batch", type=BATCH, default=32, metavar="N", help="batch size (32)")
-    timing.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads (torch's default)")
-    timing.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
-    timing.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: CPU time, for a busy machine")
-    timing.add_argument(
-        "--rounds", type=ROUNDS, default=7, metavar="N", help="rounds in which every block is timed (7)"
-    )
+    option(timing, "--batch", BATCH, "batch size", 32)
+    option(timing, "--threads", THREADS, "CPU threads (torch's default)")
+    option(timing, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
+    option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
+    option(timing, "--rounds", ROUNDS, "rounds in which every block is timed", 7)
     add_running(parser, 32)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Plans, saves the plan, and prints its choices and predictions."""
     target = rx.planning.Target.parse(arguments.target, arguments.spend)
     settings = replace(_settings(arguments), log=log)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
@@ -77,7 +64,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
-    conditions = rx.costs.Conditions(_device(arguments), arguments.precision, arguments.threads)
+    conditions = rx.costs.Conditions(arguments.device or default_device(), arguments.precision, arguments.threads)
     timing = rx.planning.TimingSettings(
         arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall"), arguments.rounds
     )
@@ -86,16 +73,10 @@ def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
     return rx.planning.PlanSettings(axes, arguments.reducer, search, timing, arguments.batch_size)
 
 
-def _device(arguments: Namespace) -> str:
-    """Returns the requested device, by default CUDA if available."""
-    import torch
-
-    return arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":
     if arguments.diagnosis is None:
         spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
+        # The axes vo and mlp need the moments of values and MLP.
         diagnostics = rx.diagnostics.suited_diagnostics(spectra, moments=True)
         num_images = min(96, len(images))
         return rx.diagnose(model, images, diagnostics=diagnostics, images=num_images, batch_size=arguments.batch_size)

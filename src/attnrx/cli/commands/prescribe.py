@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
-from attnrx.cli.options import SHARE
+from attnrx.cli.options import POLICY, SHARE, add_out, add_trust
 from attnrx.cli.outcome import Outcome, Table, as_percent
-from attnrx.cli.parser import POLICY, Parser, add_out, add_trust
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 

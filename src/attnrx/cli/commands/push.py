@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli.options import option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -15,23 +16,16 @@ EXAMPLE = (
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("folder", help="a model saved by attnrx, with its card and evidence")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the repository; created if missing")
-    parser.add_argument("--license", metavar="NAME", help="of the weights, an identifier of the hub, e.g. apache-2.0")
-    parser.add_argument("--base-model", metavar="OWNER/NAME", help="the original on the hub")
-    parser.add_argument("--private", action="store_true", help="a new repository is private")
+    option(parser, "--license", "NAME", "of the weights, an identifier of the hub, e.g. apache-2.0")
+    option(parser, "--base-model", "OWNER/NAME", "the original on the hub")
+    option(parser, "--private", bool, "a new repository is private")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Completes the card and uploads."""
     log(f"uploading {arguments.folder} to {arguments.repository}")
-    address = rx.push_to_hub(
-        arguments.folder,
-        arguments.repository,
-        license=arguments.license,
-        base_model=arguments.base_model,
-        private=arguments.private,
-    )
+    about = {"license": arguments.license, "base_model": arguments.base_model}
+    address = rx.push_to_hub(arguments.folder, arguments.repository, **about, private=arguments.private)
     name = f"hub:{arguments.repository}"
     return Outcome({"model": name, "address": address}, (f"model: {name}", address))

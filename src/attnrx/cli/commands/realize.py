@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import REFINED_ON, made, model_argument, splits_argument
-from attnrx.cli.options import COUNT, STEPS
+from attnrx.cli.options import COUNT, STEPS, add_data, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, convention_table, cost_changes
-from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import Parser, add_data, add_device, add_model, add_out
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -21,46 +20,30 @@ EXAMPLE = (
     "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
 )
 
+NORMS = (
+    "the norms of compressed SVDA layers: renormalized over the kept directions as in the paper, exact (saves less), "
+    "or with strengths refitted on --data"
+)
+REFINE = (
+    "optimize the query and key rows of every layer to match the original's attention, on --data without labels, in "
+    "this many steps, e.g. 200"
+)
+
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser, "the model of the prescription")
-    parser.add_argument("--prescription", required=True, metavar="FILE", help="the prescription to apply")
-    add_out(parser, "the folder of the new model; an existing model in it is replaced", writes=FOLDER)
-    parser.add_argument(
-        "--by",
-        choices=("compress", "mask"),
-        default="compress",
-        help="delete the pruned directions, or set them to zero (compress)",
-    )
-    parser.add_argument(
-        "--norms",
-        choices=("renormalized", "exact", "refit"),
-        default="renormalized",
-        help="the norms of compressed SVDA layers: renormalized over the kept directions as in the paper, exact (saves "
-        "less), or with strengths refitted on --data (renormalized)",
-    )
-    parser.add_argument(
-        "--refine",
-        type=STEPS,
-        default=0,
-        metavar="STEPS",
-        help="optimize the query and key rows of every layer to match the original's attention, on --data without "
-        "labels, in this many steps, e.g. 200 (0)",
-    )
+    option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
+    add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
+    option(parser, "--by", ("compress", "mask"), "delete the pruned directions, or set them to zero", "compress")
+    option(parser, "--norms", ("renormalized", "exact", "refit"), NORMS, "renormalized")
+    option(parser, "--refine", STEPS, REFINE, 0)
     add_data(parser, "training images for --norms refit and --refine", required=False)
-    parser.add_argument(
-        "--calibration-images",
-        type=COUNT,
-        default=512,
-        metavar="N",
-        help=f"training images for --norms refit (512); the first {REFINED_ON} of them for --refine",
-    )
+    calibration = f"training images for --norms refit; the first {REFINED_ON} of them for --refine"
+    option(parser, "--calibration-images", COUNT, calibration, 512)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Realizes the prescription, saves the model and prints its costs."""
     rx.models.require_model_folder(arguments.out)
     prescription = rx.Prescription.load(arguments.prescription)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
@@ -69,7 +52,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     slim = made(model, prescription, how, _calibration(model, arguments))
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
-    before, after = (rx.models.family_of(each).costs(each) for each in (model, slim))
+    before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))
     record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
     return Outcome(record, (convention_table(before, after), f"model: {folder}"))
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import COUNT
+from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser, add_data, add_device, add_out, add_trust
+from attnrx.cli.parser import Parser
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.progress import Log
 
@@ -23,92 +23,71 @@ EXAMPLE = "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.jso
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
-    parser.add_argument("--candidate", metavar="FOLDER", help="its evidence and prescription are shown, unless given")
+    option(parser, "--candidate", "FOLDER", "its evidence and prescription are shown, unless given")
     add_trust(parser)
-    parser.add_argument("--evidence", metavar="FILE", help="the file of `attnrx verify`")
-    parser.add_argument("--prescription", metavar="FILE", help="the file of `attnrx prescribe`")
-    parser.add_argument("--diagnosis", metavar="FILE", help="the file of `attnrx diagnose`")
-    parser.add_argument("--training", metavar="FOLDER", help="the folder of `attnrx train`, for its curves")
+    option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
+    option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
+    option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
+    option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
     parser.add_argument(
         "--trade-off", nargs="+", default=(), metavar="FILE", help="evidence at several rho, shown as one curve"
     )
-    parser.add_argument("--comparison", metavar="FILE", help="the file of `attnrx compare`, shown as curves over MACs")
-    parser.add_argument("--title", help="the title of the page")
+    option(parser, "--comparison", "FILE", "the file of `attnrx compare`, shown as curves over MACs")
+    option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
         "attention maps and tokens, which need --candidate and --data, and maps --reference"
     )
-    maps.add_argument("--reference", metavar="MODEL", help="the model the candidate was made from")
-    maps.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
-    maps.add_argument("--samples", type=COUNT, default=6, metavar="N", help="test images to show (6)")
+    option(maps, "--reference", "MODEL", "the model the candidate was made from")
+    option(maps, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
+    option(maps, "--samples", COUNT, "test images to show", 6)
     add_data(parser, "whose test images are shown", required=False)
     add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Collects the given parts and writes the page."""
-    evidence, prescription = _evidence(arguments), _prescription(arguments)
-    attention, tokens = _samples(arguments, prescription)
+    name = arguments.candidate
+    candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
+    evidence = _part(rx.Evidence, arguments.evidence, name, "evidence.json")
+    if evidence is not None and candidate is not None:
+        evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
+    prescription = _part(rx.Prescription, arguments.prescription, name, "prescription.json")
+    attention, tokens = _samples(arguments, candidate, prescription)
+    subject = name or arguments.comparison or arguments.out
+    named = {
+        option: getattr(arguments, option) for option in ("candidate", "reference", "training", "comparison", "data")
+    }
+    about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {_subject(arguments)}",
-        about=_about(arguments, evidence),
+        title=arguments.title or f"attnrx: {subject}",
+        about=about if evidence is None else {**about, **evidence.about},
         prescription=prescription,
-        diagnosis=rx.Diagnosis.load(arguments.diagnosis) if arguments.diagnosis else None,
+        diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
         evidence=evidence,
         trade_off=tuple(_point(path) for path in arguments.trade_off),
         attention=attention,
         tokens=tokens,
         history=_history(arguments.training) if arguments.training else (),
-        ranks=_ranks(arguments, prescription),
-        comparison=rx.reports.ComparisonRecord.load(arguments.comparison) if arguments.comparison else None,
+        ranks=() if prescription is not None or candidate is None else _ranks(candidate),
+        comparison=_part(rx.reports.ComparisonRecord, arguments.comparison),
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
-def _subject(arguments: Namespace) -> str:
-    return arguments.candidate or arguments.comparison or arguments.out
+def _part(kind: Any, given: str | None, candidate: str | None = None, name: str = "") -> Any:
+    """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
+    if given is None and candidate is not None and (Path(candidate) / name).exists():
+        return kind.load(Path(candidate) / name)
+    return None if given is None else kind.load(given)
 
 
-def _beside(given: str | None, candidate: str | None, name: str) -> Path | None:
-    """Returns the given file, or the one in the candidate's folder; None if there is none."""
-    if given is not None:
-        return Path(given)
-    path = Path(candidate or "") / name
-    return path if candidate and path.exists() else None
-
-
-def _evidence(arguments: Namespace) -> "rx.Evidence | None":
-    path = _beside(arguments.evidence, arguments.candidate, "evidence.json")
-    if path is None:
-        return None
-    evidence = rx.Evidence.load(path)
-    if arguments.candidate is not None:
-        fingerprint = rx.models.model_fingerprint(rx.load(arguments.candidate, trust=arguments.trust))
-        evidence.require(fingerprint, f"--candidate {arguments.candidate}")
-    return evidence
-
-
-def _prescription(arguments: Namespace) -> "rx.Prescription | None":
-    path = _beside(arguments.prescription, arguments.candidate, "prescription.json")
-    return None if path is None else rx.Prescription.load(path)
-
-
-def _ranks(arguments: Namespace, prescription: "rx.Prescription | None") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks from the candidate if there is no prescription, unless only its tokens are reduced."""
-    if arguments.candidate is None or prescription is not None:
-        return ()
-    candidate = model_argument(arguments.candidate, "cpu", trust=arguments.trust)
+def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
+    """Reads the ranks from a candidate without prescription; none if only its tokens are reduced."""
     found = rx.reports.model_ranks(candidate)
     full = all(pathway.kept == pathway.full for pathway in found)
     return () if full and rx.models.reduction_of(candidate) is not None else found
-
-
-def _about(arguments: Namespace, evidence: "rx.Evidence | None") -> dict[str, Any]:
-    named = {name: getattr(arguments, name) for name in ("candidate", "reference", "training", "comparison", "data")}
-    return {**{name: value for name, value in named.items() if value}, **(evidence.about if evidence else {})}
 
 
 def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
@@ -123,8 +102,7 @@ def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
 
 def _point(path: str) -> "rx.reports.TradeOffPoint":
     evidence = rx.Evidence.load(path)
-    rules, kind = evidence.about.get("rules") or {}, evidence.about.get("realization")
-    text = rules.get("qk")
+    text, kind = (evidence.about.get("rules") or {}).get("qk"), evidence.about.get("realization")
     rho = None if text is None else getattr(rx.parse_rule(text), "rho", None)
     if rho is None or kind is None:
         raise InvalidInput(
@@ -159,15 +137,14 @@ def _interval(finding: "rx.Finding") -> tuple[float, float] | None:
 Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]
 
 
-def _samples(arguments: Namespace, prescription: "rx.Prescription | None") -> Samples:
+def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: "rx.Prescription | None") -> Samples:
     """Returns token samples for a candidate with token reduction, else attention samples, which need a reference."""
     if arguments.reference is None and arguments.weights is not None:
         raise InvalidInput("--weights are those of --reference; add it.")
-    if arguments.candidate is None or arguments.data is None:
+    if candidate is None or arguments.data is None:
         if arguments.reference is not None:
             raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
         return None, None
-    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
     reference = None
     if arguments.reference is not None:
         reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
-from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, SEED
+from attnrx.cli.options import BATCH, COUNT, NOT_NEGATIVE, NUMBER, POLICY, SEED, add_data, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, Table, as_percent
-from attnrx.cli.outputs import FOLDER
-from attnrx.cli.parser import POLICY, Parser, add_data, add_model, add_out
+from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
 if TYPE_CHECKING:
@@ -41,54 +40,43 @@ KNOBS = (
     ("checkpoint_every", COUNT, "steps between checkpoints (500)"),
 )
 
+PARALLEL = "for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)"
+LOSSES = "terms added to the task loss, e.g. target_rank:16:0.1 perturbation_robustness; task:0 disables smoothing"
+
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser)
     add_data(parser, "the training data")
-    add_out(parser, "the folder of the run: model, history, training.json, checkpoints", writes=FOLDER)
-    parser.add_argument(
-        "--tokens",
-        metavar="POLICY",
-        help=f"train with token pruning or merging: {POLICY}; predictors are initialized from --seed",
-    )
+    add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)
+    tokens = f"train with token pruning or merging: {POLICY}; predictors are initialized from --seed"
+    option(parser, "--tokens", "POLICY", tokens)
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
-    parser.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard in --out")
+    option(parser, "--tensorboard", bool, "also log to TensorBoard in --out")
     knobs = parser.add_argument_group("training")
     for name, kind, message in KNOBS:
-        knobs.add_argument(
-            f"--{name.replace('_', '-')}", type=kind, metavar="X" if kind is NUMBER else "N", help=message
-        )
-    knobs.add_argument("--precision", choices=("bf16", "fp32"), help="of the forward pass (bf16)")
-    knobs.add_argument(
-        "--parallel",
-        choices=("ddp", "fsdp"),
-        help="for several processes (accelerate launch, torchrun): a replica per process, or sharded (ddp)",
-    )
-    knobs.add_argument("--compile", action="store_true", help="train through torch.compile")
-    knobs.add_argument(
-        "--losses",
-        nargs="+",
-        metavar="LOSS",
-        help="terms added to the task loss, e.g. target_rank:16:0.1 perturbation_robustness; task:0 disables smoothing",
-    )
-    knobs.add_argument("--no-task", action="store_true", help="train without the task loss: labels are not read")
-    knobs.add_argument("--teacher", metavar="MODEL", help="the teacher of distillation losses: a folder or timm:NAME")
-    knobs.add_argument("--teacher-weights", metavar="FILE", help="the weights of a teacher timm:NAME, in a local file")
-    knobs.add_argument("--frozen", nargs="+", metavar="NAME", help="frozen parameters, e.g. 'source.patch_embed'")
-    knobs.add_argument("--nonnegative-fusion", action="store_true", help="keep shared directions' strengths above zero")
-    knobs.add_argument("--mixup", type=NOT_NEGATIVE, metavar="A", help="mixup with lambda from Beta(A, A) (off)")
-    knobs.add_argument("--cutmix", type=NOT_NEGATIVE, metavar="A", help="CutMix with lambda from Beta(A, A) (off)")
+        option(knobs, f"--{name.replace('_', '-')}", kind, message)
+    option(knobs, "--precision", ("bf16", "fp32"), "of the forward pass (bf16)")
+    option(knobs, "--parallel", ("ddp", "fsdp"), PARALLEL)
+    option(knobs, "--compile", bool, "train through torch.compile")
+    option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
+    option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
+    option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
+    option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
+    option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
+    option(knobs, "--nonnegative-fusion", bool, "keep shared directions' strengths above zero")
+    option(knobs, "--mixup", NOT_NEGATIVE, "mixup with lambda from Beta(A, A) (off)")
+    option(knobs, "--cutmix", NOT_NEGATIVE, "CutMix with lambda from Beta(A, A) (off)")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Trains the model, or resumes the run in --out."""
     # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
     config = rx.TrainingConfig(**_chosen(arguments))
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
-        config = replace(config, batch_size=_batch_size(len(splits.train), config.accumulate))
+        # At least four steps per epoch if there are enough images.
+        size = max(1, len(splits.train) // 4 // config.accumulate) * config.accumulate
+        config = replace(config, batch_size=size)
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
         model = _reducing(model, policy, config, log)
@@ -97,21 +85,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
     trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)
     accuracy = trained.record["accuracy"]
-    table = Table(
-        ("", "accuracy"),
-        (
-            ("test", as_percent(accuracy["test"])),
-            ("validation, last epoch", as_percent(accuracy["validation"])),
-            (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
-        ),
+    rows = (
+        ("test", as_percent(accuracy["test"])),
+        ("validation, last epoch", as_percent(accuracy["validation"])),
+        (f"validation, best epoch ({accuracy['best_epoch']})", as_percent(accuracy["best_validation"])),
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
-    return Outcome(record, (table, f"model and history: {trained.folder}"))
-
-
-def _batch_size(images: int, accumulate: int) -> int:
-    """Returns a batch size with at least four steps per epoch if there are enough images."""
-    return max(1, images // 4 // accumulate) * accumulate
+    return Outcome(record, (Table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
 
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, kind_of, made, model_argument, splits_argument
-from attnrx.cli.options import DRAWS, POINTS
-from attnrx.cli.outcome import Outcome, findings_table, robustness_tables
-from attnrx.cli.parser import Parser, add_backend, add_data, add_running, add_split, add_trust
+from attnrx.cli.options import DRAWS, POINTS, add_backend, add_data, add_running, add_split, add_trust, option
+from attnrx.cli.outcome import Outcome, Table, significant
+from attnrx.cli.parser import Parser
 from attnrx.errors import InvalidInput
 from attnrx.progress import Log
 
@@ -22,160 +21,158 @@ if TYPE_CHECKING:
 SUMMARY = "collect evidence of what a candidate costs against its reference"
 EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"
 
+CHECKS = (
+    "names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or transfer(per_class=50); "
+    "promises for a plan (all but controls, promises and transfer)"
+)
+CORRUPTED = ("corruption", "reference", "candidate", "change", "95 % interval")
+
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
-    parser.add_argument("--reference", required=True, metavar="MODEL", help="the model it was made from")
-    parser.add_argument("--weights", metavar="FILE", help="the weights of a reference timm:NAME, in a local file")
+    option(parser, "--reference", "MODEL", "the model it was made from", required=True)
+    option(parser, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
     add_trust(parser)
     add_data(parser, "the images to compare both models on")
-    parser.add_argument("--out", metavar="FILE", help="the evidence, one JSON file (printed only)")
+    option(parser, "--out", "FILE", "the evidence, one JSON file (printed only)")
     parser.kind = "attnrx evidence"
-    made_from = parser.add_argument_group("origin of the candidate")
-    made_from.add_argument("--prescription", metavar="FILE", help="(the one in the candidate's folder)")
-    made_from.add_argument("--diagnosis", metavar="FILE", help="needed for controls")
-    made_from.add_argument("--masked", metavar="MODEL", help="the masked model (realized from the prescription)")
-    chosen = parser.add_argument_group("checks")
-    chosen.add_argument(
-        "--checks",
-        metavar="CHECKS",
-        help="names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or "
-        "transfer(per_class=50); promises for a plan (all but controls, promises and transfer)",
-    )
-    chosen.add_argument("--controls", action="store_true", help="also compare with rank-matched controls")
-    chosen.add_argument("--draws", type=DRAWS, default=10, metavar="N", help="random controls (10)")
-    chosen.add_argument("--most-drop", type=POINTS, metavar="POINTS", help="accuracy the candidate may lose (1.0)")
+    origin = parser.add_argument_group("origin of the candidate")
+    option(origin, "--prescription", "FILE", "(the one in the candidate's folder)")
+    option(origin, "--diagnosis", "FILE", "needed for controls")
+    option(origin, "--masked", "MODEL", "the masked model (realized from the prescription)")
+    checks = parser.add_argument_group("checks")
+    option(checks, "--checks", "CHECKS", CHECKS)
+    option(checks, "--controls", bool, "also compare with rank-matched controls")
+    option(checks, "--draws", DRAWS, "random controls", 10)
+    option(checks, "--most-drop", POINTS, "accuracy the candidate may lose (1.0)")
     add_backend(parser)
     add_split(parser, "test")
     add_running(parser, 256)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    """Verifies the candidate and writes the evidence."""
     from attnrx.runtime import processes  # imports torch
 
     _, count = processes.join_process_group()
-    requested = _requested(arguments)
-    case = _Case.of(arguments)
-    images = chosen_images(case.splits, arguments)
-    checks = _checks(requested, case, arguments)
+    requested = _requested(arguments)  # before the models are loaded, so that a typing error is reported at once
+    prescription, how = _prescription(arguments)
+    diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
+    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
+    if arguments.backend is not None:
+        rx.use_backend(candidate, arguments.backend)
+    reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+    if arguments.masked is not None:
+        masked = model_argument(arguments.masked, arguments.device, trust=arguments.trust)
+    elif how.get("by") == "mask":
+        masked = candidate
+    else:
+        masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
+    splits = splits_argument(reference, arguments)
+    images = chosen_images(splits, arguments)
+    inputs: Mapping[str, Callable[[], dict[str, Any]]] = {
+        "accuracy": lambda: {} if arguments.most_drop is None else {"most_drop": arguments.most_drop},
+        "controls": lambda: _controls(arguments, reference, prescription, diagnosis, how, splits.train),
+        "transfer": lambda: {"training": splits.train, "classes": rx.data.own_classes(splits)},
+    }
+    kinds: Mapping[str, Any] = rx.checks.all_checks()
+    checks = [kinds[one.name](**{**one.knobs, **inputs.get(one.name, dict)()}) for one in requested]
     log(f"verifying {arguments.candidate} on {len(images):,} images: {', '.join(check.name for check in checks)}")
-    given = case.prescription
     evidence = rx.verify(
-        case.candidate,
-        case.reference,
+        candidate,
+        reference,
         images,
         checks,
-        {"realization": case.kind, "removed_share": given and given.removed_share},
-        masked=case.masked,
-        prescription=given,
-        diagnosis=case.diagnosis,
+        {"realization": kind_of(how), "removed_share": prescription and prescription.removed_share},
+        masked=masked,
+        prescription=prescription,
+        diagnosis=diagnosis,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         together=count > 1,
     )
     if arguments.out is not None:
         processes.from_first(lambda: evidence.save(arguments.out))
-    record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     for note in evidence.about["notes"]:
         log(f"warning: {note}")
-    tables = (findings_table(evidence), *robustness_tables(evidence))
+    # By way of JSON text, which has null for NaN.
+    record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
-    return Outcome(record, (*tables, evidence.summary, written), code=1 if evidence.failures else 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """The loaded inputs; `how` are the settings of `attnrx realize` recorded for the candidate."""
-
-    candidate: "nn.Module"
-    reference: "nn.Module"
-    splits: "rx.data.Splits"
-    prescription: "rx.Prescription | None"
-    diagnosis: "rx.Diagnosis | None"
-    masked: "nn.Module | None"
-    how: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, arguments: Namespace) -> "_Case":
-        """Loads the inputs; prescription and masked model default to those of the candidate's folder."""
-        prescription, how = _prescription(arguments), _how(arguments)
-        diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
-        candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
-        if arguments.backend is not None:
-            rx.use_backend(candidate, arguments.backend)
-        reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-        if arguments.masked is not None:
-            masked = model_argument(arguments.masked, arguments.device, trust=arguments.trust)
-        elif how.get("by") == "mask":
-            masked = candidate
-        else:
-            masked = None if prescription is None else rx.realize(reference, prescription, by="mask")
-        return cls(candidate, reference, splits_argument(reference, arguments), prescription, diagnosis, masked, how)
-
-    @property
-    def kind(self) -> str | None:
-        """The kind of realization in one word; None if it is unknown."""
-        return kind_of(self.how)
-
-    def inputs(self, check: str, arguments: Namespace) -> dict[str, Any]:
-        """Returns the inputs of a check other than its knobs."""
-        if check == "controls":
-            return self._controls(arguments.draws, arguments.seed)
-        if check == "transfer":
-            return {"training": self.splits.train, "classes": rx.data.own_classes(self.splits)}
-        return {}
-
-    def _controls(self, draws: int, seed: int) -> dict[str, Any]:
-        """Returns controls with the candidate's ranks, realized with its settings."""
-        if self.prescription is None or self.diagnosis is None or not self.how:
-            raise InvalidInput(
-                "controls are prescribed from a diagnosis and realized with the candidate's settings: give --diagnosis "
-                "FILE, and a candidate made by `attnrx realize`, whose folder records them."
-            )
-        train = self.splits.train
-        calibration = train.take(min(self.how["calibration_images"], len(train)))
-        realize = partial(made, self.reference, how=self.how, calibration=calibration)
-        prescriptions = rx.control_prescriptions(self.diagnosis, self.prescription, draws=draws, seed=seed)
-        return {"prescriptions": prescriptions, "realize": realize}
-
-
-def _prescription(arguments: Namespace) -> "rx.Prescription | None":
-    in_folder = _candidate_prescription(arguments)
-    path = arguments.prescription or (in_folder if in_folder.exists() else None)
-    return None if path is None else rx.Prescription.load(path)
-
-
-def _how(arguments: Namespace) -> dict[str, Any]:
-    path = _candidate_prescription(arguments)
-    return dict(rx.Prescription.load(path).about.get("realized", {})) if path.exists() else {}
-
-
-def _candidate_prescription(arguments: Namespace) -> Path:
-    return Path(arguments.candidate) / "prescription.json"
+    shown = (_findings_table(evidence), *_robustness_tables(evidence), evidence.summary, written)
+    return Outcome(record, shown, code=1 if evidence.failures else 0)
 
 
 def _requested(arguments: Namespace) -> "list[rx.checks.RequestedCheck]":
     """Returns the requested checks, by default all that do not need to be requested."""
-    known = rx.checks.all_checks()
     if arguments.checks is not None:
         requested = list(rx.checks.parse_checks(arguments.checks))
     else:
-        requested = [rx.checks.RequestedCheck(name) for name, check in known.items() if not check.on_request]
-    missing = arguments.controls and "controls" not in [one.name for one in requested]
-    return [*requested, rx.checks.RequestedCheck("controls")] if missing else requested
+        known = rx.checks.all_checks().items()
+        requested = [rx.checks.RequestedCheck(name) for name, check in known if not check.on_request]
+    if arguments.controls and "controls" not in [one.name for one in requested]:
+        requested.append(rx.checks.RequestedCheck("controls"))
+    return requested
 
 
-def _checks(
-    requested: "Sequence[rx.checks.RequestedCheck]", case: _Case, arguments: Namespace
-) -> "list[rx.checks.Check]":
-    """Builds the checks with their knobs and inputs."""
-    built = []
-    for one in requested:
-        knobs = dict(one.knobs)
-        if one.name == "accuracy" and arguments.most_drop is not None:
-            knobs["most_drop"] = arguments.most_drop
-        make: Any = rx.checks.all_checks()[one.name]
-        built.append(make(**knobs, **case.inputs(one.name, arguments)))
-    return built
+def _prescription(arguments: Namespace) -> "tuple[rx.Prescription | None, dict[str, Any]]":
+    """Returns the given prescription or that of the candidate's folder, and the settings that realized the latter."""
+    path = Path(arguments.candidate) / "prescription.json"
+    recorded = rx.Prescription.load(path) if path.exists() else None
+    how = {} if recorded is None else dict(recorded.about.get("realized", {}))
+    return (rx.Prescription.load(arguments.prescription) if arguments.prescription else recorded), how
+
+
+def _controls(
+    arguments: Namespace,
+    reference: "nn.Module",
+    prescription: "rx.Prescription | None",
+    diagnosis: "rx.Diagnosis | None",
+    how: dict[str, Any],
+    training: "rx.data.ImageSet",
+) -> dict[str, Any]:
+    """Returns controls with the candidate's ranks, realized with its settings."""
+    if prescription is None or diagnosis is None or not how:
+        raise InvalidInput(
+            "controls are prescribed from a diagnosis and realized with the candidate's settings: give --diagnosis "
+            "FILE, and a candidate made by `attnrx realize`, whose folder records them."
+        )
+    calibration = training.take(min(how["calibration_images"], len(training)))
+    prescriptions = rx.control_prescriptions(diagnosis, prescription, draws=arguments.draws, seed=arguments.seed)
+    return {"prescriptions": prescriptions, "realize": partial(made, reference, how=how, calibration=calibration)}
+
+
+def _findings_table(evidence: "rx.Evidence") -> Table:
+    """Returns the findings, claims first; reported findings on corrupted images are in `_robustness_tables`."""
+    reported = [finding for finding in evidence.findings if not finding.is_claim and finding.check != "robustness"]
+    rows = tuple(
+        (
+            finding.claim,
+            significant(finding.value, finding.unit),
+            "" if finding.low is None or finding.high is None else f"[{finding.low:.4g}, {finding.high:.4g}]",
+            "" if finding.limit is None else significant(finding.limit, finding.unit),
+            finding.outcome_text if finding.is_claim else "",
+        )
+        for finding in (*evidence.claims, *reported)
+    )
+    return Table(("finding", "value", "95 % interval", "limit", ""), rows)
+
+
+def _robustness_tables(evidence: "rx.Evidence") -> list[Table]:
+    """Returns one table per severity: both accuracies for each corruption, and their means."""
+    found = [finding for finding in evidence.of("robustness") if "reference_accuracy" in finding.details]
+    severities = sorted({finding.details["severity"] for finding in found if "severity" in finding.details})
+    parts = [(f"accuracy on images corrupted at severity {each}, in %", each, [each]) for each in severities]
+    if len(severities) > 1:
+        parts.append(("over all severities", None, severities))
+    tables = []
+    for title, severity, averaged in parts:
+        single = [one for one in found if severity is not None and one.details.get("severity") == severity]
+        means = [one for one in found if one.details.get("severities") == averaged]
+        tables.append(Table(CORRUPTED, tuple(map(_corrupted, (*single, *means))), title))
+    return tables
+
+
+def _corrupted(finding: "rx.Finding") -> tuple[str, ...]:
+    details = finding.details
+    name = details["corruption"] if "severity" in details else f"mean of {len(details['corruptions'])}"
+    accuracies = (f"{details[role]:.1f}" for role in ("reference_accuracy", "candidate_accuracy"))
+    return (name, *accuracies, f"{finding.value:+.1f}", f"[{finding.low or 0.0:+.1f}, {finding.high or 0.0:+.1f}]")

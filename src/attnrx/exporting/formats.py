@@ -1,0 +1,343 @@
+"""The export formats: torch.export programs and AOTInductor packages, OpenVINO, ONNX, and int8 in ONNX."""
+
+import logging
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported, UnknownName
+from attnrx.optional import required_module
+from attnrx.serialization.text_parsing import KnobReader, Language, knobs_of
+from attnrx.shapes import Float, Tensor
+
+Run = Callable[[Tensor], Tensor]
+"""Images in, logits out, on the device of the file."""
+
+# The largest difference of a logit attributed to rounding, as a share of the largest logit.
+ROUNDING: dict[torch.dtype, float] = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+PRECISIONS: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in ROUNDING}
+
+
+class Format(ABC):
+    """One kind of file that runs without attnrx. Every format is a frozen dataclass whose fields are its knobs."""
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    writes_out: ClassVar[bool] = True
+    """Whether attention is exported unfused at exact ranks, instead of as one fused call at padded ranks."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    on_cuda: ClassVar[bool] = False
+    """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
+    is_native_code: ClassVar[bool] = False
+    """Whether opening a file of this format runs machine code of the file."""
+    calibrated: ClassVar[bool] = False
+    """Whether the format needs calibration images."""
+
+    @abstractmethod
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Writes the program to `path`, whose suffix is the format's, and further files to the same folder.
+
+        `images` are normalized batches, for calibration.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Opens the file and returns a function that runs it on a device with this many CPU threads."""
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit."""
+        return ROUNDING[dtype]
+
+    @property
+    def wanted(self) -> int:
+        """The number of images for parity and calibration, if there are enough."""
+        return 32
+
+    def require(self, path: Path, dtype: torch.dtype) -> None:
+        """Raises InvalidInput for a path without the format's suffix, NotSupported for a dtype it does not run at."""
+        if path.suffix != self.suffix:
+            found = path.with_suffix(self.suffix).name
+            raise InvalidInput(f"{path}: a file of this format ends in {self.suffix}; give {found}.")
+        if dtype not in self.dtypes:
+            known = [dtype_name(each) for each in self.dtypes]
+            raise NotSupported(
+                f"{self.name} at {dtype_name(dtype)}: it is written at {' or '.join(known)}. Give "
+                f"precision={known[0]!r}."
+            )
+
+
+@dataclass(frozen=True)
+class Program(Format):
+    """A program captured by torch.export, with its weights; loading it needs PyTorch only."""
+
+    name: ClassVar[str] = "program"
+    suffix: ClassVar[str] = ".pt2"
+    writes_out: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ROUNDING)
+    on_cuda: ClassVar[bool] = True
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        torch.export.save(program, path)
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Loads the program; it uses torch's threads."""
+        return torch.export.load(path).module()
+
+
+@dataclass(frozen=True)
+class AOTInductor(Program):
+    """An AOTInductor package: compiled for this kind of machine, loads in seconds, and also runs from C++.
+
+    Export needs a C++ compiler; the runtime needs the same version of PyTorch.
+    """
+
+    name: ClassVar[str] = "aotinductor"
+    is_native_code: ClassVar[bool] = True
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        from torch._inductor import aoti_compile_and_package, config
+
+        compilers = [name for name in config.cpp.cxx if name]
+        if not any(shutil.which(name) for name in compilers):
+            raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")
+        aoti_compile_and_package(program, package_path=str(path))
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Loads the package; it uses torch's threads."""
+        from torch._inductor import aoti_load_package
+
+        return aoti_load_package(str(path))
+
+
+@dataclass(frozen=True)
+class OpenVINO(Format):
+    """An .xml file with the graph and a .bin file with the weights, translated from the program.
+
+    It runs in float32, also on CPUs that support narrower types.
+    """
+
+    name: ClassVar[str] = "openvino"
+    suffix: ClassVar[str] = ".xml"
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        openvino = _library("openvino", "openvino")
+        # By default the weights would be stored in float16.
+        openvino.save_model(openvino.convert_model(program), str(path), compress_to_fp16=False)
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        compiled = _library("openvino", "openvino").Core().compile_model(str(path), "CPU", hints)
+        # A copy, which the next call cannot overwrite.
+        return lambda images: torch.from_numpy(compiled(_to_numpy(images))[0].copy())
+
+
+INPUT, OUTPUT, OPSETS = "images", "logits", range(18, 24)
+# Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
+MOST_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Onnx(Format):
+    """An ONNX file with input "images" and output "logits"; weights above MOST_BYTES are in an external file.
+
+    Attention is exported unfused at exact ranks: ONNX Runtime's matrix products accept any width, so padding would only
+    add operations. `opset` is the operator set version, 18 to 23; it includes GELU from 20 on.
+    """
+
+    name: ClassVar[str] = "onnx"
+    suffix: ClassVar[str] = ".onnx"
+    opset: int = 20
+
+    def __post_init__(self):
+        if self.opset not in OPSETS:
+            raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Translates the program; the exporter folds constants."""
+        _library("onnx")  # the exporter imports both, and its own message names no extra of attnrx
+        op = _library("onnxscript").opset18
+
+        def sort_stable(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+            # Token reducers sort stably, which torch's exporter cannot translate. TopK of all elements is a stable
+            # sort: of two equal values it returns the one with the lower index first.
+            count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+            return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
+
+        translated: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=self.opset,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
+            verbose=False,
+        )
+        size = sum(tensor.nbytes for tensor in program.state_dict.values())
+        translated.save(str(path), external_data=size > MOST_BYTES)
+
+    def open(self, path: Path, device: str, threads: int) -> Run:
+        """Starts an ONNX Runtime session on the CPU, whose idle threads sleep instead of spinning."""
+        runtime = _library("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3  # errors
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: _to_numpy(images)})[0])
+
+
+# The last operator of an activation function: its own, or the product that ends decomposed GELU, SiLU and gates.
+ACTIVATIONS = ("Gelu", "Mul", "Relu")
+METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+
+
+@dataclass(frozen=True)
+class Int8(Onnx):
+    """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
+
+    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    calibration images. The outputs of activation functions have outliers that a per-tensor 8-bit range does not cover:
+    linear maps after them are quantised only with `after_activation`, and the two products inside attention only with
+    `attention`. Patch embedding, norms, softmax and activation functions are never quantised. `most_difference` is the
+    largest allowed difference of a logit from eager PyTorch, as a share of the largest logit; use `verify` to measure
+    the loss of accuracy.
+    """
+
+    name: ClassVar[str] = "int8"
+    calibrated: ClassVar[bool] = True
+    images: int = 64
+    method: str = "minmax"
+    attention: bool = False
+    after_activation: bool = False
+    most_difference: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0:
+            raise InvalidInput(
+                f"int8(images={self.images}, method={self.method}, most_difference={self.most_difference}): give an "
+                f"image or more, one of {', '.join(METHODS)}, and a difference above 0."
+            )
+
+    def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
+        """Writes the float ONNX file, calibrates it on the images, and quantises it."""
+        quantization, onnx = _library("onnxruntime.quantization"), _library("onnx")
+        plain = path.with_name(f"float_{path.name}")
+        try:
+            super().write(program, plain, images)
+            with _quiet():
+                quantization.quantize_static(
+                    plain,
+                    path,
+                    _CalibrationReader(images),
+                    quant_format=quantization.QuantFormat.QDQ,
+                    op_types_to_quantize=["Gemm", "MatMul"],
+                    nodes_to_exclude=self._excluded_nodes(onnx.load(plain, load_external_data=False)),
+                    per_channel=True,
+                    activation_type=quantization.QuantType.QUInt8,
+                    weight_type=quantization.QuantType.QInt8,
+                    calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
+                )
+        finally:
+            for each in path.parent.glob(f"{plain.name}*"):  # with its external weights
+                each.unlink()
+
+    def _excluded_nodes(self, model: Any) -> list[str]:
+        """Returns the names of the matrix products that are not quantised."""
+        weights = {tensor.name for tensor in model.graph.initializer}
+        producers = {output: node.op_type for node in model.graph.node for output in node.output}
+
+        def is_excluded(node: Any) -> bool:
+            if not weights & set(node.input):  # a product of two activations is one of attention's
+                return not self.attention
+            return producers.get(node.input[0]) in ACTIVATIONS and not self.after_activation
+
+        products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
+        return [node.name for node in products if is_excluded(node)]
+
+    @property
+    def wanted(self) -> int:
+        """The number of calibration images."""
+        return self.images
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Returns `most_difference`, because quantisation errors exceed rounding."""
+        return self.most_difference
+
+
+class _CalibrationReader:
+    """ONNX Runtime's CalibrationDataReader interface: returns one batch per call, then None."""
+
+    def __init__(self, images: Sequence[Tensor]):
+        self.batches = iter(images)
+
+    def get_next(self) -> dict[str, Any] | None:
+        batch = next(self.batches, None)
+        return None if batch is None else {INPUT: _to_numpy(batch)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Disables the warnings of the quantiser."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextmanager
+def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupported) -> Iterator[None]:
+    """Turns the exceptions of runtimes and translators, which are of many types, into one kind with this message."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
+
+
+def _library(module: str, extra: str = "onnx") -> Any:
+    return required_module(module, extra, "this format")
+
+
+def _to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
+    """Returns images as a contiguous NumPy array, the input of CPU runtimes other than torch."""
+    return images.detach().cpu().contiguous().numpy()
+
+
+FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
+
+
+class _FormatReader(KnobReader):
+    language = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=", InvalidInput)
+
+
+def parse_format(text: str) -> Format:
+    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,method=percentile)`."""
+    reader = _FormatReader(text)
+    name = reader.expect("name", "the name of a format")
+    if name.text not in FORMATS:
+        raise UnknownName("format", name.text, FORMATS)
+    knobs = reader.read_knobs(name, knobs_of(FORMATS[name.text]))
+    reader.expect("end", "the end")
+    return FORMATS[name.text](**knobs)
