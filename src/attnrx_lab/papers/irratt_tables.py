@@ -1,8 +1,7 @@
 """Protocols and columns of the IrrAtt paper's tables and figures."""
 
-from attnrx_lab.papers.fusion_experiment import FusionExperiment, rule_of
-from attnrx_lab.papers.irratt_experiment import IrrattExperiment
-from attnrx_lab.papers.irratt_methods import IrrattMethod
+from attnrx_lab.papers.fusion import FusionExperiment, rule_of
+from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.recipe import Column, Row
 
 # Ranks as the paper prints them, for heads of 64 directions: 6 of them in DeiT-S, 12 in DeiT-B.

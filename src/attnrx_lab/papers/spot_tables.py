@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from attnrx_lab.papers.recipe import Column, Recipe, Row
-from attnrx_lab.papers.spot_experiment import FineTuning, SpotExperiment
-from attnrx_lab.papers.spot_methods import TokenMethod
+from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_speed import SpeedExperiment
 
 ORIGINAL = TokenMethod("all-tokens", trained=False)

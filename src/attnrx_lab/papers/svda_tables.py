@@ -1,7 +1,7 @@
 """The protocol of each dataset and the columns, shared by the tables of the SVDA paper."""
 
 from attnrx_lab.papers.recipe import Column
-from attnrx_lab.papers.svda_experiment import SvdaExperiment
+from attnrx_lab.papers.svda import SvdaExperiment
 
 # Table 4 of the paper.
 PROTOCOL: dict[str, SvdaExperiment] = {
