@@ -90,7 +90,6 @@ SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_ra
 
 
 def short_training(splits: Splits) -> ShortTraining:
-    """Returns the training for a dataset."""
     return SHORT_TRAININGS.get(splits.name, ShortTraining())
 
 
@@ -149,7 +148,6 @@ class Subject:
 
     @property
     def candidate(self) -> nn.Module:
-        """The model that is verified and saved."""
         return self.realizations["refit"]
 
     def trade_off(self, rhos: Sequence[float]) -> tuple[tuple[TradeOffPoint, ...], tuple[DemoRow, ...]]:
@@ -230,7 +228,6 @@ class Subject:
     def content(
         self, evidence: Evidence, points: tuple[TradeOffPoint, ...], trained: TrainingRun, about: Mapping[str, Any]
     ) -> ReportContent:
-        """The content of the report."""
         return ReportContent(
             title=f"{self.splits.name}: energy retention at rho = {RHO:.2f}, refit",
             about=about,

@@ -68,16 +68,13 @@ class FactoringBaseline(ModelCompressor):
         self._whole: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
-        """Returns the costs at a share."""
         return factored_model_costs(self.model, self.ranks(share))
 
     def make(self, share: float) -> nn.Module:
-        """Returns the model at a share."""
         ranks = self.ranks(share)
         return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
 
     def ranks(self, share: float) -> dict[MapAddress, int]:
-        """Returns the rank of every map."""
         found = {}
         for address in self.map_addresses:
             weight = linear_at(self.model, address).weight

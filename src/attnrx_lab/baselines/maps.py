@@ -35,7 +35,6 @@ class FactoredHeads(HeadLinear):
         self.first = nn.Linear(source.weight.shape[1], rank, bias=False)
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
-        """Applies both."""
         return super().forward(self.first(tokens))
 
     def padded(
@@ -53,7 +52,6 @@ class FactoredOutputProjection(OutputProjection):
         self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-        """Applies both."""
         return self.second(F.linear(features, self.weight))
 
     def padded(
@@ -113,7 +111,6 @@ def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "ou
 
 
 def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.Module:
-    """Returns a copy of the model in which these maps are factored."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for address, low_rank in factors.items():

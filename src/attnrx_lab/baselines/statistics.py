@@ -35,7 +35,6 @@ class MapStatistics:
         self.model, self.map_addresses, self.images, self.batch_size = model, tuple(map_addresses), images, batch_size
 
     def moments(self, address: MapAddress) -> InputMoments:
-        """Returns the moments of the inputs of one map."""
         return self._moments[_watched(address)]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:

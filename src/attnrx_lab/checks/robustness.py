@@ -34,12 +34,10 @@ class Robustness(Check):
 
     `corruptions` are names of CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
     "all". Each finding also contains both accuracies; one for a corruption at a severity, the agreement of the models,
-    too.
-    There is a mean over everything and, where it differs, over the common ones and for every severity. All models
-    receive
-    the same corrupted images, whatever the batch size; only the first `images` (None: all) are used. `most_drop`
-    limits,
-    in points, the loss of the candidate over all corruptions, as in the accuracy check; None only reports.
+    too. There is a mean over everything and, where it differs, over the common ones and for every severity. All models
+    receive the same corrupted images, whatever the batch size; only the first `images` (None: all) are used.
+    `most_drop` limits, in points, the loss of the candidate over all corruptions, as in the accuracy check; None only
+    reports.
     """
 
     name: ClassVar[str] = "robustness"
@@ -65,7 +63,6 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Corrupts the images in every way and classifies them with both models."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
@@ -110,7 +107,6 @@ class _Chosen:
     labels: Int[Tensor, "images"]
 
     def right(self, role: str) -> Bool[Tensor, "images"]:
-        """Whether each image was classified as labelled."""
         return self.classes[role] == self.labels
 
 

@@ -35,12 +35,9 @@ class Transfer(Check):
     decay, a cosine schedule to zero, no augmentation, and the inputs of the model's own head as features, in float32.
 
     `per_class` is the number of training images per class, None for all; `classes` are those of the dataset. An image
-    counts
-    by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the change
-    of
-    every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the candidate;
-    None
-    only reports.
+    counts by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the
+    change of every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the
+    candidate; None only reports.
     """
 
     name: ClassVar[str] = "transfer"
@@ -70,7 +67,6 @@ class Transfer(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Trains the heads of both models and classifies the test images."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:

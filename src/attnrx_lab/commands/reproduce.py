@@ -31,7 +31,6 @@ KNOBS = (
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
     parser.add_argument(
         "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"

@@ -50,7 +50,6 @@ class MethodTrial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         return (
             self.method,
             f"{100 * self.share:.4g} %",
@@ -73,7 +72,6 @@ class Unreached:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         reason = f"cannot cost {100 * self.target:g} % of the MACs"
         return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
 
@@ -100,7 +98,6 @@ class Trials:
         return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.method)))
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file."""
         record = {
             "kind": "attnrx comparison",
             "schema": 2,

@@ -43,14 +43,12 @@ class Difference:
 
     @property
     def budget(self) -> str:
-        """The requested budget of both methods."""
         if self.target is not None:
             return f"{100 * self.target:g} % of the MACs"
         return "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a table."""
         return (
             f"{self.second} minus {self.first}",
             self.budget,

@@ -79,7 +79,6 @@ class Method:
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the share."""
         return self.baseline is not None or self.template.varies
 
 
@@ -95,7 +94,6 @@ class MethodBench:
     batch_size: int = 64
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        """Returns the inputs and settings of the methods as JSON-ready values."""
         return {
             "diagnosis": dict(self.diagnosis.about),
             "seed": self.seed,
@@ -114,7 +112,6 @@ class RuleCompressor(ModelCompressor):
 
     @property
     def least(self) -> float:
-        """The smallest share that can be prescribed."""
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
@@ -154,7 +151,6 @@ class Compressors:
         self.bench = bench
 
     def of(self, method: Method) -> ModelCompressor:
-        """Returns the compressor of one method."""
         if method.baseline is None:
             return RuleCompressor(self.bench, method)
         bench = self.bench

@@ -18,8 +18,7 @@ def running_in(
     """Yields the models themselves, or their exported files of a format while the context lasts.
 
     All are exported alike, for batches of any size, and verified against the model in eager mode. They accept the
-    images of
-    `like`, a model of a known family; the others may be of any class.
+    images of `like`, a model of a known family; the others may be of any class.
     """
     if form is None:
         yield dict(models)

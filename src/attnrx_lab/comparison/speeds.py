@@ -45,12 +45,10 @@ class Speed:
 
     @property
     def ideal(self) -> float:
-        """The speed-up that the share of the MACs predicts."""
         return 1 / self.macs_share
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         latency, (value, low, high) = self.latency, self.speedup
         return (
             self.method,
@@ -88,7 +86,6 @@ class Speeds:
     about: dict[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file."""
         describe = [
             {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
             for each in self.speeds
@@ -108,8 +105,7 @@ class Rates:
 
     Each is timed under every protocol. `runtime` is the export format whose files are timed, including the reference
     implementation's, at the precision of the first protocol; None times the models themselves, with their attention on
-    the
-    `backend` of this name (None: unchanged).
+    the `backend` of this name (None: unchanged).
     """
 
     batches: tuple[int, ...]
@@ -154,8 +150,7 @@ def compare_speeds(
     """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
 
     The uncompressed model of the bench is always timed too, as "attnrx". The results so far are saved to `out` after
-    every
-    batch size.
+    every batch size.
     """
     family = family_of(bench.model)
     library_model = family.library_model(bench.model)

@@ -43,8 +43,7 @@ def frost(images: Images, levels: Levels, draws: Draws) -> Images:
 
     The benchmark adds crops of six photographs, which are not included. This ice is generated: the ridges of a fractal
     landscape with the brightness, variety and roughness of the photographs. Its numbers are comparable between models,
-    not
-    with those of the benchmark.
+    not with those of the benchmark.
     """
     ridges = 1 - (2 * landscapes(images, 1.5, draws) - 1).abs()
     rough = (ridges - ridges.mean((2, 3), keepdim=True)) / ridges.std((2, 3), keepdim=True).clamp(min=1e-6)
@@ -62,10 +61,8 @@ def spatter(images: Images, levels: Levels, draws: Draws) -> Images:
     """Adds drops of water or mud: noise (mean, deviation), smoothed, where it is above a threshold.
 
     The last levels are the amount of it, and 0 for water. The benchmark finds the edges of drops with Canny's detector
-    and
-    measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances are those of
-    an
-    octagon.
+    and measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances are those
+    of an octagon.
     """
     mean, deviation, size, threshold, much, kind = levels
     liquid = smoothed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), size)

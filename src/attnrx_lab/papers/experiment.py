@@ -33,7 +33,6 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the data and the method, for readers of the numbers."""
         return tuple(self.record["data"]["notes"])
 
     def measure(self, rule: str, kind: str, quantity: str) -> Measure | None:
@@ -68,12 +67,10 @@ class Experiment(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the run in messages."""
         return f"{self.scenario}{' (tiny)' if self.tiny else ''}, seed {self.seed}"
 
     @property
     def place(self) -> Path:
-        """The folder of the run among all runs."""
         return Path(self.kind) / (f"{self.scenario}-tiny" if self.tiny else self.scenario) / f"seed-{self.seed}"
 
     @abstractmethod

@@ -78,7 +78,6 @@ class FusionExperiment(Experiment):
         return replace(self, tiny=True, sweeps=3)
 
     def original(self) -> nn.Module:
-        """The model itself, or its tiny stand-in."""
         if not self.tiny:
             return loaded(self.model, self.weights)
         outline = outline_of(self.model)
@@ -166,5 +165,4 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
 
 
 def _spread(ranks: Sequence[int]) -> dict[str, float | int]:
-    """Returns the mean, the median and the extremes of the ranks of one position over the layers."""
     return {"mean": fmean(ranks), "median": median(ranks), "least": min(ranks), "most": max(ranks)}

@@ -86,7 +86,6 @@ class IrrattMethod:
 
     @property
     def changes(self) -> bool:
-        """Whether it compresses anything; the original model does not."""
         return self.qk != "full" or self.vo is not None or self.mlp is not None
 
     def compression(self, spec: AttentionSpec) -> Compression:
@@ -190,7 +189,6 @@ class IrrattExperiment(Experiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self) -> nn.Module:
-        """The model itself, or its tiny stand-in."""
         return tiny_twin(outline_of(self.model), self.seed) if self.tiny else loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:

@@ -110,7 +110,6 @@ def place_rows(title: str, scenario: str, heads: int) -> tuple[Row, ...]:
 
 
 def layer_rows(title: str, scenario: str, layers: int) -> tuple[Row, ...]:
-    """Returns a row for every layer (Figure 3)."""
     return tuple(
         Row(f"{title}, layer {layer}", scenario, rule_of(FIGURE_3, f"layer-{layer}")) for layer in range(layers)
     )

@@ -116,13 +116,11 @@ class RecipeFile:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Returns the names of all recipes, e.g. `svda/table1`."""
     root = RECIPES
     return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in root.glob("*/*.py")))
 
 
 def load_recipe(name: str) -> RecipeFile:
-    """Finds a recipe by its name and reads it with its header and its expected numbers."""
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
     path = RECIPES / f"{name}.py"

@@ -27,9 +27,8 @@ class Request:
 
     `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
     the settings of its protocol: each experiment lists its own, None means unchanged. `jobs` runs that many seeds side
-    by
-    side, each in its own process. Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and
-    continue after an interruption.
+    by side, each in its own process. Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes,
+    and continue after an interruption.
     """
 
     only: str | Sequence[str] | None = None
@@ -53,7 +52,6 @@ class Request:
 
     @property
     def scenarios(self) -> tuple[str, ...]:
-        """The scenarios requested; empty for all."""
         if self.only is None:
             return ()
         return (self.only,) if isinstance(self.only, str) else tuple(self.only)
@@ -65,7 +63,6 @@ class Request:
         return (own.as_tiny() if self.tiny else own).changed(changes)
 
     def place(self, experiment: Experiment) -> Path:
-        """The folder of one run."""
         return Path(self.folder) / experiment.place
 
 

@@ -68,7 +68,6 @@ class TokenMethod:
 
     @property
     def learned(self) -> bool:
-        """Whether it has predictors."""
         policy = self.policy(4)
         return policy is not None and policy.reducer.learned
 
@@ -137,7 +136,6 @@ class SmallOriginal:
     seed: int = 0
 
     def build(self, scale: Normalization | None = None) -> nn.Module:
-        """Returns a new model for images of this normalization."""
         taught = ("epochs", "batch_size", "learning_rate")
         facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in taught}
         if scale is not None:
@@ -258,7 +256,6 @@ class SpotExperiment(Experiment):
 
     @property
     def name(self) -> str:
-        """The name of the run in messages."""
         return f"{self.subject}{' (tiny)' if self.tiny else ''}, {self.method.name}, seed {self.seed}"
 
     @property
@@ -275,12 +272,10 @@ class SpotExperiment(Experiment):
 
     @property
     def made(self) -> bool:
-        """Whether the original is trained here."""
         return self.tiny or self.model is None
 
     @property
     def original(self) -> SmallOriginal:
-        """The training of the original, if it is trained here."""
         return TINY if self.tiny else self.small
 
     def outline(self) -> nn.Module:
@@ -299,7 +294,6 @@ class SpotExperiment(Experiment):
         )
 
     def pretrained(self) -> nn.Module:
-        """Loads the pre-trained original."""
         assert self.model is not None
         if self.weights is None and self.model.startswith("lvvit:"):
             raise InvalidInput(

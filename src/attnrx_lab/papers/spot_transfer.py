@@ -50,8 +50,7 @@ class SpotTransferExperiment(Experiment):
 
     `check` is the text of the check with its options. A candidate is NAME=POLICY, or NAME=POLICY=FOLDER of its trained
     model; for a policy with a predictor but no folder, only the costs are computed. Costs are those of the model itself
-    in
-    closed form, also if `tiny` measures a tiny one on generated images.
+    in closed form, also if `tiny` measures a tiny one on generated images.
     """
 
     kind: ClassVar[str] = "spot-transfer"
@@ -95,13 +94,11 @@ class SpotTransferExperiment(Experiment):
         return replace(self, tiny=True, test_images=16)
 
     def original(self) -> nn.Module:
-        """The model, or its tiny replacement, which has a class token too."""
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
         return loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:
-        """The data at the size and with the normalization of the model."""
         if self.tiny:
             own = generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
         else:

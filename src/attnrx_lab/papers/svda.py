@@ -111,7 +111,6 @@ class SvdaExperiment(Experiment):
         return replace(self, compile=torch.cuda.is_available())
 
     def splits(self) -> Splits:
-        """Loads the data, or generates it."""
         if self.tiny:
             channels = SCENARIOS[self.dataset].get("channels", 3)
             return generated_splits(self.dataset, channels, TINY_CLASSES, TINY_MODEL["image_size"])

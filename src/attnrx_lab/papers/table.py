@@ -97,7 +97,6 @@ class ReproducedTable:
 
     @property
     def off(self) -> tuple[Cell, ...]:
-        """The cells at protocol that contradict the paper's number."""
         return tuple(cell for cell in self.cells if cell.verdict == OFF)
 
     def cell(self, row: str, column: str) -> Cell | None:
@@ -105,7 +104,6 @@ class ReproducedTable:
         return next((cell for cell in self.cells if (cell.row, cell.column) == (row, column)), None)
 
     def to_records(self) -> dict[str, Any]:
-        """Returns everything as JSON-ready values."""
         return {
             "kind": KIND,
             "schema": SCHEMA,

@@ -99,8 +99,7 @@ class Sweep:
     """The words of a command of attnrx, in which {AXIS} is replaced by a value of that axis and {out} by a folder.
 
     A word that is {AXIS} alone becomes all the words of the value. Literal braces are doubled: {{share}} in a command
-    is the
-    {share} of a rule. Values are inserted unchanged.
+    is the {share} of a rule. Values are inserted unchanged.
     """
 
     command: Words

@@ -161,7 +161,6 @@ class SweepStudy:
         return tuple(map(_state, last.values()))
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of jobs in every state."""
         found = [state.state for state in self.states()]
         return {state: found.count(state) for state in STATES}
 

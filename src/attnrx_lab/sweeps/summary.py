@@ -33,7 +33,6 @@ class Mean:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The number and its interval as text."""
         return quantity(self.value, self.unit, self.low, self.high), interval(self.low, self.high)
 
 
@@ -63,7 +62,6 @@ class SweepSummary:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the numbers."""
         return tuple(dict.fromkeys(mean.metric for mean in self.means))
 
     def lines(self) -> list[tuple[tuple[str, ...], tuple[Mean | None, ...]]]:
@@ -85,7 +83,6 @@ class SweepSummary:
         return (*self.axes, "seeds", *self.metrics), rows
 
     def to_markdown(self) -> str:
-        """Returns the table as Markdown."""
         columns, rows = self.table()
         lines = [columns, ("---",) * len(columns), *rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
