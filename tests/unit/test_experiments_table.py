@@ -18,7 +18,7 @@ LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)
 RECIPE = Recipe("a table", (Row("ten", "cifar10", "rho-0.90"),), (LOST, KEPT), (SvdaExperiment("cifar10"),))
 HEADER = {"Paper": "A paper.", "Table": "3", "Not stated": "the optimizer"}
-FILE = RecipeFile("paper/table", Path("table.py"), HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
+FILE = RecipeFile("paper/table", HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
 
 
 def run(seed: int, change: float, notes: Sequence[str] = ()) -> Run:
@@ -80,7 +80,7 @@ def test_deviations_of_another_scenario_do_not_count():
 def test_exact_quantities_are_compared_at_any_protocol_of_the_same_shapes(same_shapes: bool, verdict: str):
     column = Column("lost", "lost", "refit", "accuracy_change", "%", exact=True)
     recipe = Recipe("a table", RECIPE.rows, (column,), RECIPE.protocol)
-    file = RecipeFile("paper/table", Path("table.py"), HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
+    file = RecipeFile("paper/table", HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
     made = make_table(file, {"cifar10": [run(42, 49.6)]}, {"cifar10": ["4 epochs"]}, same_shapes)
     cell = made.cell("ten", "lost")
     assert cell is not None and cell.verdict == verdict

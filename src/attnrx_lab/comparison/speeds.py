@@ -1,10 +1,12 @@
 """The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,16 +14,15 @@ from torch import nn
 
 from attnrx.api import diagnose
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.data import Normalization, from_tensors
+from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.errors import InvalidInput
-from attnrx.exporting import Format
+from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.models import family_of, use_backend
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
-from attnrx_lab.comparison.comparing import Unreached, points
+from attnrx_lab.comparison.comparing import Unreached, markdown_table, points
 from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
-from attnrx_lab.comparison.runtimes import running_in
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class Speeds:
 
     def to_markdown(self) -> str:
         """Returns a table: one line for every method and batch size."""
-        lines = [f"| {' | '.join(SPEED_COLUMNS)} |", "|" + "---|" * len(SPEED_COLUMNS)]
-        return "\n".join((*lines, *(f"| {' | '.join(each.cells)} |" for each in self.speeds)))
+        return markdown_table(SPEED_COLUMNS, [each.cells for each in self.speeds])
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def compare_speeds(
     found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
     models = {"": library_model, **{key: each[-1] for key, each in made.items()}}
     precision = rates.protocols[0].conditions.precision
-    with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
+    with _running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
@@ -189,3 +189,23 @@ def _made(
                 log(f"{point.method} {point.cells[2]}: left out")
             else:
                 yield method.name, point[0], compressor.costs(point[0]).macs / before.macs, compressor.make(point[0])
+
+
+@contextmanager
+def _running_in(
+    form: Format | None, models: Mapping[str, nn.Module], like: nn.Module, precision: str, calibration: ImageSet
+) -> Iterator[dict[str, nn.Module]]:
+    """Yields the models themselves, or their exported files of a format while the context lasts.
+
+    All are exported alike, for batches of any size, and verified against the model in eager mode. They accept the
+    images of `like`, a model of a known family; the others may be of any class.
+    """
+    if form is None:
+        yield dict(models)
+        return
+    subject = ExportSubject.of(like, form, precision=precision, calibration=calibration)
+    with TemporaryDirectory() as folder:
+        yield {
+            name: write_exported(bare_subject(model, subject), Path(folder) / f"{index}{form.suffix}", form)
+            for index, (name, model) in enumerate(models.items())
+        }

@@ -50,12 +50,6 @@ class Request:
         knobs = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: value for name, value in options.items() if name in own}, knobs=knobs)
 
-    @property
-    def scenarios(self) -> tuple[str, ...]:
-        if self.only is None:
-            return ()
-        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
-
     def experiment(self, protocol: Experiment, seed: int) -> Experiment:
         """The protocol's experiment for one seed, changed as requested."""
         own = protocol.seeded(seed).here()
@@ -89,10 +83,10 @@ def reproduce(name: str, *, reporter: Reporter | None = None, log: Log = no_log,
 
 def _chosen(file: RecipeFile, request: Request) -> list[Experiment]:
     known = [protocol.scenario for protocol in file.recipe.protocol]
-    for scenario in request.scenarios:
+    wanted = (request.only,) if isinstance(request.only, str) else request.only or known
+    for scenario in wanted:
         if scenario not in known:
             raise UnknownName(f"scenario of the recipe {file.name}", scenario, known)
-    wanted = request.scenarios or known
     return [protocol for protocol in file.recipe.protocol if protocol.scenario in wanted]
 
 
