@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +25,10 @@ from attnrx.reports import AttentionSamples, ReportContent, TradeOffPoint, sampl
 from attnrx.rules import EnergyRetention
 from attnrx.training import Reporter, TrainingConfig, TrainingRun, train
 from attnrx_lab.checks import Robustness
-from attnrx_lab.papers.experiment import Measure, measures
+from attnrx_lab.papers.experiment import measures
 from attnrx_lab.papers.svda import KINDS, realized
 
-STEPS = 400  # for datasets that are not listed here, in whole epochs
+STEPS = 400  # of a dataset other than the digits, in whole epochs
 MOST_PATCH = 16
 
 RHO = 0.90
@@ -44,53 +44,31 @@ LEAST_AGREEMENT = 95.0  # % of the test images
 EXACT = 1e-4  # float32 logits of the exact compression and of the mask, relative
 
 
-@dataclass(frozen=True)
-class ShortTraining:
-    """The training of a dataset for a demonstration.
-
-    The strengths start at `strength` and learn `strength_factor` times faster than the other weights. With a start of 1
-    and the common rate, they would hardly spread in so few steps: every rule would remove what energy retention removes
-    of equal strengths, and attention would be almost uniform. The SVDA paper does not state where its strengths start
-    or how fast they learn.
-    """
-
-    epochs: int | None = None
-    batch_size: int = 128
-    learning_rate: float = 1e-3
-    strength: float = 4.0
-    strength_factor: float = 20.0
-    precision: Literal["bf16", "fp32"] = "bf16"
-
-    def config(self, splits: Splits, seed: int, epochs: int | None = None) -> TrainingConfig:
-        """Returns the training, of this many epochs if requested."""
-        batch = min(self.batch_size, len(splits.train))
-        budget = max(1, round(STEPS / (len(splits.train) // batch)))
-        return TrainingConfig(
-            epochs=epochs or self.epochs or budget,
-            batch_size=batch,
-            learning_rate=self.learning_rate,
-            strength_init=self.strength,
-            strength_learning_rate=self.strength_factor,
-            precision=self.precision,
-            seed=seed,
-            checkpoint_every=100,
-        )
-
-    @property
-    def description(self) -> str:
-        """A note on the training, for readers of the results."""
-        return (
-            f"a short training made to show something: strengths start at {self.strength:g} and learn "
-            f"{self.strength_factor:g} times faster than the other weights, so that they spread; "
-            "the SVDA paper trains for many more epochs, and does not state how its strengths start"
-        )
+# Of the strengths. With a start of 1 and the common rate they would hardly spread in so few steps: every rule would
+# remove what energy retention removes of equal strengths, and attention would be almost uniform.
+START, FACTOR = 4.0, 20.0
+DESCRIPTION = (
+    f"a short training made to show something: strengths start at {START:g} and learn {FACTOR:g} times faster than the "
+    "other weights, so that they spread; the SVDA paper trains for many more epochs, and does not state how its "
+    "strengths start"
+)
 
 
-SHORT_TRAININGS = {"digits": ShortTraining(epochs=30, batch_size=32, learning_rate=2e-3, precision="fp32")}
-
-
-def short_training(splits: Splits) -> ShortTraining:
-    return SHORT_TRAININGS.get(splits.name, ShortTraining())
+def short_training(splits: Splits, seed: int, epochs: int | None = None) -> TrainingConfig:
+    """Returns the training of a dataset for a demonstration, of this many epochs if requested."""
+    digits = splits.name == "digits"
+    batch = min(32 if digits else 128, len(splits.train))
+    usual = 30 if digits else max(1, round(STEPS / (len(splits.train) // batch)))
+    return TrainingConfig(
+        epochs=epochs or usual,
+        batch_size=batch,
+        learning_rate=2e-3 if digits else 1e-3,
+        strength_init=START,
+        strength_learning_rate=FACTOR,
+        precision="fp32" if digits else "bf16",
+        seed=seed,
+        checkpoint_every=100,
+    )
 
 
 def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
@@ -99,9 +77,9 @@ def small_model(splits: Splits, seed: int) -> tuple[str, nn.Module]:
     shape = {"channels": splits.channels, "classes": len(splits.class_names), "image_size": splits.image_size}
     if splits.name in SCENARIOS and SCENARIOS[splits.name].get("image_size", 32) == splits.image_size:
         name = f"svda:{splits.name}"
-        return name, build_model(name, seed=seed, **scale, **shape)
-    name = "svda:cifar10"
-    return name, build_model(name, seed=seed, patch_size=patch_size(splits.image_size), **scale, **shape)
+    else:
+        name, shape["patch_size"] = "svda:cifar10", patch_size(splits.image_size)
+    return name, build_model(name, seed=seed, **scale, **shape)
 
 
 def patch_size(side: int) -> int:
@@ -162,8 +140,21 @@ class Subject:
             for kind in KINDS:
                 compared = replace(self.comparison, candidate=self._realized(prescription, kind))
                 found = measures(Evidence((*Accuracy(None)(compared), *Fidelity()(compared), *Costs()(compared)), {}))
-                points.append(_point(rho, kind, prescription, found))
-                rows += [_row(kind, found)] if rho == RHO else []
+                change, discrepancy = found["accuracy_change"], found["discrepancy_to_original"]
+                point = TradeOffPoint(
+                    rho=rho,
+                    kind=kind,
+                    removed_share=prescription.removed_share,
+                    discrepancy=discrepancy["value"],
+                    accuracy_change=change["value"],
+                    accuracy_interval=(change["low"], change["high"]),
+                    discrepancy_interval=(discrepancy["low"], discrepancy["high"]),
+                )
+                points.append(point)
+                if rho == RHO:
+                    names = ("params_down", "macs_down", "discrepancy_to_original", "agreement_to_original")
+                    values = [found[name]["value"] for name in names]
+                    rows.append(DemoRow(kind, *values, *(change[end] for end in ("value", "low", "high"))))
         return tuple(points), tuple(rows)
 
     def verified(self, about: Mapping[str, Any]) -> Evidence:
@@ -197,26 +188,16 @@ class Subject:
         """The master law, mask == compress, on the test images."""
         found = self._distance("exact", self.realizations["mask"])
         claim = "the exact compression answers as the mask does, to the rounding of float32"
-        return replace(
-            found,
-            check="exactness",
-            claim=claim,
-            **judged(found.value, EXACT, (found.low, found.high), found.n, at_least=False),
-        )
+        outcome = judged(found.value, EXACT, (found.low, found.high), found.n, at_least=False)
+        return replace(found, check="exactness", claim=claim, **outcome)
 
     def _refit_helps(self) -> Finding:
         refit, renormalized = (self._distance(kind, self.model).value for kind in ("refit", "renormalized"))
         ratio = refit / renormalized if renormalized else 1.0
         claim = "refit is no farther from the original than renormalized, at the same cost"
         details = {"quantity": "discrepancy ratio", "refit": refit, "renormalized": renormalized}
-        return Finding(
-            "refit",
-            claim,
-            ratio,
-            "x",
-            **judged(ratio, 1.0, n=len(self.comparison.data), at_least=False),
-            details=details,
-        )
+        outcome = judged(ratio, 1.0, n=len(self.comparison.data), at_least=False)
+        return Finding("refit", claim, ratio, "x", **outcome, details=details)
 
     def _distance(self, kind: str, reference: nn.Module) -> Finding:
         compared = replace(self.comparison, candidate=self.realizations[kind], reference=reference)
@@ -248,33 +229,6 @@ class Subject:
 
 def _most(images: ImageSet, count: int) -> ImageSet:
     return images if len(images) <= count else images.take(count)
-
-
-def _point(rho: float, kind: str, prescription: Prescription, found: Mapping[str, Measure]) -> TradeOffPoint:
-    change, discrepancy = found["accuracy_change"], found["discrepancy_to_original"]
-    return TradeOffPoint(
-        rho=rho,
-        kind=kind,
-        removed_share=prescription.removed_share,
-        discrepancy=discrepancy["value"],
-        accuracy_change=change["value"],
-        accuracy_interval=(change["low"], change["high"]),
-        discrepancy_interval=(discrepancy["low"], discrepancy["high"]),
-    )
-
-
-def _row(kind: str, found: Mapping[str, Measure]) -> DemoRow:
-    change = found["accuracy_change"]
-    return DemoRow(
-        kind=kind,
-        params_down=found["params_down"]["value"],
-        macs_down=found["macs_down"]["value"],
-        discrepancy=found["discrepancy_to_original"]["value"],
-        agreement=found["agreement_to_original"]["value"],
-        accuracy_change=change["value"],
-        low=change["low"],
-        high=change["high"],
-    )
 
 
 @dataclass(frozen=True)
@@ -314,18 +268,18 @@ def demo(
 
     stage("loading the data")
     splits = data if isinstance(data, Splits) else load_data(data)
-    short = short_training(splits)
+    training = short_training(splits, seed, epochs)
     name, model = small_model(splits, seed)
     stage(f"training {name} on {len(splits.train):,} images of {splits.name}")
     place = folder / "train" / splits.name.replace("/", "-")
-    trained = train(model, splits, short.config(splits, seed, epochs), place, reporter=reporter)
+    trained = train(model, splits, training, place, reporter=reporter)
     stage("diagnosing")
     subject = Subject.of(load(place), splits, seed)  # as it was saved: on the CPU
     subject.diagnosis.save(folder / "diagnosis.json")
     stage("prescribing and realizing over rho")
     points, rows = subject.trade_off(RHOS)
     stage("verifying the refit compression against controls, bounds and corrupted images")
-    about: dict[str, Any] = {"model": name, "training": short.description, "epochs": len(trained.history)}
+    about: dict[str, Any] = {"model": name, "training": DESCRIPTION, "epochs": len(trained.history)}
     evidence = subject.verified(about)
     stage("saving")
     model_folder = save(subject.candidate, folder / "model", prescription=subject.prescription, evidence=evidence)
@@ -335,7 +289,7 @@ def demo(
     about |= {
         "data": splits.name,
         "classes": len(splits.class_names),
-        "batch size": short.batch_size,
+        "batch size": training.batch_size,
         "seed": seed,
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in ("attnrx", "torch")},

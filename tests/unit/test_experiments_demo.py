@@ -72,7 +72,7 @@ def test_patches_suit_the_image():
 
 def test_any_other_dataset_gets_a_budget_of_steps_and_the_compact_model_of_its_shape():
     other = generated_splits("flowers", 1, 4, 8)
-    config = short_training(other).config(other, seed=1)
+    config = short_training(other, seed=1)
     assert config.batch_size == len(other.train) and config.epochs == 400
     name, model = small_model(other, seed=1)
     images = next(iter(other.test.batches(3))).images

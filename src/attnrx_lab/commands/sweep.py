@@ -177,7 +177,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx_lab.commands.sweep import PRELOAD, require_command, run_command
     from attnrx_lab.sweeps import JobWorkers, SweepStudy, threads_each
 
     if arguments.store is None:

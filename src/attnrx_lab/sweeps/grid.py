@@ -108,7 +108,8 @@ class Sweep:
     def __post_init__(self):
         if not self.command or not all(self.grid.values()):
             raise InvalidInput(f"a sweep has a command and at least one value for every axis: {FORM}.")
-        used = {name for word in self.command for name in re.findall(r"\{(\w+)\}", _without_doubles(word))}
+        text = " ".join(self.command).replace("{{", "").replace("}}", "")  # doubled braces are literal
+        used = set(re.findall(r"\{(\w+)\}", text))
         for name in used - self.grid.keys() - {OUT}:
             raise UnknownName(
                 f"axis in the command (braces of its own are doubled, {{{{{name}}}}})", name, [*self.grid, OUT]
@@ -147,7 +148,10 @@ class Sweep:
             raise InvalidInput(f"the axes have {count:,} combinations; a sweep has at most {MOST_JOBS:,} jobs.")
         chosen = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return tuple(
-            Job(tuple(word for part in self.command for word in _filled(part, values)), _labels(values))
+            Job(
+                tuple(word for part in self.command for word in _filled(part, values)),
+                {name: value.label for name, value in values.items()},
+            )
             for values in chosen
         )
 
@@ -171,14 +175,6 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
 def _words(value: Any) -> Words:
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple("true" if part is True else "false" if part is False else str(part) for part in parts)
-
-
-def _labels(values: Mapping[str, Value]) -> dict[str, Label]:
-    return {name: value.label for name, value in values.items()}
-
-
-def _without_doubles(word: str) -> str:
-    return word.replace("{{", "").replace("}}", "")
 
 
 def _filled(word: str, values: Mapping[str, Value]) -> Words:
