@@ -81,9 +81,9 @@ class Robustness(Check):
 
     def _means(self, before: Right, after: Right, seed: int) -> list[Finding]:
         """Returns the means; the last is over everything, and may be a claim."""
-        parts = self._parts()
-        limits = [None] * (len(parts) - 1) + [self.most_drop]
-        return [_mean(part, before, after, limit, seed) for part, limit in zip(parts, limits, strict=True)]
+        *parts, whole = self._parts()
+        means = [_mean(part, before, after, None, seed) for part in parts]
+        return [*means, _mean(whole, before, after, self.most_drop, seed)]
 
     def _parts(self) -> list[Part]:
         """Returns the groups to average over: everything and, where they differ, its common part and each severity."""

@@ -28,13 +28,10 @@ LEARNED = tuple(f"{name}={name}:0.7@{STAGES}" for name in ("spot", "dynamicvit",
 TINY_VIT = "timm:vit_tiny_patch16_224"
 
 
-def spot(stages: str = STAGES) -> tuple[str, ...]:
-    """SPOT with a keep ratio of 0.7 before three layers."""
-    return (f"spot=spot:0.7@{stages}",)
-
+SPOT, SPOT_DEEP = (f"spot=spot:0.7@{STAGES}",), (f"spot=spot:0.7@{DEEP_STAGES}",)
 
 DEIT_TINY = {
-    dataset: SpotTransferExperiment(f"deit_tiny-{dataset}", "timm:deit_tiny_patch16_224", dataset, PROBE, spot())
+    dataset: SpotTransferExperiment(f"deit_tiny-{dataset}", "timm:deit_tiny_patch16_224", dataset, PROBE, SPOT)
     for dataset in ("cifar100", "food101", "dtd", "eurosat")
 }
 VIT_TINY = {
@@ -42,12 +39,13 @@ VIT_TINY = {
     for dataset in ("cifar10", "tiny_imagenet")
 }
 ROBUST = {
-    "deit_tiny": SpotTransferExperiment("deit_tiny-c", "timm:deit_tiny_patch16_224", "imagenet-1k", CORRUPTED, spot()),
-    "deit_small": SpotTransferExperiment(
-        "deit_small-c", "timm:deit_small_patch16_224", "imagenet-1k", CORRUPTED, spot()
-    ),
-    "lvvit_t": SpotTransferExperiment("lvvit_t-c", "lvvit:t", "imagenet-1k", CORRUPTED, spot()),
-    "lvvit_s": SpotTransferExperiment("lvvit_s-c", "lvvit:s", "imagenet-1k", CORRUPTED, spot(DEEP_STAGES)),
+    name: SpotTransferExperiment(f"{name}-c", model, "imagenet-1k", CORRUPTED, candidates)
+    for name, model, candidates in (
+        ("deit_tiny", "timm:deit_tiny_patch16_224", SPOT),
+        ("deit_small", "timm:deit_small_patch16_224", SPOT),
+        ("lvvit_t", "lvvit:t", SPOT),
+        ("lvvit_s", "lvvit:s", SPOT_DEEP),
+    )
 }
 ROBUST_VIT_TINY = replace(
     VIT_TINY["cifar10"],
