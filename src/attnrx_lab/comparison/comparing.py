@@ -29,7 +29,7 @@ from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx_lab.baselines import ModelCompressor
-from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
+from attnrx_lab.comparison.methods import Method, MethodBench
 
 COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
@@ -206,9 +206,9 @@ def compare_methods(
             f"{len(methods)} methods at the shares {shares} and the MACs {targets}: give at least one method "
             "and one share of either, shares in (0, 1]."
         )
-    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    before = family_of(bench.model).costs(bench.model)
     for method in methods:
-        makers.of(method)  # invalid methods are refused before anything is measured
+        bench.compressor(method)  # invalid methods are refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
     about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels)}
@@ -218,7 +218,7 @@ def compare_methods(
     found = Trials((), correct, about)
     results: list[ImageResults] = []
     for method in methods:
-        compressor = makers.of(method)
+        compressor = bench.compressor(method)
         for point in points(method, compressor, before, shares, targets):
             if isinstance(point, Unreached):
                 found = replace(found, unreached=(*found.unreached, point))

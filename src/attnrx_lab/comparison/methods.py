@@ -93,6 +93,16 @@ class MethodBench:
     seed: int = 0
     batch_size: int = 64
 
+    def compressor(self, method: Method) -> ModelCompressor:
+        """Returns the compressor of one method; baselines share their calibration statistics."""
+        if method.baseline is None:
+            return RuleCompressor(self, method)
+        return make_baseline(self.model, method.baseline, method.maps, self.calibration, self._statistics)
+
+    @cached_property
+    def _statistics(self) -> MapStatistics:
+        return MapStatistics(self.model, map_addresses(self.model), self.calibration, min(self.batch_size, 32))
+
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
         return {
             "diagnosis": dict(self.diagnosis.about),
@@ -142,21 +152,3 @@ class RuleCompressor(ModelCompressor):
             family = family_of(candidate)
             realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
         return candidate
-
-
-class Compressors:
-    """The compressors of a bench; baselines share their calibration statistics."""
-
-    def __init__(self, bench: MethodBench):
-        self.bench = bench
-
-    def of(self, method: Method) -> ModelCompressor:
-        if method.baseline is None:
-            return RuleCompressor(self.bench, method)
-        bench = self.bench
-        return make_baseline(bench.model, method.baseline, method.maps, bench.calibration, self._statistics)
-
-    @cached_property
-    def _statistics(self) -> MapStatistics:
-        bench = self.bench
-        return MapStatistics(bench.model, map_addresses(bench.model), bench.calibration, min(bench.batch_size, 32))

@@ -22,7 +22,7 @@ from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
 from attnrx_lab.comparison.comparing import Unreached, markdown_table, points
-from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
+from attnrx_lab.comparison.methods import Method, MethodBench
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def compare_speeds(
 def _made(
     bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log
 ) -> Iterator[tuple[str, float, float, nn.Module]]:
-    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    before = family_of(bench.model).costs(bench.model)
     for method in methods:
-        compressor = makers.of(method)
+        compressor = bench.compressor(method)
         for point in points(method, compressor, before, rates.shares, rates.macs):
             if isinstance(point, Unreached):
                 log(f"{point.method} {point.cells[2]}: left out")
