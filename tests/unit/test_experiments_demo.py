@@ -10,7 +10,7 @@ from attnrx.evidence import Evidence
 from attnrx.models import model_fingerprint
 from attnrx.training import Silent
 from attnrx_lab.demo import DemoResult, demo, patch_size, short_training, small_model
-from attnrx_lab.papers.models_and_data import generated_splits
+from attnrx_lab.papers.sources import generated_splits
 
 # Under the name of the digits, so that the small model of theirs is trained.
 SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")

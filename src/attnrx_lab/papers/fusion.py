@@ -19,8 +19,8 @@ from attnrx.rules.metrics import JointForm
 from attnrx.serialization.storage import file_sha256, read_tensors, write_tensors
 from attnrx.shapes import Float, Tensor
 from attnrx.training import Reporter
+from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import Experiment, Run, plain_measures
-from attnrx_lab.papers.models_and_data import MODEL_KNOBS, loaded, outline_of, tiny_twin
 
 CORRECTIONS = 100  # sweeps of the correction, at most
 DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
@@ -57,7 +57,7 @@ class FusionExperiment(Experiment):
     kind: ClassVar[str] = "irratt-fusion"
     format: ClassVar[str] = "attnrx fusion run"
     tiny_note: ClassVar[str] = "a tiny model with random weights; these numbers show that the recipe runs"
-    knobs: ClassVar[Mapping[str, str]] = MODEL_KNOBS
+    knobs: ClassVar[Mapping[str, str]] = sources.MODEL_KNOBS
 
     subject: str
     model: str
@@ -79,9 +79,9 @@ class FusionExperiment(Experiment):
 
     def original(self) -> nn.Module:
         if not self.tiny:
-            return loaded(self.model, self.weights)
-        outline = outline_of(self.model)
-        return tiny_twin(outline, self.seed, len(family_of(outline).attention(outline)))
+            return sources.loaded(self.model, self.weights)
+        outline = sources.outline_of(self.model)
+        return sources.tiny_twin(outline, self.seed, len(family_of(outline).attention(outline)))
 
     def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
         """Decomposes every layer at every share; fusions.safetensors holds the matrices."""

@@ -21,6 +21,7 @@ from attnrx.progress import Log
 from attnrx.serialization.config import to_dict
 from attnrx.spec import AttentionSpec
 from attnrx.training import Reporter, TrainingConfig, train
+from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     Experiment,
     comparison_with,
@@ -29,17 +30,6 @@ from attnrx_lab.papers.experiment import (
     measured_with,
     measures,
     plain_measures,
-)
-from attnrx_lab.papers.models_and_data import (
-    DATA_KNOBS,
-    MODEL_KNOBS,
-    TINY_CLASSES,
-    TINY_SIDE,
-    data_for,
-    generated_splits,
-    loaded,
-    outline_of,
-    tiny_twin,
 )
 
 # timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
@@ -153,8 +143,8 @@ class IrrattExperiment(Experiment):
         "runs, and nothing else; the compression ratios (CR) are exact"
     )
     knobs: ClassVar[Mapping[str, str]] = {
-        **MODEL_KNOBS,
-        **DATA_KNOBS,
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
         "epochs": "{own} epochs of fine-tuning instead of {protocol}",
         "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
         "calibration_images": "{own} calibration images instead of {protocol}",
@@ -189,14 +179,16 @@ class IrrattExperiment(Experiment):
         return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
 
     def original(self) -> nn.Module:
-        return tiny_twin(outline_of(self.model), self.seed) if self.tiny else loaded(self.model, self.weights)
+        if self.tiny:
+            return sources.tiny_twin(sources.outline_of(self.model), self.seed)
+        return sources.loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:
         """Loads the data at the size and on the scale of the model, or generates it."""
         if self.tiny:
-            own = generated_splits(self.subject, 3, TINY_CLASSES, TINY_SIDE)
+            own = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
         else:
-            own = data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
         return adapt_preprocessing(own, model)
 
     def training(self) -> TrainingConfig:
@@ -242,7 +234,7 @@ class IrrattExperiment(Experiment):
             compared = replace(comparison, candidate=placed)
             return Evidence((*Accuracy(most_drop=None)(compared), *Fidelity()(compared)), about)
 
-        outline, rules, notes = outline_of(self.model), {}, [*splits.notes, *NOTES]
+        outline, rules, notes = sources.outline_of(self.model), {}, [*splits.notes, *NOTES]
         for method in self.methods:
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
             if not method.by_training:

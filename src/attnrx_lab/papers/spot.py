@@ -24,6 +24,7 @@ from attnrx.realization import realize_tokens_
 from attnrx.serialization.config import to_dict
 from attnrx.tokens import Random, TokenPolicy, parse_policy
 from attnrx.training import Reporter, TrainingConfig, train
+from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     Experiment,
     alone,
@@ -33,14 +34,6 @@ from attnrx_lab.papers.experiment import (
     measured_with,
     measures,
     plain_measures,
-)
-from attnrx_lab.papers.models_and_data import (
-    DATA_KNOBS,
-    MODEL_KNOBS,
-    data_for,
-    generated_splits,
-    loaded,
-    outline_of,
 )
 
 DEVIATION = 0.02  # of the weights of attnrx models, by default
@@ -228,8 +221,8 @@ class SpotExperiment(Experiment):
         "and nothing else; MACs and tokens are exact"
     )
     knobs: ClassVar[Mapping[str, str]] = {
-        **MODEL_KNOBS,
-        **DATA_KNOBS,
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
         "epochs": "{own} epochs of fine-tuning instead of {protocol}",
         "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
         "test_images": "measured on {own} test images instead of {protocol}",
@@ -280,13 +273,13 @@ class SpotExperiment(Experiment):
 
     def outline(self) -> nn.Module:
         """The shapes of the model whose costs are computed, which a tiny run does not change."""
-        return self.small.outline() if self.model is None else outline_of(self.model)
+        return self.small.outline() if self.model is None else sources.outline_of(self.model)
 
     def splits(self) -> Splits:
         """Loads the data at the size of the model, or generates it."""
         if self.tiny:
-            return generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
-        splits = data_for(self.outline(), self.dataset, (self.label_column, self.test_column))
+            return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
+        splits = sources.data_for(self.outline(), self.dataset, (self.label_column, self.test_column))
         return replace(
             splits,
             validation=first_images(splits.validation, self.validation_images),
@@ -300,7 +293,7 @@ class SpotExperiment(Experiment):
                 f"{self.model} has no weights of its own, and {self.name} needs a trained original; give the published "
                 "file with --weights."
             )
-        return loaded(self.model, self.weights)
+        return sources.loaded(self.model, self.weights)
 
     def training(self, teacher: str) -> TrainingConfig:
         """The fine-tuning, with the original as the teacher."""

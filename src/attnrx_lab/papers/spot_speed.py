@@ -21,7 +21,7 @@ from attnrx_lab.papers.experiment import (
     plain_measure,
     plain_measures,
 )
-from attnrx_lab.papers.models_and_data import outline_of
+from attnrx_lab.papers.sources import outline_of
 from attnrx_lab.papers.spot import SMALL, TINY, SmallOriginal, TokenMethod, token_price
 
 WARMUP = 2  # rounds that do not count

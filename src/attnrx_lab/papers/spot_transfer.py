@@ -1,6 +1,6 @@
 """Tables 4 and 5 of the SPOT paper: a model and its candidates, on other datasets and on corrupted images."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from attnrx.serialization.config import to_dict
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer
+from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     Experiment,
     Measure,
@@ -28,14 +29,6 @@ from attnrx_lab.papers.experiment import (
     interval_measure,
     measured_with,
     plain_measure,
-)
-from attnrx_lab.papers.models_and_data import (
-    DATA_KNOBS,
-    MODEL_KNOBS,
-    data_for,
-    generated_splits,
-    loaded,
-    outline_of,
 )
 
 BATCH = 50  # images at a time, for measuring
@@ -60,8 +53,8 @@ class SpotTransferExperiment(Experiment):
         "nothing else; the GFLOPS are exact"
     )
     knobs: ClassVar[Mapping[str, str]] = {
-        **MODEL_KNOBS,
-        **DATA_KNOBS,
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
         "check": "measured by {own} instead of {protocol}",
         "candidates": "the candidates {own} instead of {protocol}",
         "test_images": "measured on {own} test images",
@@ -96,13 +89,13 @@ class SpotTransferExperiment(Experiment):
     def original(self) -> nn.Module:
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
-        return loaded(self.model, self.weights)
+        return sources.loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:
         if self.tiny:
-            own = generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
+            own = sources.generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
         else:
-            own = data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
         return adapt_preprocessing(own, model)
 
     def made(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -132,26 +125,23 @@ class SpotTransferExperiment(Experiment):
         model = self.original()
         splits, made = self.splits(model), self.made(model)
         self.claim(folder)
-        comparison = comparison_with(
-            model, first_images(splits.test, self.test_images), seed=self.seed, batch_size=BATCH
-        )
-        log(f"{self.name}: {self.check} of {', '.join(made)} on {len(comparison.data):,} images")
+        test = first_images(splits.test, self.test_images)
+        comparison = comparison_with(model, test, seed=self.seed, batch_size=BATCH)
+        log(f"{self.name}: {self.check} of {', '.join(made)} on {len(test):,} images")
         rules = self._priced()
         for name, found in self._evidence(splits, made, comparison, folder).items():
-            numbers = _measures(found.findings)
-            rules[name]["measured"] = numbers[name != ORIGINAL]
-            rules[ORIGINAL]["measured"] = numbers[False]
+            rules[ORIGINAL]["measured"], rules[name]["measured"] = _measures(found.findings)
         missing = [name for name, _, _ in map(candidate_parts, self.candidates) if name not in made]
         notes = [*splits.notes, *(f"{name} is priced and not measured: it must be trained" for name in missing)]
         return {
-            "data": {"name": splits.name, "test": comparison.data.fingerprint, "notes": notes},
+            "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
             "rules": rules,
             "measured_with": measured_with(),
         }
 
     def _priced(self) -> dict[str, dict[str, Any]]:
         """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
-        outline = outline_of(self.model)
+        outline = sources.outline_of(self.model)
         family = family_of(outline)
         policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}
         policies |= {name: policy for name, policy, _ in map(candidate_parts, self.candidates)}
@@ -191,13 +181,12 @@ def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
     return name, parse_policy(f"{policy}@{stages}"), folder or None
 
 
-def _measures(findings: tuple[Finding, ...]) -> dict[bool, dict[str, Measure]]:
-    """Returns accuracy and change of the reference (False) and of the candidate (True): of the mean over everything."""
+def _measures(findings: Sequence[Finding]) -> list[dict[str, Measure]]:
+    """Returns accuracy and change of the reference and of the candidate: of the mean over everything."""
     last = findings[-1]
-    changes = {False: plain_measure(0.0), True: interval_measure(last)}
     if last.check == Robustness.name:
-        names = {False: "reference_accuracy", True: "candidate_accuracy"}
-        own = {which: plain_measure(last.details[name]) for which, name in names.items()}
+        accuracies = [plain_measure(last.details[f"{role}_accuracy"]) for role in ("reference", "candidate")]
     else:
-        own = {which: interval_measure(finding) for which, finding in zip((False, True), findings, strict=False)}
-    return {which: {"accuracy": own[which], "accuracy_change": changes[which]} for which in (False, True)}
+        accuracies = [interval_measure(finding) for finding in findings[:2]]
+    changes = (plain_measure(0.0), interval_measure(last))
+    return [{"accuracy": own, "accuracy_change": change} for own, change in zip(accuracies, changes, strict=True)]

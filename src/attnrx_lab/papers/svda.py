@@ -33,7 +33,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measure,
 )
-from attnrx_lab.papers.models_and_data import generated_splits
+from attnrx_lab.papers.sources import generated_splits
 
 KINDS = ("mask", "renormalized", "exact", "refit")
 
