@@ -211,14 +211,14 @@ def compare_methods(
         bench.compressor(method)  # invalid methods are refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
-    about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels)}
-    about["notes"] = chance_notes(correct, labels)
-    for note in about["notes"]:
+    notes = chance_notes(correct, labels)
+    for note in notes:
         log(f"warning: {note}")
+    about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels), "notes": notes}
     found = Trials((), correct, about)
     results: list[ImageResults] = []
     for method in methods:
-        compressor = bench.compressor(method)
+        compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
         for point in points(method, compressor, before, shares, targets):
             if isinstance(point, Unreached):
                 found = replace(found, unreached=(*found.unreached, point))

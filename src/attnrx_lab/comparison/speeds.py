@@ -153,23 +153,23 @@ def compare_speeds(
     every batch size.
     """
     family = family_of(bench.model)
-    library_model = family.library_model(bench.model)
-    made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
-    for each in _made(bench, methods, rates, log):
-        made[f"{each[0]} {each[1]}"] = each
+    entries: dict[str, tuple[str, float, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
+    models = {"attnrx": bench.model}
+    for name, share, macs, candidate in _made(bench, methods, rates, log):
+        key = f"{name} {share}"
+        entries[key], models[key] = (name, share, macs), candidate
     if rates.backend is not None:
-        for key, (name, share, macs, candidate) in made.items():
-            made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
+        models = {key: use_backend(copy.deepcopy(model), rates.backend) for key, model in models.items()}
     describe = None if rates.runtime is None else to_dict(rates.runtime)
     found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
-    models = {"": library_model, **{key: each[-1] for key, each in made.items()}}
     precision = rates.protocols[0].conditions.precision
+    models[""] = family.library_model(bench.model)
     with _running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
             latencies = compare_latencies(running, reference, images, protocol)
-            measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
+            measured = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
             found = replace(found, speeds=(*found.speeds, *measured))
             for speed in measured:
                 log(f"{speed.method}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")

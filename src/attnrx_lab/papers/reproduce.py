@@ -133,12 +133,10 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
 
 def _deviations(file: RecipeFile, requested: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
     """Returns by scenario the settings and seeds that differ from the protocol."""
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[str]] = {}
     for protocol, experiment in requested:
-        found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))
+        found.setdefault(protocol.scenario, []).extend(experiment.deviations(protocol))
     seeds, usual = {experiment.seed for _, experiment in requested}, file.recipe.seeds
-    if seeds != set(usual):
-        text = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"
-        for texts in found.values():
-            texts[text] = None
-    return {scenario: list(texts) for scenario, texts in found.items()}
+    other = [f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"]
+    # Each seed of a scenario repeats its deviations.
+    return {name: list(dict.fromkeys(texts + other * (seeds != set(usual)))) for name, texts in found.items()}

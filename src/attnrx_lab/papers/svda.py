@@ -23,6 +23,7 @@ from attnrx.reports.numbers import MISSING, number
 from attnrx.rules import EnergyRetention, Rule, TopRank
 from attnrx.serialization.config import to_dict
 from attnrx.training import Reporter, TrainingConfig, TrainingRun, train
+from attnrx_lab.comparison.comparing import markdown_table
 from attnrx_lab.papers.experiment import (
     Experiment,
     Run,
@@ -309,11 +310,11 @@ COLUMNS = {
 
 def spread_over_epochs(runs: Sequence[Run]) -> str:
     """Returns a Markdown table with one line per epoch: means over layers, heads and runs of the same length."""
-    lines = ["| epoch | " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
-    for epochs in zip(*(run.record["epochs"] for run in runs), strict=True):
-        cells = [_mean([epoch[name] for epoch in epochs]) for name in COLUMNS]
-        lines.append(f"| {epochs[0]['epoch']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        [str(epochs[0]["epoch"]), *(_mean([epoch[name] for epoch in epochs]) for name in COLUMNS)]
+        for epochs in zip(*(run.record["epochs"] for run in runs), strict=True)
+    ]
+    return markdown_table(["epoch", *COLUMNS.values()], rows) + "\n"
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from attnrx.checks.statistics import t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.serialization.storage import write_json, write_text
+from attnrx_lab.comparison.comparing import markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, RecipeFile, Row
 
@@ -125,8 +126,8 @@ class ReproducedTable:
         Every number that does not agree is marked with its verdict (`MARKS`).
         """
         titles = ["", *(column.title for column in self.columns)]
-        lines = [f"### {self.title}", "", _line(titles), "|" + "---|" * len(titles)]
-        lines += [_line([row, *(self._text(row, column) for column in self.columns)]) for row in self.rows]
+        rows = [[row, *(self._text(row, column) for column in self.columns)] for row in self.rows]
+        lines = [f"### {self.title}", "", markdown_table(titles, rows)]
         lines += ["", f"{self.source} Seeds: {', '.join(map(str, self.seeds))}. {LEGEND}"]
         if any(self.verdicts.values()):
             counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
@@ -244,7 +245,3 @@ def _cell(measures: Sequence[Measure], row: Row, column: Column, paper_seeds: in
 def _number(value: float, column: Column, unit: bool = True) -> str:
     text = number(value) if column.decimals is None else fixed(value, column.decimals)
     return with_unit(text, column.unit if unit else "")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
