@@ -167,7 +167,7 @@ class Subject:
             Costs(),
             Bounds(),
             Controls(controls, lambda control: self._realized(control, "refit")),
-            Latency(protocol=LatencyProtocol(rounds=20)),
+            Latency(protocol=LatencyProtocol(rounds=20)),  # the demonstration ends in minutes
             Calibration(),
             Robustness(images=500),
         )

@@ -209,7 +209,7 @@ class MapStatistics:
         sums: dict[MapAddress, tuple[Tensor, Tensor, int]] = {}
 
         def take(address: MapAddress, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-            inputs = given[0].detach().flatten(0, -2).double()
+            inputs = given[0].detach().flatten(0, -2).double()  # summed over many tokens, then factored
             magnitude, moment, rows = sums.get(address, (0, 0, 0))
             sums[address] = magnitude + inputs.abs().sum(0), moment + inputs.mT @ inputs, rows + len(inputs)
 
@@ -235,6 +235,7 @@ class MapStatistics:
         weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in self.map_addresses]
         sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
         count = 0
+        # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
         for batch in self.images.batches(1, device=weights[0].device):
             logits = model(batch.images.to(weights[0].dtype))
             loss = F.cross_entropy(logits, logits.argmax(-1))

@@ -70,7 +70,7 @@ class TorchPruningBaseline(ModelCompressor):
         return made.eval()
 
     def _least(self, share: float) -> float:
-        return max(share, 1 / self.head_dim)
+        return max(share, 1 / self.head_dim)  # at least one feature stays in every head
 
     def _prune_(self, theirs: nn.Module, ratio: float) -> None:
         parameter = next(theirs.parameters())
@@ -114,6 +114,7 @@ def _is_whole(model: nn.Module) -> bool:
         return False
     with torch.device("meta"):
         fresh = LIBRARIES["timm"].create(model.origin)
+    # A compressed model has fewer parameters than the one its name creates.
     sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
     return sizes[0] == sizes[1]
 

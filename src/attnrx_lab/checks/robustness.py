@@ -146,6 +146,7 @@ def _finding(corruption: str, severity: int, name: str, chosen: _Chosen, seed: i
         "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
     }
     where = f" under {corruption} of severity {severity}"
+    # No limit for a single corruption: the claim is about their mean.
     finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None, len(before))
     return replace(finding, seed=seed, details=details)
 
@@ -154,6 +155,7 @@ def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed
     """Averages image by image, so that the interval is over images."""
     where, corruptions, severities = part
     keys = [(corruption, severity) for corruption in corruptions for severity in severities]
+    # [corruptions, images] -> images
     first, then = (torch.stack([own[key] for key in keys]).double().mean(0) for own in (before, after))
     details = {
         "quantity": "mean accuracy change",

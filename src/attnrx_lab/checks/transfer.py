@@ -115,7 +115,7 @@ class Transfer(Check):
                 drawn = torch.rand(parameter.shape, generator=draws, dtype=parameter.dtype)
                 parameter.copy_(bound * (2 * drawn - 1))
         optimizer = torch.optim.AdamW(head.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-        steps = self.epochs * -(-count // self.batch_size)
+        steps = self.epochs * -(-count // self.batch_size)  # the last, smaller batch counts
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(self.epochs):
             for rows in torch.randperm(count, generator=draws).to(seen.rows.device).split(self.batch_size):
@@ -177,5 +177,6 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
         raise InvalidInput(
             f"the {role} gives features that are NaN or infinite; check its weights and the normalization of the data."
         )
+    # Loaders may return images in any order; heads of all models need the same rows in the same order.
     order = torch.cat(index).argsort(stable=True)
     return _Features(features[order], torch.cat(labels)[order])

@@ -286,6 +286,7 @@ def _tried(
         seconds=seconds,
         target=target,
     )
+    # Methods for one target have shares of their own, and are compared with one another.
     requested = share if method.varies and target is None else None
     return trial, ImageResults(method.name, (requested, target), divergence, correct)
 
@@ -296,6 +297,7 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
     device = next(model.parameters()).device
     with evaluating([model]):
         for batch in bench.test.batches(bench.batch_size, device=device):
+            # float64: the divergence of nearly equal models is a small difference of logarithms.
             logits.append(answer(model, batch.images).double().cpu())
             labels.append(batch.labels.cpu())
     return torch.cat(logits), torch.cat(labels)
@@ -303,6 +305,7 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
     """Compares every two methods that were measured at the same budget, in the order of the results."""
+    # Methods at different budgets differ in cost, too: their difference answers no question.
     pairs = [pair for pair in combinations(results, 2) if pair[0].budget == pair[1].budget]
     found = [_difference(first, second, seed) for first, second in pairs]
     divergence = holm([each.divergence_p for each in found])

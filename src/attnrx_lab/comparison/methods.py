@@ -101,6 +101,7 @@ class MethodBench:
 
     @cached_property
     def _statistics(self) -> MapStatistics:
+        # Small batches: the inputs of every map are converted to float64.
         return MapStatistics(self.model, map_addresses(self.model), self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:

@@ -159,6 +159,7 @@ def compare_speeds(
         key = f"{name} {share}"
         entries[key], models[key] = (name, share, macs), candidate
     if rates.backend is not None:
+        # Copies: at a share that keeps everything the candidate is the model of the bench itself.
         models = {key: use_backend(copy.deepcopy(model), rates.backend) for key, model in models.items()}
     describe = None if rates.runtime is None else to_dict(rates.runtime)
     found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
@@ -167,6 +168,7 @@ def compare_speeds(
     with _running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
+            # Latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
             latencies = compare_latencies(running, reference, images, protocol)
             measured = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())

@@ -183,7 +183,7 @@ class Experiment(ABC):
         return {"kind": self.format, "schema": SCHEMA, "settings": to_dict(self)}
 
 
-SCHEMA = 1
+SCHEMA = 1  # of settings.json and result.json
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _fusion(experiment: FusionExperiment, attention: Attention, share: float, la
     spectrum = replace(spectrum, **rows, shared=False)  # shared rows are repeated for every head
     tensor = JointForm(LayerDiagnosis(spectrum, {}), experiment.metric).tensor
     if attention.spec.shares_directions:
-        mix, error = spectrum.strength.double(), {}
+        mix, error = spectrum.strength.double(), {}  # nothing was decomposed
     else:
         rank, sweeps = max(1, round(share * int(spectrum.used.sum()))), experiment.sweeps
         schedule = CorrectionSchedule(sweeps, correction_sweeps=min(sweeps, CORRECTIONS))

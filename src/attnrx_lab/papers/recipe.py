@@ -99,7 +99,7 @@ class Expected:
                 "'<0.01'. Its last digit is the tolerance."
             )
         paper, half = float(match["number"]), 0.5 * 10.0 ** -len(match["decimals"] or "")
-        if match["sign"] == "<":
+        if match["sign"] == "<":  # an upper bound of something that is not negative
             return cls(printed, paper, 0.0, paper)
         return cls(printed, paper, paper - half, paper + half)
 

@@ -194,7 +194,7 @@ class FineTuning:
             epochs=epochs,
             batch_size=batch_size,
             learning_rate=self.learning_rate,
-            predictor_learning_rate=self.predictor_factor,
+            predictor_learning_rate=self.predictor_factor,  # a multiple of the rate of the other weights
             weight_decay=self.weight_decay,
             precision=self.precision,
             losses=losses,
@@ -348,7 +348,7 @@ class SpotExperiment(Experiment):
         """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
         model, teacher = original
         adapted = adapt_preprocessing(splits, model)
-        candidate = copy.deepcopy(model)
+        candidate = copy.deepcopy(model)  # the original stays the reference
         self.method.attach_(candidate, self.seed)
         training: dict[str, Any] = {}
         if self.method.trained:

@@ -43,6 +43,7 @@ def projected(features: int) -> TokenMethod:
 
 def at(method: TokenMethod, ratio: float) -> TokenMethod:
     """The same method with another keep ratio."""
+    # The default ratio keeps the plain name, so that its runs are shared by all recipes.
     return method if ratio == method.ratio else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
 
 

@@ -33,6 +33,7 @@ from attnrx_lab.papers.experiment import (
 
 BATCH = 50  # images at a time, for measuring
 ORIGINAL = "original"
+# Twelve layers, so that the policies of the paper's models fit.
 TINY = {"image_size": 16, "patch_size": 4, "width": 12, "depth": 12, "heads": 3, "classes": 4, "stem_channels": 4}
 TINY_TRANSFER = {"per_class": 8, "seeds": (0,), "epochs": 2}
 
@@ -108,7 +109,7 @@ class SpotTransferExperiment(Experiment):
             if folder is not None and not self.tiny:
                 made[name] = load(folder).eval()
             elif self.tiny or not policy.reducer.learned:
-                torch.manual_seed(self.seed)
+                torch.manual_seed(self.seed)  # of new predictors
                 twin = self.original()
                 attach_tokens_(twin, family_of(twin), policy)
                 made[name] = twin

@@ -132,7 +132,7 @@ class SvdaExperiment(Experiment):
             strength_init=self.strength_init,
             strength_learning_rate=self.strength_learning_rate,
             compile=self.compile,
-            checkpoint_every=100,
+            checkpoint_every=100,  # steps that an interruption may lose
         )
 
     def rules(self, directions: int) -> dict[str, Rule]:
@@ -251,7 +251,7 @@ def _examined(bench: _Bench, name: str, rule: Rule, folder: Path, log: Log) -> d
         prescription = Prescription.load(path) if path.exists() else prescribe(bench.diagnosis, rule)
     except NoOpPrescription as error:
         return {"removed": 0.0, "nothing_changed": str(error)}
-    prescription.require(bench.diagnosis.fingerprint)
+    prescription.require(bench.diagnosis.fingerprint)  # a stored one may be of another training
     if not path.exists():
         prescription.save(path)
     found: dict[str, Any] = {

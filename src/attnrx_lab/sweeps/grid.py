@@ -41,6 +41,7 @@ class Job:
     @property
     def id(self) -> str:
         """A hash of the words."""
+        # 64 bits name a folder, and do not collide among MOST_JOBS.
         return hashlib.sha256(json.dumps(self.words).encode()).hexdigest()[:16]
 
     @property
@@ -73,7 +74,7 @@ def require_job_labels(labels: Mapping[str, Any]) -> dict[str, Label]:
 OUT = "out"  # {out} is the folder of the job, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
 
-MOST_JOBS = 100_000
+MOST_JOBS = 100_000  # more are a mistake in an axis, and would fill the storage
 
 
 def _check_command(value: Mapping[str, Any], where: str) -> None:

@@ -98,7 +98,7 @@ class SweepStudy:
         if "words" not in trial.user_attrs:  # another worker took the last one between the two calls
             self.study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
             return None
-        trial.set_user_attr("owner", [platform.node(), os.getpid()])
+        trial.set_user_attr("owner", [platform.node(), os.getpid()])  # identifies the trial as abandoned later
         trial.set_user_attr("attempts", trial.user_attrs["attempts"] + 1)
         return trial, _job(trial)
 

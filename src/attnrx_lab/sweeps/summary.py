@@ -88,7 +88,7 @@ def _mean(own: Sequence[Result]) -> Mean:
     labels = {name: value for name, value in first.labels.items() if name != SEED}
     measured = [result for result in own if result.value is not None]
     values = _by_seed(measured, "value")
-    if len(set(values)) > 1:
+    if len(set(values)) > 1:  # equal values have no spread: a t interval of zero width would hide the measurement's
         over = t_interval(values)
         return Mean(first.metric, first.unit, labels, fmean(values), over.low, over.high, len(values), stdev(values))
     value, low, high = (next(iter(_by_seed(measured, name)), None) for name in ("value", "low", "high"))
