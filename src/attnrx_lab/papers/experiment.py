@@ -189,8 +189,11 @@ SCHEMA = 1  # of settings.json and result.json
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Waits until no other process works in the folder; the system releases the lock when this process ends."""
-    import fcntl  # not on every system, and needed only here
-
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks: start one process per run there
+        yield
+        return
     path = folder.with_name(f".{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
