@@ -17,7 +17,7 @@ from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import Request, SpotExperiment, SvdaExperiment, load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.recipe import HEADER, RECIPES, read_header
-from attnrx_lab.papers.spot_methods import token_price
+from attnrx_lab.papers.spot import token_price
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -191,15 +191,14 @@ def test_gflops_of_spot_follow_but_for_some():
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_protocols_fulfil_the_contract_of_an_experiment(name: str, tmp_path: Path):
+def test_protocols_fulfil_the_contract_of_an_experiment(name: str):
     protocols = load_recipe(name).recipe.protocol
     assert len({protocol.place for protocol in protocols}) == len(protocols)
     for protocol in protocols:
         own = protocol.seeded(SEED)
         assert own.seed == SEED and own.deviations(protocol) == [] and own.changed({}) == own
         assert own.as_tiny().tiny and own.as_tiny().place != own.place != protocol.place
-        run = own.run_type(tmp_path, {"settings": json.loads(json.dumps(to_dict(own)))})
-        assert run.experiment == own
+        assert type(own).from_dict(json.loads(json.dumps(to_dict(own)))) == own
         assert set(own.knobs) <= to_dict(own).keys()
         assert own.differences(to_dict(protocol)) == [f"seed was {protocol.seed} and is now {SEED}"]
 

@@ -119,7 +119,7 @@ def test_glass_moves_pixels_no_farther_than_it_may() -> None:
 
 
 def test_glass_copies_as_the_benchmark_does() -> None:
-    from attnrx_lab.corruptions.blur import _copied
+    from attnrx_lab.corruptions.methods import _copied
 
     pixels = np.arange(12.0).reshape(4, 3).copy()
     targets, sources = [3, 2, 1, 3], [2, 1, 3, 0]
@@ -175,7 +175,7 @@ def test_contrast_keeps_the_mean_and_scales_the_rest() -> None:
 
 
 def test_elastic_reads_between_pixels_as_scipy_does() -> None:
-    from attnrx_lab.corruptions.digital import _sampled
+    from attnrx_lab.corruptions.methods import _sampled
 
     images = smooth(20)[:1]
     coordinates = 26 * torch.rand(1, 400, 2, generator=generator(4)) - 3  # beyond the border too

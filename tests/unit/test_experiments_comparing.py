@@ -16,7 +16,7 @@ from attnrx.prescription import Prescription
 from attnrx.realization import realize
 from attnrx.serialization.storage import read_json
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
-from attnrx_lab.comparison.differences import ImageResults, paired_differences
+from attnrx_lab.comparison.comparing import ImageResults, paired_differences
 from comparisons import pixels
 
 DENSE = cases.CONFIGS["dense"]

@@ -8,8 +8,8 @@ from attnrx.api import load
 from attnrx.evidence import Evidence
 from attnrx.models import model_fingerprint
 from attnrx.training import Silent
-from attnrx_lab.demo import DemoResult, demo
-from attnrx_lab.papers.short_training import generated_splits, patch_size, short_training, small_model
+from attnrx_lab.demo import DemoResult, demo, patch_size, short_training, small_model
+from attnrx_lab.papers.sources import generated_splits
 
 # Under the name of the digits, so that the small model of theirs is trained.
 SPLITS = replace(generated_splits("digits", 1, 4, 16), name="digits")
@@ -65,7 +65,7 @@ def test_patches_suit_the_image():
 
 def test_any_other_dataset_gets_a_budget_of_steps_and_the_compact_model_of_its_shape():
     other = generated_splits("flowers", 1, 4, 8)
-    config = short_training(other).config(other, seed=1)
+    config = short_training(other, seed=1)
     assert config.batch_size == len(other.train) and config.epochs == 400
     name, model = small_model(other, seed=1)
     images = next(iter(other.test.batches(3))).images

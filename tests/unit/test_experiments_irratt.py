@@ -13,9 +13,9 @@ from attnrx.models import build_model, family_of
 from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import FusionExperiment, IrrattExperiment, IrrattMethod
-from attnrx_lab.papers.fusion import blocks
+from attnrx_lab.papers.fusion import blocks, fusions_at
 from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
-from attnrx_lab.papers.irratt_methods import paper_price, realized_price
+from attnrx_lab.papers.irratt import paper_price, realized_price
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -39,7 +39,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def experiment(model_folder: str) -> IrrattExperiment:
-    return IrrattExperiment("small", model_folder, "generated", HALF).as_tiny()  # type: ignore[return-value]
+    return IrrattExperiment("small", model_folder, "generated", HALF).as_tiny()
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_blocks_of_a_fusion_matrix():
 def test_fusion_matrices_are_read_off_drawn_and_sorted(model_folder: str, tmp_path: Path):
     experiment = replace(FusionExperiment("small", model_folder, (0.25, 0.5)), sweeps=3)
     run = experiment.run(tmp_path)
-    assert [mix.shape for mix in run.fusions(0.5)] == [(3, 12)] * 2
+    assert [mix.shape for mix in fusions_at(run, 0.5)] == [(3, 12)] * 2
     for kind in ("fusion", "best"):
         means = [run.measure(f"0.5/head-{place}", kind, "mean") for place in (1, 2, 3)]
         values = [mean["value"] for mean in means if mean is not None]
@@ -153,5 +153,5 @@ def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: Irrat
     shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(diagnosis, spec, "augmented", 0))
     run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
     own = family_of(shared).attention(shared)[1].spectrum().strength
-    assert torch.equal(run.fusions(0.5)[1].abs(), own.double().abs())
+    assert torch.equal(fusions_at(run, 0.5)[1].abs(), own.double().abs())
     assert any("as it was given" in note for note in run.notes)

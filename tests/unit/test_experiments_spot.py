@@ -13,9 +13,8 @@ from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import reduction_of
 from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
-from attnrx_lab.papers.spot import alone
-from attnrx_lab.papers.spot_experiment import FineTuning, SpotExperiment
-from attnrx_lab.papers.spot_methods import TokenMethod, token_price
+from attnrx_lab.papers.experiment import alone
+from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod, token_price
 from attnrx_lab.papers.spot_speed import SpeedExperiment
 from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected, untrained
 

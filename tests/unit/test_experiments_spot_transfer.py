@@ -32,7 +32,7 @@ def test_every_candidate_is_priced_and_measured(check: str, tmp_path: Path) -> N
         original = run.measure("original", "measured", "accuracy")
         assert accuracy is not None and change is not None and original is not None
         assert change["value"] == pytest.approx(accuracy["value"] - original["value"])
-    assert run.load(tmp_path).experiment == run.experiment
+    assert run.experiment.load(tmp_path).experiment == run.experiment
     with pytest.raises(CheckpointError, match="seed was 0 and is now 3"):
         tiny(check).seeded(3).run(tmp_path)
 

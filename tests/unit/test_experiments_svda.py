@@ -9,7 +9,7 @@ import pytest
 from attnrx.errors import CheckpointError, UnknownName
 from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
-from attnrx_lab.papers import SvdaExperiment, SvdaRun, run_svda, spread_over_epochs
+from attnrx_lab.papers import Run, SvdaExperiment, spread_over_epochs
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -17,51 +17,51 @@ TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> SvdaRun:
-    return run_svda(TINY, tmp_path_factory.mktemp("svda"), reporter=Silent())
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return TINY.run(tmp_path_factory.mktemp("svda"), reporter=Silent())
 
 
-def value(run: SvdaRun, rule: str, kind: str, quantity: str) -> float:
+def value(run: Run, rule: str, kind: str, quantity: str) -> float:
     measure = run.measure(rule, kind, quantity)
     assert measure is not None, (rule, kind, quantity)
     return measure["value"]
 
 
-def test_exact_is_the_mask_and_renormalized_is_not(run: SvdaRun):
+def test_exact_is_the_mask_and_renormalized_is_not(run: Run):
     assert value(run, "share-0.50", "exact", "discrepancy_to_masked") < 1e-5
     assert value(run, "share-0.50", "renormalized", "discrepancy_to_masked") > 1e-5
     exact, mask = (value(run, "share-0.50", kind, "discrepancy_to_original") for kind in ("exact", "mask"))
     assert exact == pytest.approx(mask, rel=1e-2)
 
 
-def test_refit_is_nearer_to_the_original_at_the_same_cost(run: SvdaRun):
+def test_refit_is_nearer_to_the_original_at_the_same_cost(run: Run):
     assert value(run, "share-0.50", "refit", "discrepancy_over_renormalized") < 1
     for quantity in ("params_down", "macs_down"):
         refit, renormalized = (value(run, "share-0.50", kind, quantity) for kind in ("refit", "renormalized"))
         assert refit == renormalized > 0
 
 
-def test_half_the_directions_go_and_every_bound_holds(run: SvdaRun):
+def test_half_the_directions_go_and_every_bound_holds(run: Run):
     found = run.record["rules"]["share-0.50"]
     assert found["removed"] == pytest.approx(50)
     assert len(found["bounds"]) == 7 and all(bound["outcome"] == "holds" for bound in found["bounds"])
 
 
-def test_controls_have_their_draws_and_an_even_cut_has_no_uniform_control(run: SvdaRun):
+def test_controls_have_their_draws_and_an_even_cut_has_no_uniform_control(run: Run):
     random = run.measure("rho-0.90", "renormalized", "nearer_than_random")
     assert random is not None and len(random["draws"]) == TINY.draws and random["low"] <= random["high"]
     assert run.measure("share-0.50", "renormalized", "nearer_than_uniform") is None
     assert run.measure("rho-0.90", "mask", "nearer_than_random") is None  # not among the control kinds
 
 
-def test_epochs_tell_the_spread(run: SvdaRun):
+def test_epochs_tell_the_spread(run: Run):
     last = run.record["epochs"][-1]
     assert len(run.record["epochs"]) == TINY.epochs
     assert last["removed"] == pytest.approx(run.record["rules"]["rho-0.90"]["removed"], abs=1e-9)
     assert spread_over_epochs([run]).count("\n") == 2 + TINY.epochs
 
 
-def test_a_lost_stage_is_made_again_and_nothing_else(run: SvdaRun):
+def test_a_lost_stage_is_made_again_and_nothing_else(run: Run):
     before = json.dumps(run.record["rules"])
     lost = run.folder / "evidence" / "rho-0.90" / "controls-renormalized.json"
     other = run.folder / "evidence" / "rho-0.90" / "refit.json"
@@ -69,14 +69,14 @@ def test_a_lost_stage_is_made_again_and_nothing_else(run: SvdaRun):
     times = [path.stat().st_mtime_ns for path in (other, weights)]
     lost.unlink()
     (run.folder / "result.json").unlink()
-    again = run_svda(TINY, run.folder, reporter=Silent())
+    again = TINY.run(run.folder, reporter=Silent())
     assert lost.exists() and [path.stat().st_mtime_ns for path in (other, weights)] == times
     assert json.dumps(again.record["rules"]) == before
 
 
-def test_another_experiment_is_refused_with_what_differs(run: SvdaRun):
+def test_another_experiment_is_refused_with_what_differs(run: Run):
     with pytest.raises(CheckpointError, match=r"draws was 3 and is now 4"):
-        run_svda(replace(TINY, draws=4), run.folder, reporter=Silent())
+        replace(TINY, draws=4).run(run.folder, reporter=Silent())
 
 
 def test_settings_round_trip():
@@ -89,9 +89,9 @@ def test_unknown_dataset_names_the_nearest():
         SvdaExperiment("cifar11")
 
 
-def test_finished_run_is_read_back_without_data(run: SvdaRun, monkeypatch: pytest.MonkeyPatch):
+def test_finished_run_is_read_back_without_data(run: Run, monkeypatch: pytest.MonkeyPatch):
     def unreachable(self: SvdaExperiment) -> None:
         raise AssertionError("a finished run loaded its data again")
 
     monkeypatch.setattr(SvdaExperiment, "splits", unreachable)
-    assert run_svda(TINY, Path(run.folder)).record == SvdaRun.load(run.folder).record
+    assert TINY.run(Path(run.folder)).record == SvdaExperiment.load(run.folder).record

@@ -10,8 +10,7 @@ from scipy import stats
 import attnrx_lab.papers
 from attnrx.cli.main import main
 from attnrx.errors import InvalidInput
-from attnrx.serialization.config import to_dict
-from attnrx_lab.papers import SvdaExperiment, SvdaRun, load_recipe, make_table
+from attnrx_lab.papers import Run, SvdaExperiment, load_recipe, make_table
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, RecipeFile, Row
 from attnrx_lab.papers.table import ReproducedTable
 
@@ -19,19 +18,13 @@ LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)
 RECIPE = Recipe("a table", (Row("ten", "cifar10", "rho-0.90"),), (LOST, KEPT), (SvdaExperiment("cifar10"),))
 HEADER = {"Paper": "A paper.", "Table": "3", "Not stated": "the optimizer"}
-FILE = RecipeFile("paper/table", Path("table.py"), HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
+FILE = RecipeFile("paper/table", HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
 
 
-def run(seed: int, change: float, notes: Sequence[str] = ()) -> SvdaRun:
+def run(seed: int, change: float, notes: Sequence[str] = ()) -> Run:
     measures = {"accuracy_change": {"value": change, "low": change - 1, "high": change + 2}}
-    return SvdaRun(
-        Path("nowhere"),
-        {
-            "settings": to_dict(SvdaExperiment("cifar10", seed=seed)),
-            "rules": {"rho-0.90": {"refit": measures}},
-            "data": {"notes": list(notes)},
-        },
-    )
+    record = {"rules": {"rho-0.90": {"refit": measures}}, "data": {"notes": list(notes)}}
+    return Run(Path("nowhere"), record, SvdaExperiment("cifar10", seed=seed))
 
 
 def table(changes: Sequence[float], **options: object) -> ReproducedTable:
@@ -87,7 +80,7 @@ def test_deviations_of_another_scenario_do_not_count():
 def test_exact_quantities_are_compared_at_any_protocol_of_the_same_shapes(same_shapes: bool, verdict: str):
     column = Column("lost", "lost", "refit", "accuracy_change", "%", exact=True)
     recipe = Recipe("a table", RECIPE.rows, (column,), RECIPE.protocol)
-    file = RecipeFile("paper/table", Path("table.py"), HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
+    file = RecipeFile("paper/table", HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
     made = make_table(file, {"cifar10": [run(42, 49.6)]}, {"cifar10": ["4 epochs"]}, same_shapes)
     cell = made.cell("ten", "lost")
     assert cell is not None and cell.verdict == verdict
@@ -145,7 +138,7 @@ Number = Callable[[str, str], float]
 def injected(recipe: str, number: Number) -> ReproducedTable:
     """The table of runs at protocol whose measures are `number(row label, column key)` for every seed."""
     file = load_recipe(recipe)
-    runs: dict[str, list[SvdaRun]] = {}
+    runs: dict[str, list[Run]] = {}
     for scenario in {row.scenario for row in file.recipe.rows}:
         rules: dict = {}
         for row in (row for row in file.recipe.rows if row.scenario == scenario):
@@ -155,10 +148,7 @@ def injected(recipe: str, number: Number) -> ReproducedTable:
                     measure = {"value": value, "low": value, "high": value}
                     rules.setdefault(row.rule, {}).setdefault(column.kind, {})[column.quantity] = measure
         runs[scenario] = [
-            SvdaRun(
-                Path("nowhere"),
-                {"settings": to_dict(SvdaExperiment(scenario, seed=seed)), "rules": rules, "data": {"notes": []}},
-            )
+            Run(Path("nowhere"), {"rules": rules, "data": {"notes": []}}, SvdaExperiment(scenario, seed=seed))
             for seed in SEEDS
         ]
     return make_table(file, runs)

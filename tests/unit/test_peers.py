@@ -28,7 +28,7 @@ from attnrx_lab.baselines import (
     map_addresses,
     with_factors,
 )
-from attnrx_lab.baselines.maps import linear_at, weights_at
+from attnrx_lab.baselines.factoring import linear_at, weights_at
 from comparisons import logits, pixels
 
 CONFIGS = ("dense", "svda")

@@ -12,8 +12,7 @@ from attnrx.cli import main
 from attnrx.errors import CheckpointError
 from attnrx.reports import ComparisonRecord, ReportContent
 from attnrx.reports.page import render
-from attnrx_lab.comparison.comparing import MethodTrial, Trials
-from attnrx_lab.comparison.differences import Difference
+from attnrx_lab.comparison.comparing import Difference, MethodTrial, Trials
 
 ABOUT: dict[str, Any] = {
     "diagnosis": {"data": {"images": 64, "fingerprint": "pets/train:64:ab"}},

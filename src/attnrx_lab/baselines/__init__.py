@@ -7,9 +7,15 @@ from torch import nn
 from attnrx.data import ImageSet
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.baselines.baseline import ModelCompressor
-from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline
-from attnrx_lab.baselines.maps import MAPS, factored_model_costs, map_addresses, with_factors
-from attnrx_lab.baselines.statistics import InputMoments, MapStatistics
+from attnrx_lab.baselines.factoring import (
+    FACTORS,
+    MAPS,
+    FactoringBaseline,
+    MapStatistics,
+    factored_model_costs,
+    map_addresses,
+    with_factors,
+)
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 
 TORCH_PRUNING = "torch_pruning"
@@ -20,7 +26,6 @@ __all__ = [
     "FACTORS",
     "MAPS",
     "FactoringBaseline",
-    "InputMoments",
     "MapStatistics",
     "ModelCompressor",
     "TorchPruningBaseline",

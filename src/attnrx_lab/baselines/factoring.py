@@ -1,57 +1,268 @@
-"""Baselines that factor every linear map: SVD, ASVD, FWSVD and SVD-LLM."""
+"""Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM): maps, statistics, and factored models."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import floor
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
-from attnrx.costs import ModelCosts
+from attnrx.attention import Eager, using
+from attnrx.attention.head_linear import HeadLinear, OutputProjection
+from attnrx.costs import ModelCosts, PartCosts, linear_costs
+from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
-from attnrx.shapes import Tensor
+from attnrx.errors import DataError, InvalidInput, NotSupported, UnknownName
+from attnrx.models import LowRankLinear, evaluating, family_of, rank_of
+from attnrx.shapes import Float, Tensor
 from attnrx_lab.baselines.baseline import ModelCompressor
-from attnrx_lab.baselines.maps import (
-    MAPS,
-    MapAddress,
-    factored_model_costs,
-    linear_at,
-    map_addresses,
-    weights_at,
-    with_factors,
-)
-from attnrx_lab.baselines.statistics import MapStatistics
+
+ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
+MAPS = (*ATTENTION_MAPS, *MLP_MAPS)
+
+MapAddress = tuple[int, str]
+"""A layer, and the name of one of its maps."""
+
+Ranks = Mapping[MapAddress, int]
+
+
+class FactoredHeads(HeadLinear):
+    """A projection to heads as two maps: tokens to `rank` shared features, then to the rows of the heads."""
+
+    joins = False
+
+    def __init__(self, source: HeadLinear, rank: int):
+        super().__init__(rank, source.rows, source.bias is not None)
+        self.first = nn.Linear(source.weight.shape[1], rank, bias=False)
+
+    def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens rows"]:
+        return super().forward(self.first(tokens))
+
+    def padded(
+        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
+    ) -> Float[Tensor, "batch tokens rows"]:
+        """Applies both, the second padded."""
+        return self(tokens) if rows == self.rows else super().padded(self.first(tokens), rows)
+
+
+class FactoredOutputProjection(OutputProjection):
+    """An output projection as two maps: the head outputs to `rank` features, then to the width."""
+
+    def __init__(self, source: OutputProjection, rank: int):
+        super().__init__(source.reads, rank, bias=False)
+        self.second = nn.Linear(rank, source.weight.shape[0], bias=source.bias is not None)
+
+    def forward(self, features: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
+        return self.second(F.linear(features, self.weight))
+
+    def padded(
+        self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]
+    ) -> Float[Tensor, "batch tokens width"]:
+        """Applies both, the first to padded heads."""
+        return self(features) if reads == self.reads else self.second(super().padded(features, reads))
+
+
+# The paths of the first matrix, the second and the bias in each kind of module.
+PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
+    FactoredHeads: ("first.weight", "weight", "bias"),
+    FactoredOutputProjection: ("weight", "second.weight", "second.bias"),
+    LowRankLinear: ("first.weight", "second.weight", "second.bias"),
+}
+
+
+def map_addresses(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[MapAddress, ...]:
+    """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
+
+    Raises:
+        UnknownName: for a name that is none of MAPS.
+        NotSupported: where a map is factored already.
+        InvalidInput: where the model has none of them.
+    """
+    for name in names:
+        if name not in MAPS:
+            raise UnknownName("linear map", name, MAPS)
+    family = family_of(model)
+    mlps = family.mlp(model)
+    there = [name for name in MAPS if name in names and (name in ATTENTION_MAPS or mlps)]
+    if not there:
+        raise InvalidInput(f"this model has none of the maps {', '.join(names)}: its MLPs are not two linear maps.")
+    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in there)
+    for address in found:
+        if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
+            raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
+    return found
+
+
+def linear_at(model: nn.Module, address: MapAddress) -> nn.Module:
+    """Returns the module of one map, which has a weight [outputs, inputs] and a bias or None."""
+    layer, name = address
+    if name in MLP_MAPS:
+        return family_of(model).mlp(model)[layer][MLP_MAPS.index(name)]
+    return getattr(_owner(model, layer, name), name)
+
+
+def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "outputs inputs"], Tensor | None]:
+    """Returns the weight and the bias of one map, in float64 on the CPU."""
+    linear = linear_at(model, address)
+    bias = linear.bias
+    weight = linear.get_parameter("weight").detach().cpu().double()
+    return weight, bias.detach().cpu().double() if isinstance(bias, Tensor) else None
+
+
+def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.Module:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for address, low_rank in factors.items():
+            _replace_(changed, address, low_rank)
+    return changed
+
+
+def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
+    """Returns the costs of the model with these maps factored; the attention itself costs the same."""
+    family = family_of(model)
+    mlp = tuple(
+        tuple(ranks.get((layer, name), rank_of(linear)) for name, linear in zip(MLP_MAPS, pair, strict=True))
+        for layer, pair in enumerate(family.mlp(model))
+    )
+    costs = family.costs(model, mlp_ranks=tuple((first, second) for first, second in mlp))
+    layers = []
+    for index, layer in enumerate(costs.layers):
+        parts = {name: _map_costs(model, (index, name), layer.tokens, ranks) for name in ATTENTION_MAPS}
+        query_key, value_output = parts["query"] + parts["key"], parts["value"] + parts["output"]
+        layers.append(replace(layer, query_key=query_key, value_output=value_output))
+    return replace(costs, layers=tuple(layers))
+
+
+def _map_costs(model: nn.Module, address: MapAddress, tokens: int, ranks: Ranks) -> PartCosts:
+    linear = linear_at(model, address)
+    outputs, inputs = linear.get_parameter("weight").shape
+    bias, rank = linear.bias is not None, ranks.get(address)
+    if rank is None:
+        return linear_costs(inputs, outputs, tokens, bias=bias)
+    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens, bias=bias)
+
+
+def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
+    attention = family_of(model).attention(model)[layer]
+    return attention.scores if name in ("query", "key") else attention
+
+
+def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
+    layer, name = address
+    linear = linear_at(model, address)
+    new = _factored(linear, low_rank.rank).to(linear.get_parameter("weight")).train(linear.training)
+    first, second, bias = PARAMETERS[type(new)]
+    new.get_parameter(first).copy_(low_rank.first)
+    new.get_parameter(second).copy_(low_rank.second)
+    if low_rank.bias is not None:
+        new.get_parameter(bias).copy_(low_rank.bias)
+    if name in MLP_MAPS:
+        family_of(model).set_mlp_(model, layer, MLP_MAPS.index(name), new)
+    else:
+        setattr(_owner(model, layer, name), name, new)
+
+
+def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredOutputProjection | LowRankLinear:
+    if isinstance(linear, HeadLinear):
+        return FactoredHeads(linear, rank)
+    if isinstance(linear, OutputProjection):
+        return FactoredOutputProjection(linear, rank)
+    assert isinstance(linear, nn.Linear)
+    return LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
+
+
+# Maps with the same inputs share the statistics of this one.
+SAME_INPUTS = {"query": "value", "key": "value"}
+
+
+@dataclass(frozen=True)
+class InputMoments:
+    """The inputs x of one map over all tokens of all images: the mean of |x|, and E[x x^T]."""
+
+    magnitude: Float[Tensor, "inputs"]
+    moment: Float[Tensor, "inputs inputs"]
+
+
+class MapStatistics:
+    """The statistics of some maps of a model on calibration images, each kind measured on first use."""
+
+    def __init__(self, model: nn.Module, map_addresses: Sequence[MapAddress], images: ImageSet, batch_size: int = 32):
+        self.model, self.map_addresses, self.images, self.batch_size = model, tuple(map_addresses), images, batch_size
+
+    def moments(self, address: MapAddress) -> InputMoments:
+        return self._moments[_watched(address)]
+
+    def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
+        """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
+
+        The gradient is that of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of
+        the dataset is used.
+        """
+        return self._fisher[address]
+
+    @cached_property
+    def _moments(self) -> dict[MapAddress, InputMoments]:
+        sums: dict[MapAddress, tuple[Tensor, Tensor, int]] = {}
+
+        def take(address: MapAddress, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs = given[0].detach().flatten(0, -2).double()  # summed over many tokens, then factored
+            magnitude, moment, rows = sums.get(address, (0, 0, 0))
+            sums[address] = magnitude + inputs.abs().sum(0), moment + inputs.mT @ inputs, rows + len(inputs)
+
+        layers, weight = family_of(self.model).attention(self.model), next(self.model.parameters())
+        with ExitStack() as hooks:
+            for address in {_watched(address) for address in self.map_addresses}:
+                hook = linear_at(self.model, address).register_forward_pre_hook(partial(take, address))
+                hooks.callback(hook.remove)
+            # The eager backend pads nothing, so every projection is called as a module and its hooks run.
+            with evaluating([self.model]), using(layers, [Eager()] * len(layers)):
+                for batch in self.images.batches(self.batch_size, device=weight.device):
+                    self.model(batch.images.to(weight.dtype))
+        if not sums:
+            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
+        return {
+            address: InputMoments(magnitude.cpu() / rows, moment.cpu() / rows)
+            for address, (magnitude, moment, rows) in sums.items()
+        }
+
+    @cached_property
+    def _fisher(self) -> dict[MapAddress, Tensor]:
+        model = copy.deepcopy(self.model).eval().requires_grad_(False)
+        weights = [linear_at(model, address).get_parameter("weight").requires_grad_() for address in self.map_addresses]
+        sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
+        count = 0
+        # One image at a time: the square of a gradient summed over a batch is not the sum of squares.
+        for batch in self.images.batches(1, device=weights[0].device):
+            logits = model(batch.images.to(weights[0].dtype))
+            loss = F.cross_entropy(logits, logits.argmax(-1))
+            for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
+                total += gradient.double().square()
+            count += 1
+        if not count:
+            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
+        return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
+
+
+def _watched(address: MapAddress) -> MapAddress:
+    layer, name = address
+    return layer, SAME_INPUTS.get(name, name)
+
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
-
-
-def _svd(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
-    return plain_svd(*weights_at(model, address))
-
-
-def _asvd(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
-    return asvd(*weights_at(model, address), data.moments(address).magnitude)
-
-
-def _fwsvd(model: nn.Module, address: MapAddress, data: MapStatistics, side: str = "inputs") -> LowRank:
-    return fwsvd(*weights_at(model, address), data.fisher(address), side=side)
-
-
-def _fwsvd_outputs(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
-    return _fwsvd(model, address, data, "outputs")
-
-
-def _svd_llm(model: nn.Module, address: MapAddress, data: MapStatistics) -> LowRank:
-    return svd_llm(*weights_at(model, address), data.moments(address).moment)
-
 
 # svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
 # the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W;
 # fwsvd_outputs: of each output's. svd_llm: whitened inputs, without its updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
-    "svd": _svd,
-    "asvd": _asvd,
-    "fwsvd": _fwsvd,
-    "fwsvd_outputs": _fwsvd_outputs,
-    "svd_llm": _svd_llm,
+    "svd": lambda model, at, data: plain_svd(*weights_at(model, at)),
+    "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
+    "fwsvd": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="inputs"),
+    "fwsvd_outputs": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="outputs"),
+    "svd_llm": lambda model, at, data: svd_llm(*weights_at(model, at), data.moments(at).moment),
 }
 
 
@@ -68,21 +279,17 @@ class FactoringBaseline(ModelCompressor):
         self._whole: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
-        """Returns the costs at a share."""
         return factored_model_costs(self.model, self.ranks(share))
 
     def make(self, share: float) -> nn.Module:
-        """Returns the model at a share."""
         ranks = self.ranks(share)
         return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
 
     def ranks(self, share: float) -> dict[MapAddress, int]:
-        """Returns the rank of every map."""
         found = {}
         for address in self.map_addresses:
-            weight = linear_at(self.model, address).weight
-            assert isinstance(weight, Tensor)
-            found[address] = max(1, floor(share * break_even_rank(*weight.shape)))
+            outputs, inputs = linear_at(self.model, address).get_parameter("weight").shape
+            found[address] = max(1, floor(share * break_even_rank(outputs, inputs)))
         return found
 
     def _at(self, address: MapAddress) -> LowRank:

@@ -25,9 +25,8 @@ class TorchPruningBaseline(ModelCompressor):
 
     Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
     towards the model's own predictions, without labels. Queries, keys and values of a layer lose the same share of
-    every head,
-    the MLP that share of its hidden features. The pruned weights run in attnrx attention, because that of timm 1.0.31
-    breaks when pruned (its attn_dim is unchanged) and its fused path would rescale the scores.
+    every head, the MLP that share of its hidden features. The pruned weights run in attnrx attention, because that of
+    timm 1.0.31 breaks when pruned (its attn_dim is unchanged) and its fused path would rescale the scores.
 
     Raises:
         NotSupported: the library is not installed, or the model is not an uncompressed one of timm.
@@ -71,7 +70,7 @@ class TorchPruningBaseline(ModelCompressor):
         return made.eval()
 
     def _least(self, share: float) -> float:
-        return max(share, 1 / self.head_dim)
+        return max(share, 1 / self.head_dim)  # at least one feature stays in every head
 
     def _prune_(self, theirs: nn.Module, ratio: float) -> None:
         parameter = next(theirs.parameters())
@@ -111,11 +110,11 @@ def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
 
 
 def _is_whole(model: nn.Module) -> bool:
-    """Whether this is an uncompressed model of timm."""
     if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
         return False
     with torch.device("meta"):
         fresh = LIBRARIES["timm"].create(model.origin)
+    # A compressed model has fewer parameters than the one its name creates.
     sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
     return sizes[0] == sizes[1]
 

@@ -34,12 +34,10 @@ class Robustness(Check):
 
     `corruptions` are names of CORRUPTIONS, or groups: "common" (the fifteen of ImageNet-C), "extra" (its other four),
     "all". Each finding also contains both accuracies; one for a corruption at a severity, the agreement of the models,
-    too.
-    There is a mean over everything and, where it differs, over the common ones and for every severity. All models
-    receive
-    the same corrupted images, whatever the batch size; only the first `images` (None: all) are used. `most_drop`
-    limits,
-    in points, the loss of the candidate over all corruptions, as in the accuracy check; None only reports.
+    too. There is a mean over everything and, where it differs, over the common ones and for every severity. All models
+    receive the same corrupted images, whatever the batch size; only the first `images` (None: all) are used.
+    `most_drop` limits, in points, the loss of the candidate over all corruptions, as in the accuracy check; None only
+    reports.
     """
 
     name: ClassVar[str] = "robustness"
@@ -65,7 +63,6 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Corrupts the images in every way and classifies them with both models."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
@@ -84,9 +81,9 @@ class Robustness(Check):
 
     def _means(self, before: Right, after: Right, seed: int) -> list[Finding]:
         """Returns the means; the last is over everything, and may be a claim."""
-        parts = self._parts()
-        limits = [None] * (len(parts) - 1) + [self.most_drop]
-        return [_mean(part, before, after, limit, seed) for part, limit in zip(parts, limits, strict=True)]
+        *parts, whole = self._parts()
+        means = [_mean(part, before, after, None, seed) for part in parts]
+        return [*means, _mean(whole, before, after, self.most_drop, seed)]
 
     def _parts(self) -> list[Part]:
         """Returns the groups to average over: everything and, where they differ, its common part and each severity."""
@@ -110,7 +107,6 @@ class _Chosen:
     labels: Int[Tensor, "images"]
 
     def right(self, role: str) -> Bool[Tensor, "images"]:
-        """Whether each image was classified as labelled."""
         return self.classes[role] == self.labels
 
 
@@ -150,6 +146,7 @@ def _finding(corruption: str, severity: int, name: str, chosen: _Chosen, seed: i
         "mcnemar_p": mcnemar(int((before & ~after).sum()), int((~before & after).sum())),
     }
     where = f" under {corruption} of severity {severity}"
+    # No limit for a single corruption: the claim is about their mean.
     finding = change_of_accuracy(Robustness.name, where, paired_change(before, after, seed), None, len(before))
     return replace(finding, seed=seed, details=details)
 
@@ -158,6 +155,7 @@ def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed
     """Averages image by image, so that the interval is over images."""
     where, corruptions, severities = part
     keys = [(corruption, severity) for corruption in corruptions for severity in severities]
+    # [corruptions, images] -> images
     first, then = (torch.stack([own[key] for key in keys]).double().mean(0) for own in (before, after))
     details = {
         "quantity": "mean accuracy change",

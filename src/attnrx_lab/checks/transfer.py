@@ -35,12 +35,9 @@ class Transfer(Check):
     decay, a cosine schedule to zero, no augmentation, and the inputs of the model's own head as features, in float32.
 
     `per_class` is the number of training images per class, None for all; `classes` are those of the dataset. An image
-    counts
-    by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the change
-    of
-    every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the candidate;
-    None
-    only reports.
+    counts by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the
+    change of every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the
+    candidate; None only reports.
     """
 
     name: ClassVar[str] = "transfer"
@@ -70,18 +67,16 @@ class Transfer(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Trains the heads of both models and classifies the test images."""
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
 
     def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
         """Returns the findings of several candidates; the features and head of the reference are computed only once."""
         training = own_labels(self._taken())
         reference = self._probed("reference", comparison.reference, training, comparison)
-        found = {}
-        for name, model in candidates.items():
-            candidate = self._probed(name, model, training, comparison)
-            found[name] = self._findings(reference, candidate, len(training), comparison)
-        return found
+        return {
+            name: self._findings(reference, self._probed(name, model, training, comparison), len(training), comparison)
+            for name, model in candidates.items()
+        }
 
     def _taken(self) -> ImageSet:
         if self.per_class is None:
@@ -114,13 +109,13 @@ class Transfer(Check):
     def _head(self, seen: "_Features", seed: int) -> nn.Linear:
         draws, (count, width) = generator(seed), seen.rows.shape
         head = nn.Linear(width, self.classes, device=seen.rows.device, dtype=seen.rows.dtype)
-        bound = width**-0.5
+        bound = width**-0.5  # PyTorch's start, but from draws on the CPU: the same on every device
         with torch.no_grad():
             for parameter in head.parameters():
                 drawn = torch.rand(parameter.shape, generator=draws, dtype=parameter.dtype)
                 parameter.copy_(bound * (2 * drawn - 1))
         optimizer = torch.optim.AdamW(head.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-        steps = self.epochs * -(-count // self.batch_size)
+        steps = self.epochs * -(-count // self.batch_size)  # the last, smaller batch counts
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(self.epochs):
             for rows in torch.randperm(count, generator=draws).to(seen.rows.device).split(self.batch_size):
@@ -131,29 +126,28 @@ class Transfer(Check):
         return head.requires_grad_(False)
 
     def _findings(self, before: Tensor, after: Tensor, trained_on: int, comparison: Comparison) -> tuple[Finding, ...]:
-        models = {"reference": before, "candidate": after}
-        own = [self._accuracy(role, right, comparison.seed) for role, right in models.items()]
-        by_seed = [100 * float((then - first).mean()) for first, then in zip(before, after, strict=True)]
         details = {
             "quantity": "accuracy change",
             "seeds": list(self.seeds),
-            "by_seed": by_seed,
+            "by_seed": (100 * (after - before).mean(1)).tolist(),
             "training_images": trained_on,
             "training": self.training.fingerprint,
             "interval": "paired bootstrap over images",
         }
         change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
         finding = change_of_accuracy(self.name, " of a fresh head", change, self.most_drop, before.shape[1])
-        return (*own, replace(finding, seed=comparison.seed, details=details))
+        return (
+            self._accuracy("reference", before, comparison.seed),
+            self._accuracy("candidate", after, comparison.seed),
+            replace(finding, seed=comparison.seed, details=details),
+        )
 
     def _accuracy(self, role: str, right: Tensor, seed: int) -> Finding:
         share = mean_estimate(right.mean(0), seed).scaled(100.0)
         details = {"quantity": "accuracy", "model": role, "by_seed": (100 * right.mean(1)).tolist()}
         claim = f"top-1 accuracy of a fresh head on the {role}"
-        low, high = share.low, share.high
-        return Finding(
-            self.name, claim, share.value, "%", low=low, high=high, n=right.shape[1], seed=seed, details=details
-        )
+        known = {"low": share.low, "high": share.high, "n": right.shape[1], "seed": seed, "details": details}
+        return Finding(self.name, claim, share.value, "%", **known)
 
 
 @dataclass(frozen=True)
@@ -183,5 +177,6 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
         raise InvalidInput(
             f"the {role} gives features that are NaN or infinite; check its weights and the normalization of the data."
         )
+    # Loaders may return images in any order; heads of all models need the same rows in the same order.
     order = torch.cat(index).argsort(stable=True)
     return _Features(features[order], torch.cat(labels)[order])

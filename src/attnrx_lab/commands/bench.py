@@ -20,7 +20,6 @@ SHARES = "0.5"
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_methods(parser, SHARES)

@@ -18,7 +18,6 @@ SHARES = "0.75,0.5,0.25"
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")

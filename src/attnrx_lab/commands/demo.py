@@ -17,7 +17,6 @@ EXAMPLE = "attnrx demo --data digits --out runs/demo"
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("--data", default="digits", metavar="NAME", help="a dataset's name or path (digits)")
     parser.add_argument("--epochs", type=COUNT, metavar="N", help="instead of what suits the dataset")
     parser.add_argument("--seed", type=SEED, default=42, help="(42)")

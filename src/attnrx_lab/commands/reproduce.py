@@ -1,6 +1,7 @@
 """attnrx reproduce: makes a table of a paper from the name of its recipe."""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, add_out, seeds
@@ -11,26 +12,29 @@ from attnrx.progress import Log
 SUMMARY = "make a table of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
-# The options that change a setting of the experiment; the others are those of the recipe.
-KNOBS = (
-    "epochs",
-    "draws",
-    "test_images",
-    "control_images",
-    "calibration_images",
-    "batch_size",
-    "model",
-    "weights",
-    "dataset",
-    "label_column",
-    "test_column",
-    "check",
-    "candidates",
-)
+# The options that change the setting of the experiment with the same name; the others are those of the recipe.
+KNOBS: Mapping[str, Mapping[str, Any]] = {
+    "epochs": {"type": COUNT, "metavar": "N", "help": "epochs of training or fine-tuning"},
+    "draws": {"type": DRAWS, "metavar": "N", "help": "random controls for each prescription"},
+    "test_images": {"type": COUNT, "metavar": "N", "help": "measure on fewer test images"},
+    "control_images": {"type": COUNT, "metavar": "N", "help": "measure the controls on fewer test images"},
+    "calibration_images": {"type": COUNT, "metavar": "N", "help": "diagnose on so many training images"},
+    "batch_size": {"type": BATCH, "metavar": "N", "help": "images in a step of training"},
+    "model": {"metavar": "MODEL", "help": "a pre-trained model: timm:NAME, hf:ID or a saved folder"},
+    "weights": {"metavar": "FILE", "help": "the weights of timm:NAME, instead of those that timm loads"},
+    "dataset": {"metavar": "NAME", "help": "a known name, hf:owner/name, or a path"},
+    "label_column": {"metavar": "COLUMN", "help": "the column that holds the labels, in tables"},
+    "test_column": {"metavar": "COLUMN", "help": "test only on rows that this column marks as true"},
+    "check": {"metavar": "CHECK", "help": "with its knobs, e.g. 'transfer(per_class=50)'"},
+    "candidates": {
+        "nargs": "+",
+        "metavar": "NAME=POLICY",
+        "help": "with =FOLDER behind it, if it was trained and saved",
+    },
+}
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
     parser.add_argument(
         "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
@@ -44,21 +48,9 @@ def add(parser: Parser) -> None:
     parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
-    knobs.add_argument("--epochs", type=COUNT, metavar="N", help="epochs of training or fine-tuning")
-    knobs.add_argument("--draws", type=DRAWS, metavar="N", help="random controls for each prescription")
-    knobs.add_argument("--test-images", type=COUNT, metavar="N", help="measure on fewer test images")
-    knobs.add_argument("--control-images", type=COUNT, metavar="N", help="measure the controls on fewer test images")
-    knobs.add_argument("--calibration-images", type=COUNT, metavar="N", help="diagnose on so many training images")
-    knobs.add_argument("--batch-size", type=BATCH, metavar="N", help="images in a step of training")
-    knobs.add_argument("--model", metavar="MODEL", help="a pre-trained model: timm:NAME, hf:ID or a saved folder")
-    knobs.add_argument("--weights", metavar="FILE", help="the weights of timm:NAME, instead of those that timm loads")
-    knobs.add_argument("--data", dest="dataset", metavar="NAME", help="a known name, hf:owner/name, or a path")
-    knobs.add_argument("--label-column", metavar="COLUMN", help="the column that holds the labels, in tables")
-    knobs.add_argument("--test-column", metavar="COLUMN", help="test only on rows that this column marks as true")
-    knobs.add_argument("--check", metavar="CHECK", help="with its knobs, e.g. 'transfer(per_class=50)'")
-    knobs.add_argument(
-        "--candidates", nargs="+", metavar="NAME=POLICY", help="with =FOLDER behind it, if it was trained and saved"
-    )
+    for name, options in KNOBS.items():
+        flag = "--data" if name == "dataset" else f"--{name.replace('_', '-')}"  # all commands call it --data
+        knobs.add_argument(flag, dest=name, **options)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

@@ -33,7 +33,6 @@ def add_results(parser: Parser) -> None:
 
 
 def show_status(study: "SweepStudy") -> Outcome:
-    """Returns every job with its state."""
     states = study.states()
     rows = tuple(
         (
@@ -140,7 +139,6 @@ FAILED = 1
 
 
 def add(parser: Parser) -> None:
-    """Declares the options."""
     parser.add_argument("action", choices=ACTIONS, help="run the jobs, show their states, or show their numbers")
     parser.add_argument(
         "place",
@@ -179,7 +177,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx_lab.commands.sweep import PRELOAD, require_command, run_command
     from attnrx_lab.sweeps import JobWorkers, SweepStudy, threads_each
 
     if arguments.store is None:

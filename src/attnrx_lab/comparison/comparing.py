@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from attnrx.checks.comparison import answer, chance_notes
-from attnrx.checks.statistics import Estimate, mean_estimate, paired_change, proportion
+from attnrx.checks.statistics import (
+    Estimate,
+    holm,
+    mcnemar,
+    mean_estimate,
+    paired_change,
+    proportion,
+    sign_flip_test,
+)
 from attnrx.costs import ModelCosts
 from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
@@ -18,10 +27,9 @@ from attnrx.models import evaluating, family_of
 from attnrx.planning.budget import largest_share
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx_lab.baselines import ModelCompressor
-from attnrx_lab.comparison.differences import Difference, ImageResults, paired_differences
-from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
+from attnrx_lab.comparison.methods import Method, MethodBench
 
 COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
@@ -50,7 +58,6 @@ class MethodTrial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         return (
             self.method,
             f"{100 * self.share:.4g} %",
@@ -73,9 +80,59 @@ class Unreached:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         reason = f"cannot cost {100 * self.target:g} % of the MACs"
         return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+
+
+@dataclass(frozen=True)
+class ImageResults:
+    """The results of one method at one budget, image by image: the KL divergence in nats, and whether the class is
+    right.
+
+    `budget` is the requested share or the target share of the MACs; None if the rules of the method are fixed.
+    """
+
+    method: str
+    budget: tuple[float | None, float | None]
+    divergence: Float[Tensor, "images"]
+    correct: Bool[Tensor, "images"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second method minus the first at one budget: KL in nats (above 0: the second is worse), top-1 in points.
+
+    Intervals are 95 % bootstrap intervals over the images, each for its own difference. `divergence_p` is of a paired
+    sign-flip test of the mean, `accuracy_p` of McNemar's exact test; both are corrected by Holm's method over all
+    differences of the comparison in that measure.
+    """
+
+    first: str
+    second: str
+    share: float | None
+    target: float | None
+    divergence: Estimate
+    divergence_p: float
+    accuracy: Estimate
+    accuracy_p: float
+    n: int
+
+    @property
+    def budget(self) -> str:
+        if self.target is not None:
+            return f"{100 * self.target:g} % of the MACs"
+        return "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            f"{self.second} minus {self.first}",
+            self.budget,
+            self.divergence.text(3),
+            f"{self.divergence_p:.3g}",
+            self.accuracy.text(1),
+            f"{self.accuracy_p:.3g}",
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +157,6 @@ class Trials:
         return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.method)))
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file."""
         record = {
             "kind": "attnrx comparison",
             "schema": 2,
@@ -117,13 +173,13 @@ class Trials:
 
         A second table has the differences between methods, where there are any.
         """
-        table = _markdown(COMPARISON_COLUMNS, self.rows)
+        table = markdown_table(COMPARISON_COLUMNS, self.rows)
         if not self.differences:
             return table
-        return f"{table}\n\n{_markdown(DIFFERENCE_COLUMNS, [each.cells for each in self.differences])}"
+        return f"{table}\n\n{markdown_table(DIFFERENCE_COLUMNS, [each.cells for each in self.differences])}"
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
 
@@ -150,18 +206,19 @@ def compare_methods(
             f"{len(methods)} methods at the shares {shares} and the MACs {targets}: give at least one method "
             "and one share of either, shares in (0, 1]."
         )
-    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    before = family_of(bench.model).costs(bench.model)
     for method in methods:
-        makers.of(method)  # invalid methods are refused before anything is measured
+        bench.compressor(method)  # invalid methods are refused before anything is measured
     logits, labels = _answers(bench.model, bench)
     correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
-    about = {**_about(bench, methods, len(labels)), "notes": chance_notes(correct, labels)}
-    for note in about["notes"]:
+    notes = chance_notes(correct, labels)
+    for note in notes:
         log(f"warning: {note}")
+    about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels), "notes": notes}
     found = Trials((), correct, about)
     results: list[ImageResults] = []
     for method in methods:
-        compressor = makers.of(method)
+        compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
         for point in points(method, compressor, before, shares, targets):
             if isinstance(point, Unreached):
                 found = replace(found, unreached=(*found.unreached, point))
@@ -209,36 +266,29 @@ def _tried(
     started = time.perf_counter()
     candidate = compressor.make(share)
     seconds = time.perf_counter() - started
-    costs = (before, compressor.costs(share))
+    costs = compressor.costs(share)
     own, _ = _answers(candidate, bench)
     divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
-    correct = own.argmax(-1) == labels
+    first, then = logits.argmax(-1), own.argmax(-1)
+    correct = then == labels
+    trial = MethodTrial(
+        method=method.name,
+        share=share,
+        params=costs.params,
+        macs=costs.macs,
+        params_share=costs.params / before.params,
+        macs_share=costs.macs / before.macs,
+        accuracy=proportion(int(correct.sum()), len(labels)).scaled(100.0),
+        change=paired_change(first == labels, correct, bench.seed).scaled(100.0),
+        agreement=proportion(int((then == first).sum()), len(labels)).scaled(100.0),
+        divergence=mean_estimate(divergence, bench.seed),
+        n=len(labels),
+        seconds=seconds,
+        target=target,
+    )
+    # Methods for one target have shares of their own, and are compared with one another.
     requested = share if method.varies and target is None else None
-    measured = _measured(bench, costs, (logits, own, labels), divergence)
-    trial = MethodTrial(method.name, share, **measured, n=len(labels), seconds=seconds, target=target)
     return trial, ImageResults(method.name, (requested, target), divergence, correct)
-
-
-def _about(bench: MethodBench, methods: Sequence[Method], images: int) -> dict[str, Any]:
-    return {**bench.describe(methods), "data": bench.test.fingerprint, "images": images}
-
-
-def _measured(
-    bench: MethodBench, costs: tuple[ModelCosts, ModelCosts], answers: tuple[Tensor, Tensor, Tensor], divergence: Tensor
-) -> dict[str, Any]:
-    (before, after), (logits, own, labels) = costs, answers
-    right, still = logits.argmax(-1) == labels, own.argmax(-1) == labels
-    agreeing = int((own.argmax(-1) == logits.argmax(-1)).sum())
-    return {
-        "params": after.params,
-        "macs": after.macs,
-        "params_share": after.params / before.params,
-        "macs_share": after.macs / before.macs,
-        "accuracy": proportion(int(still.sum()), len(labels)).scaled(100.0),
-        "change": paired_change(right, still, bench.seed).scaled(100.0),
-        "agreement": proportion(agreeing, len(labels)).scaled(100.0),
-        "divergence": mean_estimate(divergence, bench.seed),
-    }
 
 
 def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
@@ -247,6 +297,37 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
     device = next(model.parameters()).device
     with evaluating([model]):
         for batch in bench.test.batches(bench.batch_size, device=device):
+            # float64: the divergence of nearly equal models is a small difference of logarithms.
             logits.append(answer(model, batch.images).double().cpu())
             labels.append(batch.labels.cpu())
     return torch.cat(logits), torch.cat(labels)
+
+
+def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
+    """Compares every two methods that were measured at the same budget, in the order of the results."""
+    # Methods at different budgets differ in cost, too: their difference answers no question.
+    pairs = [pair for pair in combinations(results, 2) if pair[0].budget == pair[1].budget]
+    found = [_difference(first, second, seed) for first, second in pairs]
+    divergence = holm([each.divergence_p for each in found])
+    accuracy = holm([each.accuracy_p for each in found])
+    return tuple(
+        replace(each, divergence_p=own, accuracy_p=other)
+        for each, own, other in zip(found, divergence, accuracy, strict=True)
+    )
+
+
+def _difference(first: ImageResults, second: ImageResults, seed: int) -> Difference:
+    share, target = first.budget
+    further = second.divergence - first.divergence
+    lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
+    return Difference(
+        first.method,
+        second.method,
+        share,
+        target,
+        mean_estimate(further, seed),
+        sign_flip_test(further, seed),
+        paired_change(first.correct, second.correct, seed).scaled(100.0),
+        mcnemar(lost, gained),
+        len(further),
+    )

@@ -79,7 +79,6 @@ class Method:
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the share."""
         return self.baseline is not None or self.template.varies
 
 
@@ -94,8 +93,18 @@ class MethodBench:
     seed: int = 0
     batch_size: int = 64
 
+    def compressor(self, method: Method) -> ModelCompressor:
+        """Returns the compressor of one method; baselines share their calibration statistics."""
+        if method.baseline is None:
+            return RuleCompressor(self, method)
+        return make_baseline(self.model, method.baseline, method.maps, self.calibration, self._statistics)
+
+    @cached_property
+    def _statistics(self) -> MapStatistics:
+        # Small batches: the inputs of every map are converted to float64.
+        return MapStatistics(self.model, map_addresses(self.model), self.calibration, min(self.batch_size, 32))
+
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        """Returns the inputs and settings of the methods as JSON-ready values."""
         return {
             "diagnosis": dict(self.diagnosis.about),
             "seed": self.seed,
@@ -114,7 +123,6 @@ class RuleCompressor(ModelCompressor):
 
     @property
     def least(self) -> float:
-        """The smallest share that can be prescribed."""
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
@@ -145,22 +153,3 @@ class RuleCompressor(ModelCompressor):
             family = family_of(candidate)
             realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
         return candidate
-
-
-class Compressors:
-    """The compressors of a bench; baselines share their calibration statistics."""
-
-    def __init__(self, bench: MethodBench):
-        self.bench = bench
-
-    def of(self, method: Method) -> ModelCompressor:
-        """Returns the compressor of one method."""
-        if method.baseline is None:
-            return RuleCompressor(self.bench, method)
-        bench = self.bench
-        return make_baseline(bench.model, method.baseline, method.maps, bench.calibration, self._statistics)
-
-    @cached_property
-    def _statistics(self) -> MapStatistics:
-        bench = self.bench
-        return MapStatistics(bench.model, map_addresses(bench.model), bench.calibration, min(bench.batch_size, 32))

@@ -1,10 +1,12 @@
 """The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,16 +14,15 @@ from torch import nn
 
 from attnrx.api import diagnose
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.data import Normalization, from_tensors
+from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.errors import InvalidInput
-from attnrx.exporting import Format
+from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.models import family_of, use_backend
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
-from attnrx_lab.comparison.comparing import Unreached, points
-from attnrx_lab.comparison.methods import Compressors, Method, MethodBench
-from attnrx_lab.comparison.runtimes import running_in
+from attnrx_lab.comparison.comparing import Unreached, markdown_table, points
+from attnrx_lab.comparison.methods import Method, MethodBench
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,10 @@ class Speed:
 
     @property
     def ideal(self) -> float:
-        """The speed-up that the share of the MACs predicts."""
         return 1 / self.macs_share
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a table row."""
         latency, (value, low, high) = self.latency, self.speedup
         return (
             self.method,
@@ -88,7 +87,6 @@ class Speeds:
     about: dict[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file."""
         describe = [
             {**asdict(each), "speedup": each.speedup, "ideal": each.ideal, "of_ideal": each.speedup[0] / each.ideal}
             for each in self.speeds
@@ -97,8 +95,7 @@ class Speeds:
 
     def to_markdown(self) -> str:
         """Returns a table: one line for every method and batch size."""
-        lines = [f"| {' | '.join(SPEED_COLUMNS)} |", "|" + "---|" * len(SPEED_COLUMNS)]
-        return "\n".join((*lines, *(f"| {' | '.join(each.cells)} |" for each in self.speeds)))
+        return markdown_table(SPEED_COLUMNS, [each.cells for each in self.speeds])
 
 
 @dataclass(frozen=True)
@@ -108,8 +105,7 @@ class Rates:
 
     Each is timed under every protocol. `runtime` is the export format whose files are timed, including the reference
     implementation's, at the precision of the first protocol; None times the models themselves, with their attention on
-    the
-    `backend` of this name (None: unchanged).
+    the `backend` of this name (None: unchanged).
     """
 
     batches: tuple[int, ...]
@@ -154,27 +150,28 @@ def compare_speeds(
     """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
 
     The uncompressed model of the bench is always timed too, as "attnrx". The results so far are saved to `out` after
-    every
-    batch size.
+    every batch size.
     """
     family = family_of(bench.model)
-    library_model = family.library_model(bench.model)
-    made: dict[str, tuple[str, float, float, nn.Module]] = {"attnrx": ("attnrx", 1.0, 1.0, bench.model)}
-    for each in _made(bench, methods, rates, log):
-        made[f"{each[0]} {each[1]}"] = each
+    entries: dict[str, tuple[str, float, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
+    models = {"attnrx": bench.model}
+    for name, share, macs, candidate in _made(bench, methods, rates, log):
+        key = f"{name} {share}"
+        entries[key], models[key] = (name, share, macs), candidate
     if rates.backend is not None:
-        for key, (name, share, macs, candidate) in made.items():
-            made[key] = (name, share, macs, use_backend(copy.deepcopy(candidate), rates.backend))
+        # Copies: at a share that keeps everything the candidate is the model of the bench itself.
+        models = {key: use_backend(copy.deepcopy(model), rates.backend) for key, model in models.items()}
     describe = None if rates.runtime is None else to_dict(rates.runtime)
     found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
-    models = {"": library_model, **{key: each[-1] for key, each in made.items()}}
     precision = rates.protocols[0].conditions.precision
-    with running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
+    models[""] = family.library_model(bench.model)
+    with _running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
+            # Latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
             images = torch.randn(batch, *family.input_shape(bench.model), generator=torch.Generator().manual_seed(0))
             latencies = compare_latencies(running, reference, images, protocol)
-            measured = tuple(Speed(*made[key][:3], latency) for key, latency in latencies.items())
+            measured = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
             found = replace(found, speeds=(*found.speeds, *measured))
             for speed in measured:
                 log(f"{speed.method}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
@@ -186,11 +183,31 @@ def compare_speeds(
 def _made(
     bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log
 ) -> Iterator[tuple[str, float, float, nn.Module]]:
-    before, makers = family_of(bench.model).costs(bench.model), Compressors(bench)
+    before = family_of(bench.model).costs(bench.model)
     for method in methods:
-        compressor = makers.of(method)
+        compressor = bench.compressor(method)
         for point in points(method, compressor, before, rates.shares, rates.macs):
             if isinstance(point, Unreached):
                 log(f"{point.method} {point.cells[2]}: left out")
             else:
                 yield method.name, point[0], compressor.costs(point[0]).macs / before.macs, compressor.make(point[0])
+
+
+@contextmanager
+def _running_in(
+    form: Format | None, models: Mapping[str, nn.Module], like: nn.Module, precision: str, calibration: ImageSet
+) -> Iterator[dict[str, nn.Module]]:
+    """Yields the models themselves, or their exported files of a format while the context lasts.
+
+    All are exported alike, for batches of any size, and verified against the model in eager mode. They accept the
+    images of `like`, a model of a known family; the others may be of any class.
+    """
+    if form is None:
+        yield dict(models)
+        return
+    subject = ExportSubject.of(like, form, precision=precision, calibration=calibration)
+    with TemporaryDirectory() as folder:
+        yield {
+            name: write_exported(bare_subject(model, subject), Path(folder) / f"{index}{form.suffix}", form)
+            for index, (name, model) in enumerate(models.items())
+        }

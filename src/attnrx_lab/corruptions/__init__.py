@@ -16,16 +16,13 @@ import torch
 
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.corruptions import blur, digital, noise, weather
+from attnrx_lab.corruptions import methods
 from attnrx_lab.corruptions.filters import Draws, Images
 from attnrx_lab.corruptions.severities import COMMON, EXTRA, LEVELS, Levels
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
-METHODS: Mapping[str, Callable[[Images, Levels, Draws], Images]] = {
-    name: getattr(next(room for room in (noise, blur, weather, digital) if hasattr(room, name)), name)
-    for name in LEVELS
-}
+METHODS: Mapping[str, Callable[[Images, Levels, Draws], Images]] = {name: getattr(methods, name) for name in LEVELS}
 
 # Deterministic corruptions, which process a batch at once.
 STILL = frozenset(

@@ -19,8 +19,7 @@ def normal(images: Tensor, shape: tuple[int, ...], draws: Draws) -> Float[Tensor
     """Returns standard normal numbers of a shape for every image, drawn image by image.
 
     They are drawn on the device of the generator, so that a CPU generator gives the same numbers for every device and
-    batch
-    size.
+    batch size.
     """
     device = images.device if draws is None else draws.device
     drawn = [torch.randn(shape, generator=draws, device=device, dtype=images.dtype) for _ in images]

@@ -1,66 +1,117 @@
-"""One run of the fusion experiment: the fusion matrices of a model, and their statistics."""
+"""The fusion experiment: which head uses which of the directions that all heads of a layer share (Figures 2 and 3)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from attnrx.attention import Attention
-from attnrx.decompositions import CorrectionSchedule, cpd_epc, water_filled_blocks
+from attnrx.decompositions import Canonical, CorrectionSchedule, Fusion, cpd_epc, fusion_ranks, water_filled_blocks
 from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of, model_fingerprint
-from attnrx.progress import Log, no_log
+from attnrx.progress import Log
 from attnrx.rules.metrics import JointForm
-from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import file_sha256, write_json, write_tensors
-from attnrx.shapes import Tensor
-from attnrx_lab.papers.fusion_experiment import FusionExperiment, FusionRun, Mix, fusion_of, rule_of
-from attnrx_lab.papers.measures import Measure, plain_measure
+from attnrx.serialization.storage import file_sha256, read_tensors, write_tensors
+from attnrx.shapes import Float, Tensor
+from attnrx.training import Reporter
+from attnrx_lab.papers import sources
+from attnrx_lab.papers.experiment import Experiment, Run, plain_measures
 
 CORRECTIONS = 100  # sweeps of the correction, at most
 DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
+FILE = "fusions.safetensors"
+
+Mix = Float[Tensor, "heads rank"]
 
 
-def run_fusion(experiment: FusionExperiment, folder: Path | str, *, log: Log = no_log) -> FusionRun:
-    """Decomposes every layer at every share; result.json has the statistics, fusions.safetensors the matrices."""
-    folder = Path(folder)
-    experiment.require(folder)
-    if (folder / "result.json").exists():
-        return FusionRun.load(folder)
-    model = experiment.original()
-    experiment.claim(folder)
-    layers = family_of(model).attention(model)
-    rules: dict[str, Any] = {}
-    mixes: dict[str, Tensor] = {}
-    for share in experiment.shares:
-        log(f"{experiment.name}: {len(layers)} layers in {share:.3g} of their directions")
-        found = [_fusion(experiment, attention, share, layer) for layer, attention in enumerate(layers)]
-        for layer, each in enumerate(found):
-            name = rule_of(share, f"layer-{layer}")
-            mixes[name] = each.mix
-            rules[name] = {"fusion": _plain({**blocks(each.mix, experiment.seed), **each.error})}
-        pairs = zip(_places([each.ranks for each in found]), _places([each.best for each in found]), strict=True)
-        for place, (own, best) in enumerate(pairs):
-            kinds = {"fusion": _plain(spread_of(own)), "best": _plain(spread_of(best))}
-            rules[rule_of(share, f"head-{place + 1}")] = kinds
-    write_tensors(folder / "fusions.safetensors", mixes)
-    record = {
-        "kind": FusionRun.kind,
-        "schema": FusionRun.schema,
-        "settings": to_dict(experiment),
-        "data": {"name": "none", "notes": list(_notes(layers))},
-        "model": {"fingerprint": model_fingerprint(model)},
-        "layers": len(layers),
-        "rules": rules,
-        "fusions_sha256": file_sha256(folder / "fusions.safetensors"),
-    }
-    write_json(folder / "result.json", record)
-    log(f"{experiment.name}: done, {folder / 'result.json'}")
-    return FusionRun.load(folder)
+def fusion_of(mix: Mix) -> Fusion:
+    """Returns the owner of each direction of a fusion matrix, with its columns sorted and rescaled."""
+    nothing = torch.zeros(1, mix.shape[1], dtype=torch.float64)
+    return fusion_ranks(Canonical(nothing, nothing, mix))
+
+
+def rule_of(share: float, what: str) -> str:
+    """Returns the name of the results at a share of the directions."""
+    return f"{share:g}/{what}"
+
+
+def fusions_at(run: Run, share: float) -> list[Tensor]:
+    """Returns the fusion matrix of every layer at a share, heads by directions, as fitted."""
+    tensors = read_tensors(run.folder / FILE, run.record["fusions_sha256"])
+    return [tensors[rule_of(share, f"layer-{layer}")] for layer in range(run.record["layers"])]
+
+
+@dataclass(frozen=True)
+class FusionExperiment(Experiment):
+    """The scores of every layer of a pre-trained model in `shares` of its directions, shared by all heads (CPD-EPC).
+
+    Only the weights are used. The seed draws the start: a start from the heads' own directions would give each
+    direction one owner beforehand. A model whose heads share directions already is read unchanged.
+    """
+
+    kind: ClassVar[str] = "irratt-fusion"
+    format: ClassVar[str] = "attnrx fusion run"
+    tiny_note: ClassVar[str] = "a tiny model with random weights; these numbers show that the recipe runs"
+    knobs: ClassVar[Mapping[str, str]] = sources.MODEL_KNOBS
+
+    subject: str
+    model: str
+    shares: tuple[float, ...]
+    dataset: str = "none"
+    seed: int = 0
+    weights: str | None = None
+    metric: str = "augmented"
+    sweeps: int = 200
+    tiny: bool = False
+
+    def __post_init__(self):
+        if not self.shares or any(not 0 < share <= 1 for share in self.shares):
+            raise InvalidInput(f"FusionExperiment(shares={self.shares}): give at least one share in (0, 1].")
+
+    def as_tiny(self) -> "FusionExperiment":
+        """The same on a tiny model with as many heads and layers, with few sweeps."""
+        return replace(self, tiny=True, sweeps=3)
+
+    def original(self) -> nn.Module:
+        if not self.tiny:
+            return sources.loaded(self.model, self.weights)
+        outline = sources.outline_of(self.model)
+        return sources.tiny_twin(outline, self.seed, len(family_of(outline).attention(outline)))
+
+    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+        """Decomposes every layer at every share; fusions.safetensors holds the matrices."""
+        model = self.original()
+        self.claim(folder)
+        layers = family_of(model).attention(model)
+        rules: dict[str, Any] = {}
+        mixes: dict[str, Tensor] = {}
+        for share in self.shares:
+            log(f"{self.name}: {len(layers)} layers in {share:.3g} of their directions")
+            found = [_fusion(self, attention, share, layer) for layer, attention in enumerate(layers)]
+            for layer, each in enumerate(found):
+                name = rule_of(share, f"layer-{layer}")
+                mixes[name] = each.mix
+                rules[name] = {"fusion": plain_measures({**blocks(each.mix, self.seed), **each.error})}
+            # The ranks of each position over the layers: the smallest of every layer first.
+            places = zip(*(zip(sorted(each.ranks), sorted(each.best), strict=True) for each in found), strict=True)
+            for number, pairs in enumerate(places, 1):
+                kinds = zip(("fusion", "best"), zip(*pairs, strict=True), strict=True)
+                rules[rule_of(share, f"head-{number}")] = {kind: plain_measures(_spread(own)) for kind, own in kinds}
+        write_tensors(folder / FILE, mixes)
+        given = all(attention.spec.shares_directions for attention in layers)
+        source = "the model as it was given" if given else "the decomposition (CPD-EPC), before any fine-tuning"
+        return {
+            "data": {"name": "none", "notes": [f"the fusion matrices are those of {source}"]},
+            "model": {"fingerprint": model_fingerprint(model)},
+            "layers": len(layers),
+            "rules": rules,
+            "fusions_sha256": file_sha256(folder / FILE),
+        }
 
 
 @dataclass(frozen=True)
@@ -80,35 +131,24 @@ def _fusion(experiment: FusionExperiment, attention: Attention, share: float, la
     rows = {name: getattr(spectrum, name).expand(heads, -1, -1) for name in ("query", "key")}
     spectrum = replace(spectrum, **rows, shared=False)  # shared rows are repeated for every head
     tensor = JointForm(LayerDiagnosis(spectrum, {}), experiment.metric).tensor
-    if _shared(attention):
-        mix, error = spectrum.strength.double(), {}
+    if attention.spec.shares_directions:
+        mix, error = spectrum.strength.double(), {}  # nothing was decomposed
     else:
         rank, sweeps = max(1, round(share * int(spectrum.used.sum()))), experiment.sweeps
         schedule = CorrectionSchedule(sweeps, correction_sweeps=min(sweeps, CORRECTIONS))
+        # Every layer starts from draws of its own.
         terms = cpd_epc(tensor, rank, start="random", schedule=schedule, seed=experiment.seed + layer)
         mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
     best = water_filled_blocks(tensor, mix.shape[1]).ranks
     return _Fusion(mix, error, fusion_of(mix).ranks, best)
 
 
-def _shared(attention: Attention) -> bool:
-    return attention.spec.shares_directions
-
-
-def _notes(layers: Sequence[Attention]) -> Iterator[str]:
-    if all(_shared(attention) for attention in layers):
-        yield "the fusion matrices are those of the model as it was given"
-    else:
-        yield "the fusion matrices are those of the decomposition (CPD-EPC), before any fine-tuning"
-
-
-def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
+def blocks(mix: Mix, seed: int = 0) -> dict[str, float | int]:
     """Returns how close a fusion matrix is to block-diagonal once its columns are sorted by owner.
 
     `as_fitted` is the share of its energy, in %, inside the blocks with unscaled columns, and `rescaled` the mean over
     columns, which does not depend on their scale (Figure 3 b). `by_chance` is the latter for columns of as many heads
-    drawn
-    from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest block.
+    drawn from a normal distribution, which have no blocks. `least` and `most` are the smallest and the largest block.
     """
     found = fusion_of(mix)
     drawn = torch.randn(len(mix), DRAWN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -119,20 +159,10 @@ def blocks(mix: Mix, seed: int = 0) -> dict[str, float]:
         "as_fitted": 100 * float(energy.amax(0).sum() / energy.sum()),
         "rescaled": 100 * float(1 - found.off_block.mean()),
         "by_chance": 100 * float(1 - fusion_of(drawn).off_block.mean()),
-        "least": float(min(found.ranks)),
-        "most": float(max(found.ranks)),
+        "least": min(found.ranks),
+        "most": max(found.ranks),
     }
 
 
-def spread_of(ranks: Sequence[int]) -> dict[str, float]:
-    """Returns the mean, the median and the extremes of the ranks of one position over the layers."""
-    return {"mean": fmean(ranks), "median": median(ranks), "least": float(min(ranks)), "most": float(max(ranks))}
-
-
-def _places(ranks: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Sorts the ranks of every layer and returns those of each position: the smallest of every layer first."""
-    return list(zip(*(sorted(layer) for layer in ranks), strict=True))
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, Measure]:
-    return {name: plain_measure(value) for name, value in numbers.items()}
+def _spread(ranks: Sequence[int]) -> dict[str, float | int]:
+    return {"mean": fmean(ranks), "median": median(ranks), "least": min(ranks), "most": max(ranks)}

@@ -1,30 +1,41 @@
-"""One run of the IrrAtt experiment, method by method; an interrupted run continues on the next call."""
+"""The IrrAtt experiment: a pre-trained model and several ways of compressing it, with costs and quality."""
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from attnrx.api import diagnose, load
-from attnrx.checks import Accuracy, Comparison, Fidelity
+from attnrx.api import adapt_preprocessing, diagnose, load, prescribe, realize
+from attnrx.checks import Accuracy, Fidelity
+from attnrx.costs import IRRATT, Compression
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
+from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Evidence
-from attnrx.progress import Log, no_log
+from attnrx.models import family_of
+from attnrx.prescription import Prescription
+from attnrx.progress import Log
 from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import write_json
-from attnrx.training import Reporter, train
-from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
-from attnrx_lab.papers.experiment import first_images
-from attnrx_lab.papers.irratt_experiment import IrrattExperiment, IrrattRun
-from attnrx_lab.papers.irratt_methods import IrrattMethod, paper_price, realized_price
-from attnrx_lab.papers.measures import Measure, measures, plain_measure
+from attnrx.spec import AttentionSpec
+from attnrx.training import Reporter, TrainingConfig, train
+from attnrx_lab.papers import sources
+from attnrx_lab.papers.experiment import (
+    Experiment,
+    comparison_with,
+    evidence_at,
+    first_images,
+    measured_with,
+    measures,
+    plain_measures,
+)
 
-ANSWERED = 50  # images at a time, for measuring and diagnosing
+# timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
+EMA = 0.99996
+
+BATCH = 50  # images at a time, for measuring and diagnosing
 
 NOTES = (
     "values and MLP keep what matters most on the calibration images, not the largest singular values of the weights "
@@ -34,99 +45,208 @@ NOTES = (
     "those of the form that its CR is counted for, and the realized FLOPs of a CP",
 )
 
+# The rule text of each form of Compression for a number of directions: of each
+# head for truncatt, of all heads together for the others. The constrained CP needs training, and has no rule.
+RULES = {
+    "truncatt": "uniform_rank:{rank},metric={metric}",
+    "cp": "shared_rank:{rank},form=epc,joint={metric},seed={seed}",
+    "irratt": "shared_rank:{rank},form=literal,joint={metric},seed={seed}",
+}
 
-def run_irratt(
-    experiment: IrrattExperiment, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log
-) -> IrrattRun:
-    """Computes the costs of every method, and measures those that can be made; every stage is stored and never
-    repeated.
+
+@dataclass(frozen=True)
+class IrrattMethod:
+    """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
+
+    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of the value dimensions,
+    `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training` marks a method
+    whose ranks come from training with constraints (Eq. 7): its costs are computed, and it is not measured.
     """
-    folder = Path(folder)
-    experiment.require(folder)
-    if (folder / "result.json").exists():
-        return IrrattRun.load(folder)
-    workshop = _Workshop.of(experiment, folder)
-    experiment.claim(folder)
-    rules: dict[str, Any] = {}
-    outline = experiment.outline()
-    for method in experiment.methods:
-        rules[method.name] = {"paper": _plain(paper_price(outline, method))}
-        if not method.by_training:
-            log(f"{experiment.name}: {method.name}")
-            rules[method.name] |= _measured(workshop, method, reporter)
-    notes = [*workshop.splits.notes, *NOTES]
-    notes += ["ranks from training with constraints (Eq. 7) are priced and not measured"] * any(
-        method.by_training for method in experiment.methods
-    )
-    record = {
-        "kind": IrrattRun.kind,
-        "schema": IrrattRun.schema,
-        "settings": to_dict(experiment),
-        "data": {"name": workshop.splits.name, "test": workshop.comparison.data.fingerprint, "notes": notes},
-        "model": {"fingerprint": workshop.diagnosis.fingerprint},
-        "rules": rules,
-        "measured_with": {"device": str(workshop.comparison.device), "threads": torch.get_num_threads()},
-    }
-    write_json(folder / "result.json", record)
-    log(f"{experiment.name}: done, {folder / 'result.json'}")
-    return IrrattRun.load(folder)
 
+    name: str
+    qk: str = "full"
+    rank: float = 1.0
+    vo: float | None = None
+    mlp: float | None = None
+    by_training: bool = False
 
-@dataclass(frozen=True, eq=False)
-class _Workshop:
-    """The model, data and settings shared by all methods."""
+    def __post_init__(self):
+        if self.qk not in ("full", *RULES):
+            raise UnknownName("form of query and key", self.qk, ("full", *RULES))
 
-    experiment: IrrattExperiment
-    folder: Path
-    model: nn.Module
-    splits: Splits
-    diagnosis: Diagnosis
-    comparison: Comparison
+    @property
+    def changes(self) -> bool:
+        return self.qk != "full" or self.vo is not None or self.mlp is not None
 
-    @classmethod
-    def of(cls, experiment: IrrattExperiment, folder: Path) -> "_Workshop":
-        """Loads, and diagnoses on the calibration images; candidates are made on the CPU."""
-        model, device = experiment.original(), answering_device()
-        splits = experiment.splits(model)
-        calibration = first_images(splits.train, experiment.calibration_images)
-        diagnosis = diagnose(model, calibration, batch_size=ANSWERED, seed=experiment.seed)
-        test = first_images(splits.test, experiment.test_images)
-        reference = model if device.type == "cpu" else copy.deepcopy(model).to(device)
-        comparison = Comparison(
-            reference, reference, test, seed=experiment.seed, device=device, diagnosis=diagnosis, batch_size=ANSWERED
+    def compression(self, spec: AttentionSpec) -> Compression:
+        """The ranks for a layer of this shape."""
+        directions = spec.original_rank if self.qk == "truncatt" else sum(spec.ranks)
+        return Compression(
+            self.qk if self.qk == "full" else f"{self.qk}:{_part(self.rank, directions)}",
+            None if self.vo is None else _part(self.vo, spec.head_dim),
+            None if self.mlp is None else _part(self.mlp, spec.width),
         )
-        return cls(experiment, folder, model, splits, diagnosis, comparison)
 
-    def candidate(self, method: IrrattMethod, reporter: Reporter | None) -> nn.Module:
-        """Makes the model of a method, and fine-tunes it if requested; the original is never trained."""
-        own = self.experiment
-        made = method.candidate(self.model, self.diagnosis, own.metric, own.seed)
-        if not own.epochs or not method.changes:
-            return made
-        trained = train(made, self.splits, own.training(), self.folder / "train" / method.name, reporter=reporter)
-        return load(trained.folder)
+    def prescription(self, diagnosis: Diagnosis, spec: AttentionSpec, metric: str, seed: int) -> Prescription:
+        """Prescribes it for a model whose layers all have this shape."""
+        ranks = self.compression(spec)
+        form, _, rank = ranks.qk.partition(":")
+        scores = RULES[form].format(rank=rank, metric=metric, seed=seed) if form in RULES else None
+        vo, mlp = (None if own is None else f"uniform_rank:{own}" for own in (ranks.vo, ranks.mlp))
+        return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
-    def evidence(self, method: IrrattMethod, reporter: Reporter | None) -> Evidence:
-        """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
-        candidate = self.candidate(method, reporter)
-        placed = candidate.to(self.comparison.device) if method.changes else self.comparison.reference
-        compared = replace(self.comparison, candidate=placed)
-        about = {
-            "experiment": to_dict(self.experiment),
-            "method": to_dict(method),
-            "realized": realized_price(self.model, candidate),
-            "reference": self.diagnosis.fingerprint,
-            "data": compared.data.fingerprint,
-            "images": len(compared.data),
+    def candidate(self, model: nn.Module, diagnosis: Diagnosis, metric: str, seed: int) -> nn.Module:
+        """Returns the smaller model; the original itself if nothing is compressed."""
+        if not self.changes:
+            return model
+        spec = family_of(model).attention(model)[0].spec
+        return realize(model, self.prescription(diagnosis, spec, metric, seed))
+
+
+def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
+    """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
+    family = family_of(outline)
+    specs = [layer.spec for layer in family.attention(outline)]
+    compression = method.compression(specs[0])
+    wanted = tuple(compression.spec(spec) for spec in specs)
+    after = compression.as_written(family.costs(outline, wanted, compression.mlp_ranks(specs)))
+    return IRRATT.price(after).percent_of(IRRATT.price(family.costs(outline)))
+
+
+def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
+    """Returns the same ratios of the realized model, whose IrrAtt is stored as shared directions."""
+    prices = [IRRATT.price(family_of(each).costs(each)) for each in (candidate, model)]
+    return prices[0].percent_of(prices[1])
+
+
+def _part(share: float, whole: int) -> int:
+    return max(1, round(share * whole))
+
+
+@dataclass(frozen=True)
+class IrrattExperiment(Experiment):
+    """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
+
+    `subject` is the name of the model, `model` and `weights` the arguments of `load`, `dataset` and the columns those
+    of `load_data`. Values and MLP are prescribed on the first `calibration_images` of the training images, which the
+    seed divides from the validation images; the scores by the weights, in `metric`, with the seed for every start.
+    Nothing is fine-tuned by default: if the data has few of a model's classes, training on it would let every method
+    gain by forgetting the others. `tiny` measures a tiny model on generated images; the costs are always those of the
+    model itself.
+    """
+
+    kind: ClassVar[str] = "irratt"
+    format: ClassVar[str] = "attnrx irratt run"
+    parts: ClassVar[tuple[type, ...]] = (IrrattMethod,)
+    tiny_note: ClassVar[str] = (
+        "accuracy, agreement and what is realized are of a tiny model on generated images: they show that the recipe "
+        "runs, and nothing else; the compression ratios (CR) are exact"
+    )
+    knobs: ClassVar[Mapping[str, str]] = {
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
+        "epochs": "{own} epochs of fine-tuning instead of {protocol}",
+        "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
+        "calibration_images": "{own} calibration images instead of {protocol}",
+        "test_images": "measured on {own} test images",
+    }
+
+    subject: str
+    model: str
+    dataset: str
+    methods: tuple[IrrattMethod, ...]
+    seed: int = 0
+    weights: str | None = None
+    label_column: str | None = None
+    test_column: str | None = None
+    metric: str = "augmented"
+    epochs: int = 0
+    batch_size: int = 256
+    calibration_images: int = 96
+    test_images: int | None = None
+    tiny: bool = False
+
+    def __post_init__(self):
+        names = [method.name for method in self.methods]
+        if not names or len(set(names)) != len(names):
+            raise InvalidInput(f"IrrattExperiment(methods={names}): give at least one method, each under its own name.")
+        self.require_counts("batch_size", "calibration_images", "test_images")
+        if self.epochs < 0:
+            raise InvalidInput(f"IrrattExperiment(epochs={self.epochs}): give 0 for no fine-tuning, or more.")
+
+    def as_tiny(self) -> "IrrattExperiment":
+        """The same methods on a tiny model, in seconds, without fine-tuning."""
+        return replace(self, tiny=True, epochs=0, batch_size=16, calibration_images=32)
+
+    def original(self) -> nn.Module:
+        if self.tiny:
+            return sources.tiny_twin(sources.outline_of(self.model), self.seed)
+        return sources.loaded(self.model, self.weights)
+
+    def splits(self, model: nn.Module) -> Splits:
+        """Loads the data at the size and on the scale of the model, or generates it."""
+        if self.tiny:
+            own = sources.generated_splits(self.subject, 3, sources.TINY_CLASSES, sources.TINY_SIDE)
+        else:
+            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+        return adapt_preprocessing(own, model)
+
+    def training(self) -> TrainingConfig:
+        """The fine-tuning of Table 3: AdamW, no weight decay, a cosine from and to 1e-6, a mean of the weights."""
+        return TrainingConfig(
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=5e-5,
+            min_learning_rate=1e-6,
+            warmup_learning_rate=1e-6,
+            weight_decay=0.0,
+            warmup_epochs=min(5.0, self.epochs / 10),
+            ema=EMA,
+            seed=self.seed,
+        )
+
+    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+        """Computes the costs of every method, and measures those that can be made."""
+        model = self.original()
+        splits = self.splits(model)
+        calibration = first_images(splits.train, self.calibration_images)
+        diagnosis = diagnose(model, calibration, batch_size=BATCH, seed=self.seed)
+        test = first_images(splits.test, self.test_images)
+        comparison = comparison_with(model, test, seed=self.seed, diagnosis=diagnosis, batch_size=BATCH)
+        self.claim(folder)
+
+        def evidence(method: IrrattMethod) -> Evidence:
+            """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
+            candidate = method.candidate(model, diagnosis, self.metric, self.seed)
+            if self.epochs and method.changes:  # the original is never trained
+                trained = train(candidate, splits, self.training(), folder / "train" / method.name, reporter=reporter)
+                candidate = load(trained.folder)
+            about = {
+                "experiment": to_dict(self),
+                "method": to_dict(method),
+                "realized": realized_price(model, candidate),
+                "reference": diagnosis.fingerprint,
+                "data": test.fingerprint,
+                "images": len(test),
+            }
+            # The predictions of the original itself are cached under the reference.
+            placed = candidate.to(comparison.device) if method.changes else comparison.reference
+            compared = replace(comparison, candidate=placed)
+            return Evidence((*Accuracy(most_drop=None)(compared), *Fidelity()(compared)), about)
+
+        outline, rules, notes = sources.outline_of(self.model), {}, [*splits.notes, *NOTES]
+        for method in self.methods:
+            rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
+            if not method.by_training:
+                log(f"{self.name}: {method.name}")
+                found = evidence_at(folder / "evidence" / f"{method.name}.json", partial(evidence, method))
+                rules[method.name]["measured"] = measures(found)
+                rules[method.name]["realized"] = plain_measures(found.about["realized"])
+        if any(method.by_training for method in self.methods):
+            notes.append("ranks from training with constraints (Eq. 7) are priced and not measured")
+        return {
+            "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
+            "model": {"fingerprint": diagnosis.fingerprint},
+            "rules": rules,
+            "measured_with": measured_with(),
         }
-        return Evidence((*Accuracy(most_drop=None)(compared), *Fidelity()(compared)), about)
-
-
-def _measured(workshop: _Workshop, method: IrrattMethod, reporter: Reporter | None) -> dict[str, Any]:
-    path = workshop.folder / "evidence" / f"{method.name}.json"
-    evidence = evidence_at(path, partial(workshop.evidence, method, reporter))
-    return {"measured": measures(evidence), "realized": _plain(evidence.about["realized"])}
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, Measure]:
-    return {name: plain_measure(value) for name, value in numbers.items()}

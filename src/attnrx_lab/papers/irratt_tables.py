@@ -1,8 +1,7 @@
 """Protocols and columns of the IrrAtt paper's tables and figures."""
 
-from attnrx_lab.papers.fusion_experiment import FusionExperiment, rule_of
-from attnrx_lab.papers.irratt_experiment import IrrattExperiment
-from attnrx_lab.papers.irratt_methods import IrrattMethod
+from attnrx_lab.papers.fusion import FusionExperiment, rule_of
+from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.recipe import Column, Row
 
 # Ranks as the paper prints them, for heads of 64 directions: 6 of them in DeiT-S, 12 in DeiT-B.
@@ -111,7 +110,6 @@ def place_rows(title: str, scenario: str, heads: int) -> tuple[Row, ...]:
 
 
 def layer_rows(title: str, scenario: str, layers: int) -> tuple[Row, ...]:
-    """Returns a row for every layer (Figure 3)."""
     return tuple(
         Row(f"{title}, layer {layer}", scenario, rule_of(FIGURE_3, f"layer-{layer}")) for layer in range(layers)
     )

@@ -99,7 +99,7 @@ class Expected:
                 "'<0.01'. Its last digit is the tolerance."
             )
         paper, half = float(match["number"]), 0.5 * 10.0 ** -len(match["decimals"] or "")
-        if match["sign"] == "<":
+        if match["sign"] == "<":  # an upper bound of something that is not negative
             return cls(printed, paper, 0.0, paper)
         return cls(printed, paper, paper - half, paper + half)
 
@@ -109,7 +109,6 @@ class RecipeFile:
     """A recipe with its name, its header, and the paper's numbers by row label and column key."""
 
     name: str
-    path: Path
     header: Mapping[str, str]
     recipe: Recipe
     expected: Mapping[str, Mapping[str, Expected]]
@@ -117,16 +116,23 @@ class RecipeFile:
 
 def recipe_names() -> tuple[str, ...]:
     """Returns the names of all recipes, e.g. `svda/table1`."""
-    root = RECIPES
-    return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in root.glob("*/*.py")))
+    return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.py")))
 
 
 def load_recipe(name: str) -> RecipeFile:
-    """Finds a recipe by its name and reads it with its header and its expected numbers."""
+    """Runs the file of a recipe, which is plain data, and reads its header and its expected numbers."""
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
     path = RECIPES / f"{name}.py"
-    return RecipeFile(name, path, read_header(path), _recipe_in(path, name), _expected(path))
+    recipe: Any = runpy.run_path(str(path)).get("RECIPE")
+    if not isinstance(recipe, Recipe):
+        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe; look at its neighbours.")
+    tables = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))
+    expected = {
+        row: {column: Expected.of(printed) for column, printed in cells.items()}
+        for row, cells in tables.get(path.stem, {}).items()
+    }
+    return RecipeFile(name, read_header(path), recipe, expected)
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -145,19 +151,3 @@ def read_header(path: Path) -> dict[str, str]:
             f"the header of {path} does not state {', '.join(missing)}; every recipe states {', '.join(HEADER)}."
         )
     return header
-
-
-def _recipe_in(path: Path, name: str) -> Recipe:
-    """Runs the recipe's file, which is plain data, and returns its RECIPE."""
-    found: Any = runpy.run_path(str(path)).get("RECIPE")
-    if not isinstance(found, Recipe):
-        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe; look at its neighbours.")
-    return found
-
-
-def _expected(path: Path) -> dict[str, dict[str, Expected]]:
-    tables = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))
-    return {
-        row: {column: Expected.of(printed) for column, printed in cells.items()}
-        for row, cells in tables.get(path.stem, {}).items()
-    }

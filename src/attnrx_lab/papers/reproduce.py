@@ -27,9 +27,8 @@ class Request:
 
     `only` names one scenario or several (a dataset, for the tables of SVDA). `seeds` replace the recipe's and `knobs`
     the settings of its protocol: each experiment lists its own, None means unchanged. `jobs` runs that many seeds side
-    by
-    side, each in its own process. Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and
-    continue after an interruption.
+    by side, each in its own process. Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes,
+    and continue after an interruption.
     """
 
     only: str | Sequence[str] | None = None
@@ -51,13 +50,6 @@ class Request:
         knobs = {name: value for name, value in options.items() if name not in own}
         return cls(**{name: value for name, value in options.items() if name in own}, knobs=knobs)
 
-    @property
-    def scenarios(self) -> tuple[str, ...]:
-        """The scenarios requested; empty for all."""
-        if self.only is None:
-            return ()
-        return (self.only,) if isinstance(self.only, str) else tuple(self.only)
-
     def experiment(self, protocol: Experiment, seed: int) -> Experiment:
         """The protocol's experiment for one seed, changed as requested."""
         own = protocol.seeded(seed).here()
@@ -65,7 +57,6 @@ class Request:
         return (own.as_tiny() if self.tiny else own).changed(changes)
 
     def place(self, experiment: Experiment) -> Path:
-        """The folder of one run."""
         return Path(self.folder) / experiment.place
 
 
@@ -92,10 +83,10 @@ def reproduce(name: str, *, reporter: Reporter | None = None, log: Log = no_log,
 
 def _chosen(file: RecipeFile, request: Request) -> list[Experiment]:
     known = [protocol.scenario for protocol in file.recipe.protocol]
-    for scenario in request.scenarios:
+    wanted = (request.only,) if isinstance(request.only, str) else request.only or known
+    for scenario in wanted:
         if scenario not in known:
             raise UnknownName(f"scenario of the recipe {file.name}", scenario, known)
-    wanted = request.scenarios or known
     return [protocol for protocol in file.recipe.protocol if protocol.scenario in wanted]
 
 
@@ -142,12 +133,10 @@ def _run_quietly(experiment: Experiment, folder: Path) -> None:
 
 def _deviations(file: RecipeFile, requested: Sequence[tuple[Experiment, Experiment]]) -> dict[str, list[str]]:
     """Returns by scenario the settings and seeds that differ from the protocol."""
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[str]] = {}
     for protocol, experiment in requested:
-        found.setdefault(protocol.scenario, {}).update(dict.fromkeys(experiment.deviations(protocol)))
+        found.setdefault(protocol.scenario, []).extend(experiment.deviations(protocol))
     seeds, usual = {experiment.seed for _, experiment in requested}, file.recipe.seeds
-    if seeds != set(usual):
-        text = f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"
-        for texts in found.values():
-            texts[text] = None
-    return {scenario: list(texts) for scenario, texts in found.items()}
+    other = [f"seeds {', '.join(map(str, sorted(seeds)))} instead of {', '.join(map(str, usual))}"]
+    # Each seed of a scenario repeats its deviations.
+    return {name: list(dict.fromkeys(texts + other * (seeds != set(usual)))) for name, texts in found.items()}

@@ -1,166 +1,386 @@
-"""One run of the SPOT experiment; an interrupted run continues on the next call."""
+"""The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Accuracy, Comparison, Fidelity
-from attnrx.data import Splits
-from attnrx.errors import CheckpointError
+from attnrx.costs import IRRATT
+from attnrx.data import Normalization, Splits
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
-from attnrx.models import model_fingerprint, reduction_of
-from attnrx.progress import Log, no_log
+from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
+from attnrx.models import build_model, family_of, model_fingerprint, reduction_of, shape_of
+from attnrx.prescription import TokenPrescription
+from attnrx.progress import Log
+from attnrx.realization import realize_tokens_
 from attnrx.serialization.config import to_dict
-from attnrx.serialization.storage import write_json
-from attnrx.training import Reporter, train
-from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
-from attnrx_lab.papers.measures import Measure, measures, plain_measure
-from attnrx_lab.papers.spot_experiment import SpotExperiment, SpotRun
-from attnrx_lab.papers.spot_methods import token_price
+from attnrx.tokens import Random, TokenPolicy, parse_policy
+from attnrx.training import Reporter, TrainingConfig, train
+from attnrx_lab.papers import sources
+from attnrx_lab.papers.experiment import (
+    Experiment,
+    alone,
+    evaluation_device,
+    evidence_at,
+    first_images,
+    measured_with,
+    measures,
+    plain_measures,
+)
 
-ANSWERED = 64  # images at a time
+DEVIATION = 0.02  # of the weights of attnrx models, by default
+BATCH = 64  # images at a time, for measuring
+
+QUARTERS = (1, 2, 3)
 
 
-def run_spot(
-    experiment: SpotExperiment, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log
-) -> SpotRun:
-    """Trains the original if necessary, prunes tokens, fine-tunes and measures; no stage is repeated.
+@dataclass(frozen=True)
+class TokenMethod:
+    """One line of a table: a reducer as text with a keep ratio at three stages, or None if all tokens are kept.
 
-    If two processes request the same run, the first makes it; the second waits and reads it back. The same holds for an
-    original that several runs share.
+    The stages are one layer after each quarter of the depth, as in the paper: 4, 7, 10 of 12 layers, 5, 9, 13 of 16.
+    A method that is not `trained` is measured without fine-tuning.
     """
-    folder = Path(folder)
-    experiment.require(folder)
-    if not (folder / "result.json").exists():
-        with alone(folder):
-            if not (folder / "result.json").exists():
-                _make(experiment, folder, reporter, log)
-    return SpotRun.load(folder)
+
+    name: str
+    reducer: str | None = None
+    ratio: float = 0.7
+    trained: bool = True
+
+    def __post_init__(self):
+        if self.learned and not self.trained:  # an invalid text raises here
+            raise InvalidInput(f"{self.name}: {self.reducer} has predictors that must be trained; leave trained=True.")
+
+    @property
+    def learned(self) -> bool:
+        policy = self.policy(4)
+        return policy is not None and policy.reducer.learned
+
+    def policy(self, depth: int, seed: int = 0) -> TokenPolicy | None:
+        """Returns the policy for a model of this depth; random patches are drawn from the seed."""
+        if self.reducer is None:
+            return None
+        stages = ",".join(str(depth * quarter // 4 + 1) for quarter in QUARTERS)
+        policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
+        return replace(policy, reducer=Random(seed)) if isinstance(policy.reducer, Random) else policy
+
+    def policy_for(self, model: nn.Module, seed: int = 0) -> TokenPolicy | None:
+        return self.policy(len(family_of(model).attention(model)), seed)
+
+    def attach_(self, model: nn.Module, seed: int) -> None:
+        """Attaches the policy to the model, in place; new predictors are drawn from the seed."""
+        policy = self.policy_for(model, seed)
+        if policy is not None:
+            family = family_of(model)
+            requested = TokenPrescription.of(policy, seed=seed)
+            realize_tokens_(model, family, requested, "compress", shape_of(model, family).heads)
 
 
-def _make(experiment: SpotExperiment, folder: Path, reporter: Reporter | None, log: Log) -> None:
-    splits = experiment.splits()
-    original, teacher = _original(experiment, splits, folder, reporter, log)
-    experiment.claim(folder)
-    log(f"{experiment.name}: {folder}")
-    evidence = evidence_at(
-        folder / "evidence.json", lambda: _evidence(experiment, (original, teacher), splits, folder, reporter)
-    )
-    method = experiment.method
-    record = {
-        "kind": SpotRun.kind,
-        "schema": SpotRun.schema,
-        "settings": to_dict(experiment),
-        "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *_notes(experiment)]},
-        "model": {"fingerprint": evidence.about["reference"]},
-        "rules": {
-            method.name: {
-                "paper": _plain(token_price(experiment.outline(), method)),
-                "measured": measures(evidence),
-                "training": _plain(evidence.about["training"]),
-            }
-        },
-        "measured_with": {"device": str(answering_device()), "threads": torch.get_num_threads()},
+def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
+    """Returns the costs for one image in the paper's convention, in closed form; needs shapes only.
+
+    `gmacs`, which the paper prints as GFLOPS, counts every matrix product including the classifier's; `predictors` are
+    the costs of the predictors, with a LayerNorm at five per feature. `percent` is the remaining share of the MACs,
+    `patches_N` the patches after each stage, and `tokens` the mean over the layers.
+    """
+    family, policy = family_of(outline), method.policy_for(outline)
+    before, after = family.costs(outline), family.costs(outline, tokens=policy)
+    whole, left = (costs.macs + costs.classifier_macs for costs in (before, after))
+    layout, depth = family.token_layout(outline), len(family.attention(outline))
+    counts = (layout.patches,) * len(QUARTERS) if policy is None else policy.counts(layout.patches)
+    tokens = (layout.tokens,) * depth if policy is None else policy.tokens(layout, depth)
+    return {
+        "gmacs": left / 1e9,
+        "predictors": IRRATT.price(after).parts["predictors"].macs / 1e9,
+        "percent": 100 * left / whole,
+        "tokens": fmean(tokens),
+        **{f"patches_{stage}": float(count) for stage, count in enumerate(counts, 1)},
     }
-    write_json(folder / "result.json", record)
-    accuracy = record["rules"][method.name]["measured"]["accuracy"]["value"]
-    log(f"{experiment.name}: top-1 {accuracy:.2f} %, {folder / 'result.json'}")
 
 
-def _original(
-    experiment: SpotExperiment, splits: Splits, folder: Path, reporter: Reporter | None, log: Log
-) -> tuple[nn.Module, str]:
-    """Returns the original, and its source as a teacher for losses; it is trained once if necessary."""
-    if not experiment.made:
-        assert experiment.model is not None
-        return experiment.pretrained(), experiment.model
-    place, recipe = experiment.originals_place(folder), experiment.original
-    with alone(place):
-        log(f"{experiment.subject}: the original, {place}")
-        model = recipe.build(splits.normalization)
-        trained = train(model, splits, recipe.training(), place, reporter=reporter)
-    return load(trained.folder).eval(), str(place)
+@dataclass(frozen=True)
+class SmallOriginal:
+    """An original that is not pre-trained: a small model with a class token and its training, done once for all rows.
+
+    It is an LV-ViT without token labels: its convolutional stem learns faster than patches alone. Its matrices start
+    with a standard deviation of 1 / sqrt(inputs): the usual 0.02 is meant for wide models, and a narrow one learns
+    slower with it.
+    """
+
+    image_size: int = 32
+    classes: int = 10
+    width: int = 64
+    depth: int = 12
+    heads: int = 4
+    patch_size: int = 4
+    mlp_ratio: float = 3.0
+    stem_channels: int = 32
+    epochs: int = 2
+    batch_size: int = 32
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def build(self, scale: Normalization | None = None) -> nn.Module:
+        taught = ("epochs", "batch_size", "learning_rate")
+        facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in taught}
+        if scale is not None:
+            facts |= {"mean": scale.mean, "std": scale.std}
+        model = build_model("lvvit:t", classifies_patches=False, **facts)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim in (2, 4):  # matrices and convolutions
+                    parameter.mul_(parameter[0].numel() ** -0.5 / DEVIATION)
+        return model
+
+    def outline(self) -> nn.Module:
+        """Returns its shapes, without memory for the weights."""
+        with torch.device("meta"):
+            return self.build()
+
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            precision="fp32",
+            seed=self.seed,
+            checkpoint_every=200,
+        )
 
 
-def _evidence(
-    experiment: SpotExperiment,
-    original: tuple[nn.Module, str],
-    splits: Splits,
-    folder: Path,
-    reporter: Reporter | None,
-) -> Evidence:
-    """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
-    model, teacher = original
-    candidate = copy.deepcopy(model)
-    experiment.method.attach_(candidate, experiment.seed)
-    about: dict[str, Any] = {}
-    if experiment.method.trained:
-        own, config = experiment.tuned_on(splits, model), experiment.training(teacher)
-        trained = train(candidate, own, config, folder / "train", reporter=reporter)
-        candidate = load(trained.folder)
-        about = {"steps": trained.record["steps"], "seconds": trained.record["seconds"]}
-        about |= {f"loss_{name}": value for name, value in trained.history[-1]["losses"].items()}
-    device = answering_device()
-    reference = model.to(device)
-    comparison = Comparison(
-        candidate.to(device),
-        reference,
-        adapt_preprocessing(splits, model).test,
-        seed=experiment.seed,
-        device=device,
-        batch_size=ANSWERED,
+SMALL = SmallOriginal()
+# A tiny run: four layers, so that there are three stages, on images of sixteen patches.
+TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1, batch_size=32)
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine.
+
+    With `task` the labels are used too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT.
+    Predictors learn at `predictor_factor` times the rate. `images` of the training split are used, all if None.
+    """
+
+    learning_rate: float = 1e-3
+    predictor_factor: float = 10.0
+    weight_decay: float = 0.05
+    task: bool = True
+    keep_ratio: float = 2.0
+    distillation: float = 0.5
+    similarity: float = 0.0
+    precision: str = "bf16"
+    images: int | None = None
+
+    def losses(self, method: TokenMethod, teacher: str, weights: str | None) -> tuple[Loss, ...]:
+        """The terms for a method: those of Eqs. 12 and 14 apply to methods with sampled masks."""
+        found: list[Loss] = [Task()] if self.task else []
+        found.append(Distillation(teacher, weight=self.distillation, weights=weights))
+        if method.learned:
+            found.append(KeepRatio(self.keep_ratio))
+            if self.similarity:
+                found.append(TokenSimilarity(teacher, self.similarity, weights))
+        return tuple(found)
+
+    def config(self, losses: tuple[Loss, ...], epochs: int, batch_size: int, seed: int) -> TrainingConfig:
+        return TrainingConfig(
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=self.learning_rate,
+            predictor_learning_rate=self.predictor_factor,  # a multiple of the rate of the other weights
+            weight_decay=self.weight_decay,
+            precision=self.precision,
+            losses=losses,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True)
+class SpotExperiment(Experiment):
+    """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
+
+    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, the `small`
+    one is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
+    `load_data`. The seed draws the predictors, the order of the images and the masks in training; the images are the
+    same for all seeds. Everything is measured on the first `test_images`, paired with the original. `tiny` trains and
+    measures a tiny model on generated images; the costs are always those of the model itself.
+    """
+
+    kind: ClassVar[str] = "spot"
+    format: ClassVar[str] = "attnrx spot run"
+    parts: ClassVar[tuple[type, ...]] = (TokenMethod, SmallOriginal, FineTuning)
+    tiny_note: ClassVar[str] = (
+        "accuracy, agreement and divergence are of a tiny model on generated images: they show that the recipe runs, "
+        "and nothing else; MACs and tokens are exact"
     )
-    found = (*Accuracy(most_drop=None)(comparison), *Fidelity()(comparison))
-    reduction = reduction_of(candidate)
-    return Evidence(
-        found,
-        {
-            "experiment": to_dict(experiment),
+    knobs: ClassVar[Mapping[str, str]] = {
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
+        "epochs": "{own} epochs of fine-tuning instead of {protocol}",
+        "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
+        "test_images": "measured on {own} test images instead of {protocol}",
+    }
+
+    subject: str
+    model: str | None
+    dataset: str
+    method: TokenMethod
+    seed: int = 42
+    weights: str | None = None
+    label_column: str | None = None
+    test_column: str | None = None
+    small: SmallOriginal = SMALL
+    tuning: FineTuning = FineTuning()
+    epochs: int = 80
+    batch_size: int = 512
+    test_images: int | None = None
+    validation_images: int | None = None
+    tiny: bool = False
+
+    def __post_init__(self):
+        self.require_counts("test_images", "validation_images")
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject}{' (tiny)' if self.tiny else ''}, {self.method.name}, seed {self.seed}"
+
+    @property
+    def place(self) -> Path:
+        """The folder of the run among all runs; nothing but the method's name distinguishes the runs of a seed."""
+        kind, subject, seed = super().place.parts
+        return Path(kind, subject, self.method.name, seed)
+
+    def as_tiny(self) -> "SpotExperiment":
+        """The same method on a tiny model, in a second or two."""
+        tuning = replace(self.tuning, precision="fp32", images=None)
+        few = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
+        return replace(self, tiny=True, tuning=tuning, **few)
+
+    @property
+    def made(self) -> bool:
+        return self.tiny or self.model is None
+
+    @property
+    def original(self) -> SmallOriginal:
+        return TINY if self.tiny else self.small
+
+    def outline(self) -> nn.Module:
+        """The shapes of the model whose costs are computed, which a tiny run does not change."""
+        return self.small.outline() if self.model is None else sources.outline_of(self.model)
+
+    def splits(self) -> Splits:
+        """Loads the data at the size of the model, or generates it."""
+        if self.tiny:
+            return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
+        splits = sources.data_for(self.outline(), self.dataset, (self.label_column, self.test_column))
+        return replace(
+            splits,
+            validation=first_images(splits.validation, self.validation_images),
+            test=first_images(splits.test, self.test_images),
+        )
+
+    def pretrained(self) -> nn.Module:
+        assert self.model is not None
+        if self.weights is None and self.model.startswith("lvvit:"):
+            raise InvalidInput(
+                f"{self.model} has no weights of its own, and {self.name} needs a trained original; give the published "
+                "file with --weights."
+            )
+        return sources.loaded(self.model, self.weights)
+
+    def training(self, teacher: str) -> TrainingConfig:
+        """The fine-tuning, with the original as the teacher."""
+        losses = self.tuning.losses(self.method, teacher, None if self.made else self.weights)
+        return self.tuning.config(losses, self.epochs, self.batch_size, self.seed)
+
+    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+        """Trains the original if necessary, prunes tokens, fine-tunes and measures."""
+        splits = self.splits()
+        original, teacher = self._original(splits, folder, reporter, log)
+        self.claim(folder)
+        log(f"{self.name}: {folder}")
+        evidence = evidence_at(
+            folder / "evidence.json", lambda: self._evidence((original, teacher), splits, folder, reporter)
+        )
+        found = measures(evidence)
+        log(f"{self.name}: top-1 {found['accuracy']['value']:.2f} %")
+        return {
+            "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *self._notes()]},
+            "model": {"fingerprint": evidence.about["reference"]},
+            "rules": {
+                self.method.name: {
+                    "paper": plain_measures(token_price(self.outline(), self.method)),
+                    "measured": found,
+                    "training": plain_measures(evidence.about["training"]),
+                }
+            },
+            "measured_with": measured_with(),
+        }
+
+    def _original(self, splits: Splits, folder: Path, reporter: Reporter | None, log: Log) -> tuple[nn.Module, str]:
+        """Returns the original, and its source as a teacher for losses; it is trained once if necessary."""
+        if not self.made:
+            assert self.model is not None
+            return self.pretrained(), self.model
+        place = self._place_of_original(folder)
+        with alone(place):  # all runs of a subject share it
+            log(f"{self.subject}: the original, {place}")
+            model = self.original.build(splits.normalization)
+            trained = train(model, splits, self.original.training(), place, reporter=reporter)
+        return load(trained.folder).eval(), str(place)
+
+    def _place_of_original(self, folder: Path) -> Path:
+        """Returns the folder of the original, relative to that of a run: beside all runs, or inside a run elsewhere."""
+        parts = self.place.parts
+        shared = folder.parts[-len(parts) :] == parts
+        return folder.parents[2] / "originals" / parts[1] if shared else folder / "original"
+
+    def _evidence(
+        self, original: tuple[nn.Module, str], splits: Splits, folder: Path, reporter: Reporter | None
+    ) -> Evidence:
+        """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
+        model, teacher = original
+        adapted = adapt_preprocessing(splits, model)
+        candidate = copy.deepcopy(model)  # the original stays the reference
+        self.method.attach_(candidate, self.seed)
+        training: dict[str, Any] = {}
+        if self.method.trained:
+            # The test images are excluded: training evaluates on the validation images instead.
+            own = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
+            trained = train(candidate, own, self.training(teacher), folder / "train", reporter=reporter)
+            candidate = load(trained.folder)
+            training = {"steps": trained.record["steps"], "seconds": trained.record["seconds"]}
+            training |= {f"loss_{name}": value for name, value in trained.history[-1]["losses"].items()}
+        device, reduction = evaluation_device(), reduction_of(candidate)
+        comparison = Comparison(
+            candidate.to(device), model.to(device), adapted.test, seed=self.seed, device=device, batch_size=BATCH
+        )
+        about = {
+            "experiment": to_dict(self),
             "policy": None if reduction is None else str(reduction.policy),
-            "training": about,
+            "training": training,
             "reference": model_fingerprint(model),
             "data": comparison.data.fingerprint,
             "images": len(comparison.data),
-        },
-    )
+        }
+        return Evidence((*Accuracy(most_drop=None)(comparison), *Fidelity()(comparison)), about)
 
-
-def _notes(experiment: SpotExperiment) -> list[str]:
-    """Returns notes on the protocol, for readers of the numbers."""
-    method, tuning = experiment.method, experiment.tuning
-    notes = []
-    if method.trained and not tuning.task:
-        notes.append("fine-tuned by the answers of the original alone, without labels")
-    if method.trained and tuning.images is not None:
-        steps = experiment.epochs * (tuning.images // experiment.batch_size)
-        notes.append(f"fine-tuned for {steps} steps of {experiment.batch_size} images, the same for all seeds")
-    if experiment.made:
-        epochs = experiment.original.epochs
-        notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
-    return notes
-
-
-def _plain(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
-    return {name: plain_measure(float(value)) for name, value in numbers.items()}
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process works in the folder; the system releases the lock when this process ends."""
-    import fcntl  # not on every system, and needed only here
-
-    path = folder.with_name(f".{folder.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("w")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}. Choose another folder.") from error
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    def _notes(self) -> list[str]:
+        """Returns notes on the protocol, for readers of the numbers."""
+        notes = []
+        if self.method.trained and not self.tuning.task:
+            notes.append("fine-tuned by the answers of the original alone, without labels")
+        if self.method.trained and self.tuning.images is not None:
+            steps = self.epochs * (self.tuning.images // self.batch_size)
+            notes.append(f"fine-tuned for {steps} steps of {self.batch_size} images, the same for all seeds")
+        if self.made:
+            epochs = self.original.epochs
+            notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
+        return notes

@@ -1,11 +1,10 @@
 """Methods, protocols and columns shared by the tables and figures of the SPOT paper."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attnrx_lab.papers.recipe import Column, Recipe, Row
-from attnrx_lab.papers.spot_experiment import FineTuning, SpotExperiment
-from attnrx_lab.papers.spot_methods import TokenMethod
+from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_speed import SpeedExperiment
 
 ORIGINAL = TokenMethod("all-tokens", trained=False)
@@ -34,7 +33,6 @@ DTPS_SPOT = TokenMethod("dtps-spot", "dtps(scores=spot(mean=false,variance=false
 
 
 def untrained(method: TokenMethod) -> TokenMethod:
-    """The same method without fine-tuning."""
     return replace(method, name=f"{method.name}-untrained", trained=False)
 
 
@@ -45,6 +43,7 @@ def projected(features: int) -> TokenMethod:
 
 def at(method: TokenMethod, ratio: float) -> TokenMethod:
     """The same method with another keep ratio."""
+    # The default ratio keeps the plain name, so that its runs are shared by all recipes.
     return method if ratio == method.ratio else replace(method, name=f"{method.name}-{ratio:g}", ratio=ratio)
 
 
@@ -89,6 +88,8 @@ SUBJECTS: Mapping[str, SpotExperiment] = {
         validation_images=500,
     ),
 }
+# What the paper varies SPOT on, and the two originals that a CPU can measure.
+ABLATED = ("deit_small", "vit_tiny", "cifar10_small")
 TITLES = {
     "deit_tiny": "DeiT-T",
     "deit_small": "DeiT-S",
@@ -112,6 +113,7 @@ OWN_COLUMNS = (
         for stage in (1, 2, 3)
     ),
 )
+COLUMNS = (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS)
 
 THROUGHPUT = (
     Column("images", "images / s", "speed", "images", decimals=0),
@@ -132,26 +134,25 @@ UNTRAINED: tuple[Line, ...] = (
 )
 
 
-def line_rows(subject: str, lines: Iterable[Line]) -> tuple[Row, ...]:
-    """Returns the rows of one subject."""
+def line_rows(subject: str, lines: Sequence[Line]) -> tuple[Row, ...]:
     return tuple(
         Row(f"{TITLES[subject]}, {label}", subject, None if method is None else method.name) for label, method in lines
     )
 
 
-def spot_recipe(title: str, columns: Sequence[Column], parts: Mapping[str, Sequence[Line]]) -> Recipe:
+def spot_recipe(title: str, parts: Mapping[str, Sequence[Line]], columns: Sequence[Column] = COLUMNS) -> Recipe:
     """Makes a table of some lines for every subject; a line without a method has the printed numbers only."""
     return Recipe(
         title=title,
         rows=tuple(row for subject, lines in parts.items() for row in line_rows(subject, lines)),
         columns=tuple(columns),
-        protocol=tuple(each for subject, lines in parts.items() for each in experiments(subject, lines)),
+        protocol=tuple(
+            replace(SUBJECTS[subject], method=method)
+            for subject, lines in parts.items()
+            for _, method in lines
+            if method is not None
+        ),
     )
-
-
-def experiments(subject: str, lines: Iterable[Line]) -> tuple[SpotExperiment, ...]:
-    """Returns the protocol of every method of one subject."""
-    return tuple(replace(SUBJECTS[subject], method=method) for _, method in lines if method is not None)
 
 
 def speed_recipe(title: str, parts: Mapping[str, Sequence[Line]]) -> Recipe:

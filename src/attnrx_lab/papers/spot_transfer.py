@@ -1,6 +1,6 @@
 """Tables 4 and 5 of the SPOT paper: a model and its candidates, on other datasets and on corrupted images."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,37 +10,32 @@ from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
 from attnrx.checks import Comparison, parse_checks
-from attnrx.data import Columns, Splits, load_data, own_classes
+from attnrx.data import Splits, own_classes
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.models import attach_tokens_, build_model, family_of
-from attnrx.progress import Log, no_log
-from attnrx.serialization.config import from_dict, to_dict
-from attnrx.serialization.storage import write_json
+from attnrx.progress import Log
+from attnrx.serialization.config import to_dict
 from attnrx.tokens import TokenPolicy, parse_policy
 from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer
-from attnrx_lab.papers.evidence_bench import answering_device, evidence_at
-from attnrx_lab.papers.experiment import Experiment, Run, first_images
-from attnrx_lab.papers.measures import Measure, plain_measure
-from attnrx_lab.papers.pretrained_subject import loaded, outline_of
-from attnrx_lab.papers.short_training import generated_splits
+from attnrx_lab.papers import sources
+from attnrx_lab.papers.experiment import (
+    Experiment,
+    Measure,
+    comparison_with,
+    evidence_at,
+    first_images,
+    interval_measure,
+    measured_with,
+    plain_measure,
+)
 
+BATCH = 50  # images at a time, for measuring
 ORIGINAL = "original"
+# Twelve layers, so that the policies of the paper's models fit.
 TINY = {"image_size": 16, "patch_size": 4, "width": 12, "depth": 12, "heads": 3, "classes": 4, "stem_channels": 4}
 TINY_TRANSFER = {"per_class": 8, "seeds": (0,), "epochs": 2}
-
-
-@dataclass(frozen=True)
-class SpotTransferRun(Run):
-    """A finished run; the "rules" of its record are the original and the candidates."""
-
-    kind: ClassVar[str] = "attnrx spot transfer run"
-
-    @property
-    def experiment(self) -> "SpotTransferExperiment":
-        """The settings of the run."""
-        return SpotTransferExperiment.from_dict(self.record["settings"])
 
 
 @dataclass(frozen=True)
@@ -49,22 +44,18 @@ class SpotTransferExperiment(Experiment):
 
     `check` is the text of the check with its options. A candidate is NAME=POLICY, or NAME=POLICY=FOLDER of its trained
     model; for a policy with a predictor but no folder, only the costs are computed. Costs are those of the model itself
-    in
-    closed form, also if `tiny` measures a tiny one on generated images.
+    in closed form, also if `tiny` measures a tiny one on generated images.
     """
 
     kind: ClassVar[str] = "spot-transfer"
-    run_type: ClassVar[type[Run]] = SpotTransferRun
-    told_when_tiny: ClassVar[str] = (
+    format: ClassVar[str] = "attnrx spot transfer run"
+    tiny_note: ClassVar[str] = (
         "accuracies are of a tiny model with fresh weights on generated images: they show that the recipe runs, and "
         "nothing else; the GFLOPS are exact"
     )
     knobs: ClassVar[Mapping[str, str]] = {
-        "model": "the model {own} instead of {protocol}",
-        "weights": "weights from a file ({own})",
-        "dataset": "data {own} instead of {protocol}",
-        "label_column": "labels from the column {own} instead of {protocol}",
-        "test_column": "tested where {own} is true, instead of {protocol}",
+        **sources.MODEL_KNOBS,
+        **sources.DATA_KNOBS,
         "check": "measured by {own} instead of {protocol}",
         "candidates": "the candidates {own} instead of {protocol}",
         "test_images": "measured on {own} test images",
@@ -92,30 +83,21 @@ class SpotTransferExperiment(Experiment):
         if len(requested) != 1 or requested[0].name not in ("transfer", "robustness"):
             raise InvalidInput(f"check={self.check!r}: give one of transfer and robustness, with its knobs.")
 
-    @property
-    def scenario(self) -> str:
-        """The model and the check: one dataset may serve several models."""
-        return self.subject
-
     def as_tiny(self) -> "SpotTransferExperiment":
         """The same policies in a tiny model, on generated images, in a second or two."""
         return replace(self, tiny=True, test_images=16)
 
     def original(self) -> nn.Module:
-        """The model, or its tiny replacement, which has a class token too."""
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
-        return loaded(self.model, self.weights)
+        return sources.loaded(self.model, self.weights)
 
     def splits(self, model: nn.Module) -> Splits:
-        """The data at the size and with the normalization of the model."""
         if self.tiny:
-            return adapt_preprocessing(generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"]), model)
-        _, size, _ = family_of(model).input_shape(model)
-        given = {"label_column": self.label_column, "test_column": self.test_column}
-        named = {part: column for part, column in given.items() if column is not None}
-        columns = Columns(**named) if named else None
-        return adapt_preprocessing(load_data(self.dataset, image_size=size, seed=self.seed, columns=columns), model)
+            own = sources.generated_splits(self.subject, 3, TINY["classes"], TINY["image_size"])
+        else:
+            own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
+        return adapt_preprocessing(own, model)
 
     def made(self, model: nn.Module) -> dict[str, nn.Module]:
         """Makes the candidates that can be measured: trained ones, and those whose policy has no predictor.
@@ -127,7 +109,7 @@ class SpotTransferExperiment(Experiment):
             if folder is not None and not self.tiny:
                 made[name] = load(folder).eval()
             elif self.tiny or not policy.reducer.learned:
-                torch.manual_seed(self.seed)
+                torch.manual_seed(self.seed)  # of new predictors
                 twin = self.original()
                 attach_tokens_(twin, family_of(twin), policy)
                 made[name] = twin
@@ -139,51 +121,52 @@ class SpotTransferExperiment(Experiment):
             )
         return made
 
-    def findings(self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison) -> Mapping[str, Any]:
-        """Runs the check on every candidate."""
-        (requested,) = parse_checks(self.check)
-        if requested.name == "robustness":
-            return Robustness(**requested.knobs).of_each(made, comparison)
-        knobs = {**requested.knobs, **(TINY_TRANSFER if self.tiny else {})}
-        return Transfer(splits.train, own_classes(splits), **knobs).of_each(made, comparison)
-
-    def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> SpotTransferRun:
-        """Computes costs and measures; a finished run is read back."""
-        folder = Path(folder)
-        self.require(folder)
-        if (folder / "result.json").exists():
-            return SpotTransferRun.load(folder)
+    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+        """Computes the costs of all policies, and measures the candidates in one pass."""
         model = self.original()
         splits, made = self.splits(model), self.made(model)
         self.claim(folder)
-        device = answering_device()
         test = first_images(splits.test, self.test_images)
-        reference = model.to(device)
-        comparison = Comparison(reference, reference, test, seed=self.seed, device=device, batch_size=50)
+        comparison = comparison_with(model, test, seed=self.seed, batch_size=BATCH)
         log(f"{self.name}: {self.check} of {', '.join(made)} on {len(test):,} images")
-        rules = _priced(self)
-        for name, found in _evidence(self, splits, made, comparison, folder).items():
-            numbers = _measures(found.findings)
-            rules[name]["measured"] = numbers[name != ORIGINAL]
-            rules[ORIGINAL]["measured"] = numbers[False]
+        rules = self._priced()
+        for name, found in self._evidence(splits, made, comparison, folder).items():
+            rules[ORIGINAL]["measured"], rules[name]["measured"] = _measures(found.findings)
         missing = [name for name, _, _ in map(candidate_parts, self.candidates) if name not in made]
         notes = [*splits.notes, *(f"{name} is priced and not measured: it must be trained" for name in missing)]
-        record = {
-            "kind": SpotTransferRun.kind,
-            "schema": SpotTransferRun.schema,
-            "settings": to_dict(self),
+        return {
             "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
             "rules": rules,
-            "measured_with": {"device": str(device), "threads": torch.get_num_threads()},
+            "measured_with": measured_with(),
         }
-        write_json(folder / "result.json", record)
-        log(f"{self.name}: done, {folder / 'result.json'}")
-        return SpotTransferRun.load(folder)
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "SpotTransferExperiment":
-        """Returns the experiment that `to_dict` described."""
-        return from_dict(record, (cls,))
+    def _priced(self) -> dict[str, dict[str, Any]]:
+        """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
+        outline = sources.outline_of(self.model)
+        family = family_of(outline)
+        policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}
+        policies |= {name: policy for name, policy, _ in map(candidate_parts, self.candidates)}
+        macs = {name: family.costs(outline, tokens=policy).macs for name, policy in policies.items()}
+        return {name: {"costs": {"gflops": plain_measure(own / 1e9)}} for name, own in macs.items()}
+
+    def _evidence(
+        self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison, folder: Path
+    ) -> dict[str, Evidence]:
+        """Returns the evidence about every candidate, from files or from one pass for all."""
+        paths = {name: folder / "evidence" / f"{name}.json" for name in made}
+        found: Mapping[str, Any] = {}
+        if not all(path.exists() for path in paths.values()):
+            placed = {name: own.to(comparison.device) for name, own in made.items()}
+            found = self._check(splits).of_each(placed, comparison)
+        about = {"experiment": to_dict(self), "images": len(comparison.data)}
+        return {name: evidence_at(path, lambda name=name: Evidence(found[name], about)) for name, path in paths.items()}
+
+    def _check(self, splits: Splits) -> Robustness | Transfer:
+        (requested,) = parse_checks(self.check)
+        if requested.name == Robustness.name:
+            return Robustness(**requested.knobs)
+        knobs = {**requested.knobs, **(TINY_TRANSFER if self.tiny else {})}
+        return Transfer(splits.train, own_classes(splits), **knobs)
 
 
 def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
@@ -199,43 +182,12 @@ def candidate_parts(text: str) -> tuple[str, TokenPolicy, str | None]:
     return name, parse_policy(f"{policy}@{stages}"), folder or None
 
 
-def _priced(experiment: SpotTransferExperiment) -> dict[str, dict[str, Any]]:
-    """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
-    outline = outline_of(experiment.model)
-    family = family_of(outline)
-    policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}
-    policies |= {name: policy for name, policy, _ in map(candidate_parts, experiment.candidates)}
-    macs = {name: family.costs(outline, tokens=policy).macs for name, policy in policies.items()}
-    return {name: {"costs": {"gflops": plain_measure(own / 1e9)}} for name, own in macs.items()}
-
-
-def _evidence(
-    experiment: SpotTransferExperiment,
-    splits: Splits,
-    made: Mapping[str, nn.Module],
-    comparison: Comparison,
-    folder: Path,
-) -> dict[str, Evidence]:
-    """Returns the evidence about every candidate, from files or from one pass for all."""
-    paths = {name: folder / "evidence" / f"{name}.json" for name in made}
-    found: Mapping[str, Any] = {}
-    if not all(path.exists() for path in paths.values()):
-        found = experiment.findings(splits, {name: own.to(comparison.device) for name, own in made.items()}, comparison)
-    about = {"experiment": to_dict(experiment), "images": len(comparison.data)}
-    return {name: evidence_at(path, lambda name=name: Evidence(found[name], about)) for name, path in paths.items()}
-
-
-def _measures(findings: tuple[Finding, ...]) -> dict[bool, dict[str, Measure]]:
-    """Returns accuracy and change of the reference (False) and of the candidate (True): of the mean over everything."""
+def _measures(findings: Sequence[Finding]) -> list[dict[str, Measure]]:
+    """Returns accuracy and change of the reference and of the candidate: of the mean over everything."""
     last = findings[-1]
-    changes = {False: plain_measure(0.0), True: _measure(last)}
     if last.check == Robustness.name:
-        names = {False: "reference_accuracy", True: "candidate_accuracy"}
-        own = {which: plain_measure(last.details[name]) for which, name in names.items()}
+        accuracies = [plain_measure(last.details[f"{role}_accuracy"]) for role in ("reference", "candidate")]
     else:
-        own = {which: _measure(finding) for which, finding in zip((False, True), findings, strict=False)}
-    return {which: {"accuracy": own[which], "accuracy_change": changes[which]} for which in (False, True)}
-
-
-def _measure(finding: Finding) -> Measure:
-    return {"value": finding.value, "low": finding.low, "high": finding.high, "n": finding.n}
+        accuracies = [interval_measure(finding) for finding in findings[:2]]
+    changes = (plain_measure(0.0), interval_measure(last))
+    return [{"accuracy": own, "accuracy_change": change} for own, change in zip(accuracies, changes, strict=True)]

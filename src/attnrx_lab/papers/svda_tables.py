@@ -1,7 +1,7 @@
 """The protocol of each dataset and the columns, shared by the tables of the SVDA paper."""
 
-from attnrx_lab.papers.recipe import Column
-from attnrx_lab.papers.svda_experiment import SvdaExperiment
+from attnrx_lab.papers.recipe import Column, Row
+from attnrx_lab.papers.svda import SvdaExperiment
 
 # Table 4 of the paper.
 PROTOCOL: dict[str, SvdaExperiment] = {
@@ -10,6 +10,11 @@ PROTOCOL: dict[str, SvdaExperiment] = {
     "cifar100": SvdaExperiment("cifar100", epochs=100, batch_size=256),
     "food101": SvdaExperiment("food101", epochs=40, batch_size=64),
 }
+
+# Tables 1 and 6: every dataset at rho = 0.90. Tables 2 and 8: CIFAR-10 over rho.
+TITLES = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "food101": "Food-101"}
+DATASET_ROWS = tuple(Row(title, dataset, "rho-0.90") for dataset, title in TITLES.items())
+RHO_ROWS = tuple(Row(f"rho = {rho}", "cifar10", f"rho-{rho}") for rho in ("0.85", "0.90", "0.95"))
 
 # The paper counts what is lost, so a negative "Acc. change" is a gain; its Rel. L2 and agreement are between the masked
 # and the compressed (here: renormalized) model.

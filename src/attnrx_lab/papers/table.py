@@ -10,7 +10,8 @@ from typing import Any
 from attnrx.checks.statistics import t_interval
 from attnrx.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.serialization.storage import write_json, write_text
-from attnrx_lab.papers.experiment import Run
+from attnrx_lab.comparison.comparing import markdown_table
+from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, RecipeFile, Row
 
 KIND, SCHEMA = "attnrx reproduced table", 2
@@ -25,7 +26,7 @@ class Cell:
     """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
     With one seed the interval is that of its own measurement, over test images. `expected` is the paper's number, and
-    `predicted` the 95 % interval in which it lies if the paper's runs are further draws of ours (`_predicted`).
+    `predicted` the 95 % interval in which it lies if the paper's runs are further draws of ours (`_cell`).
     """
 
     row: str
@@ -97,7 +98,6 @@ class ReproducedTable:
 
     @property
     def off(self) -> tuple[Cell, ...]:
-        """The cells at protocol that contradict the paper's number."""
         return tuple(cell for cell in self.cells if cell.verdict == OFF)
 
     def cell(self, row: str, column: str) -> Cell | None:
@@ -105,7 +105,6 @@ class ReproducedTable:
         return next((cell for cell in self.cells if (cell.row, cell.column) == (row, column)), None)
 
     def to_records(self) -> dict[str, Any]:
-        """Returns everything as JSON-ready values."""
         return {
             "kind": KIND,
             "schema": SCHEMA,
@@ -127,8 +126,8 @@ class ReproducedTable:
         Every number that does not agree is marked with its verdict (`MARKS`).
         """
         titles = ["", *(column.title for column in self.columns)]
-        lines = [f"### {self.title}", "", _line(titles), "|" + "---|" * len(titles)]
-        lines += [_line([row, *(self._text(row, column) for column in self.columns)]) for row in self.rows]
+        rows = [[row, *(self._text(row, column) for column in self.columns)] for row in self.rows]
+        lines = [f"### {self.title}", "", markdown_table(titles, rows)]
         lines += ["", f"{self.source} Seeds: {', '.join(map(str, self.seeds))}. {LEGEND}"]
         if any(self.verdicts.values()):
             counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
@@ -215,51 +214,34 @@ def make_table(
     )
 
 
-def _values(runs: Sequence[Run], row: Row, column: Column) -> list[Mapping[str, Any]]:
+def _values(runs: Sequence[Run], row: Row, column: Column) -> list[Measure]:
     if row.rule is None:
         return []
     found = (run.measure(row.rule, column.kind, column.quantity) for run in runs)
     return [measure for measure in found if measure is not None]
 
 
-def _cell(measures: Sequence[Mapping[str, Any]], row: Row, column: Column, paper_seeds: int) -> Cell:
+def _cell(measures: Sequence[Measure], row: Row, column: Column, paper_seeds: int) -> Cell:
+    """Averages the seeds, and predicts the 95 % interval for the mean of the paper's seeds, drawn as ours were."""
     values = [column.factor * measure["value"] for measure in measures]
-    low, high = _interval(values, measures[0], column.factor)
-    cell = Cell(row.label, column.key, fmean(values), None, low, high, tuple(values), null=column.null)
-    if len(values) > 1:
-        cell = replace(cell, deviation=stdev(values))
-    return cell if column.exact else replace(cell, predicted=_predicted(cell, paper_seeds))
-
-
-def _interval(
-    values: Sequence[float], measure: Mapping[str, Any], factor: float
-) -> tuple[float, float] | tuple[None, None]:
+    mean, deviation, wider = fmean(values), None, 1.0
+    low: float | None
+    high: float | None
     if len(values) > 1:
         over = t_interval(values)
-        return over.low, over.high
-    if measure["low"] is None or measure["high"] is None:
-        return None, None
-    low, high = sorted((factor * measure["low"], factor * measure["high"]))
-    return low, high
-
-
-def _predicted(cell: Cell, paper_seeds: int) -> tuple[float, float] | None:
-    """The 95 % interval for the mean of the paper's seeds, drawn as ours were; for one seed that over the images.
-
-    A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m) times
-    as wide.
-    """
-    if cell.low is None or cell.high is None:
-        return None
-    seeds = len(cell.seeds)
-    wider = (1 + seeds / paper_seeds) ** 0.5 if seeds > 1 else 1.0
-    return cell.value - wider * (cell.value - cell.low), cell.value + wider * (cell.high - cell.value)
+        low, high, deviation = over.low, over.high, stdev(values)
+        # A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m)
+        # times as wide.
+        wider = (1 + len(values) / paper_seeds) ** 0.5
+    else:
+        ends = [column.factor * measures[0][end] for end in ("low", "high") if measures[0][end] is not None]
+        low, high = sorted(ends) if len(ends) == 2 else (None, None)  # a negative factor swaps them
+    predicted = None
+    if low is not None and high is not None and not column.exact:
+        predicted = (mean - wider * (mean - low), mean + wider * (high - mean))
+    return Cell(row.label, column.key, mean, deviation, low, high, tuple(values), predicted=predicted, null=column.null)
 
 
 def _number(value: float, column: Column, unit: bool = True) -> str:
     text = number(value) if column.decimals is None else fixed(value, column.decimals)
     return with_unit(text, column.unit if unit else "")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -41,6 +41,7 @@ class Job:
     @property
     def id(self) -> str:
         """A hash of the words."""
+        # 64 bits name a folder, and do not collide among MOST_JOBS.
         return hashlib.sha256(json.dumps(self.words).encode()).hexdigest()[:16]
 
     @property
@@ -73,7 +74,7 @@ def require_job_labels(labels: Mapping[str, Any]) -> dict[str, Label]:
 OUT = "out"  # {out} is the folder of the job, which is known when it runs
 FORM = 'command = "compare {model} --seed {seed} ...", and under [grid] e.g. seed = [0, 1, 2]'
 
-MOST_JOBS = 100_000
+MOST_JOBS = 100_000  # more are a mistake in an axis, and would fill the storage
 
 
 def _check_command(value: Mapping[str, Any], where: str) -> None:
@@ -99,8 +100,7 @@ class Sweep:
     """The words of a command of attnrx, in which {AXIS} is replaced by a value of that axis and {out} by a folder.
 
     A word that is {AXIS} alone becomes all the words of the value. Literal braces are doubled: {{share}} in a command
-    is the
-    {share} of a rule. Values are inserted unchanged.
+    is the {share} of a rule. Values are inserted unchanged.
     """
 
     command: Words
@@ -109,7 +109,8 @@ class Sweep:
     def __post_init__(self):
         if not self.command or not all(self.grid.values()):
             raise InvalidInput(f"a sweep has a command and at least one value for every axis: {FORM}.")
-        used = {name for word in self.command for name in re.findall(r"\{(\w+)\}", _without_doubles(word))}
+        text = " ".join(self.command).replace("{{", "").replace("}}", "")  # doubled braces are literal
+        used = set(re.findall(r"\{(\w+)\}", text))
         for name in used - self.grid.keys() - {OUT}:
             raise UnknownName(
                 f"axis in the command (braces of its own are doubled, {{{{{name}}}}})", name, [*self.grid, OUT]
@@ -148,7 +149,10 @@ class Sweep:
             raise InvalidInput(f"the axes have {count:,} combinations; a sweep has at most {MOST_JOBS:,} jobs.")
         chosen = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return tuple(
-            Job(tuple(word for part in self.command for word in _filled(part, values)), _labels(values))
+            Job(
+                tuple(word for part in self.command for word in _filled(part, values)),
+                {name: value.label for name, value in values.items()},
+            )
             for values in chosen
         )
 
@@ -172,14 +176,6 @@ def _values(name: str, given: Any) -> tuple[Value, ...]:
 def _words(value: Any) -> Words:
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple("true" if part is True else "false" if part is False else str(part) for part in parts)
-
-
-def _labels(values: Mapping[str, Value]) -> dict[str, Label]:
-    return {name: value.label for name, value in values.items()}
-
-
-def _without_doubles(word: str) -> str:
-    return word.replace("{{", "").replace("}}", "")
 
 
 def _filled(word: str, values: Mapping[str, Value]) -> Words:

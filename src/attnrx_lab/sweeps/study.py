@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +63,15 @@ class SweepStudy:
         try:
             known: dict[str, Any] = {} if self.is_url else {"connect_args": {"timeout": SQLITE_TIMEOUT}}
             storage = self._optuna.storages.RDBStorage(url, engine_kwargs=known)
+            sampler = self._optuna.samplers.RandomSampler(seed=0)  # draws nothing: every trial was added with its job
             if not create:
-                return self._optuna.load_study(study_name=NAME, storage=storage, sampler=self._sampler())
-            return self._optuna.create_study(
-                study_name=NAME, storage=storage, sampler=self._sampler(), load_if_exists=True
-            )
+                return self._optuna.load_study(study_name=NAME, storage=storage, sampler=sampler)
+            return self._optuna.create_study(study_name=NAME, storage=storage, sampler=sampler, load_if_exists=True)
         except Exception as error:  # of SQLAlchemy, of the database's driver, or of Optuna
             raise CheckpointError(
                 f"{self.place} cannot be used as the storage of a sweep ({str(error).partition(chr(10))[0]}); give a "
                 "file that `attnrx sweep run` wrote, or a new one."
             ) from error
-
-    def _sampler(self) -> Any:
-        return self._optuna.samplers.RandomSampler(seed=0)  # draws nothing: every trial was added with its job
 
     @property
     def folder(self) -> Path:
@@ -102,7 +98,7 @@ class SweepStudy:
         if "words" not in trial.user_attrs:  # another worker took the last one between the two calls
             self.study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
             return None
-        trial.set_user_attr("owner", [platform.node(), os.getpid()])
+        trial.set_user_attr("owner", [platform.node(), os.getpid()])  # identifies the trial as abandoned later
         trial.set_user_attr("attempts", trial.user_attrs["attempts"] + 1)
         return trial, _job(trial)
 
@@ -127,8 +123,7 @@ class SweepStudy:
 
     def requeue_abandoned(self) -> int:
         """Adds again the jobs whose process on this machine has ended without a result; returns their number."""
-        gone = [trial for trial in self._trials("RUNNING") if _is_abandoned(trial)]
-        return self._requeue(gone)
+        return self._requeue([trial for trial in self._trials("RUNNING") if _is_abandoned(trial)])
 
     def requeue_own(self) -> int:
         """Adds again the jobs that this process has not finished; returns their number."""
@@ -137,10 +132,9 @@ class SweepStudy:
 
     def requeue_failed(self) -> int:
         """Adds again the jobs whose last attempt failed; returns their number."""
-        failed = {state.job.id for state in self.states() if state.state == "failed"}
-        for state in self.states():
-            if state.job.id in failed:
-                self._enqueue(state.job, state.attempts)
+        failed = [state for state in self.states() if state.state == "failed"]
+        for state in failed:
+            self._enqueue(state.job, state.attempts)
         return len(failed)
 
     def _requeue(self, trials: "Iterable[FrozenTrial]") -> int:
@@ -161,14 +155,13 @@ class SweepStudy:
         return tuple(map(_state, last.values()))
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of jobs in every state."""
         found = [state.state for state in self.states()]
         return {state: found.count(state) for state in STATES}
 
     def results(self) -> tuple[Result, ...]:
         """Returns the numbers of all finished jobs; the labels of each are those of its job and its own."""
         return tuple(
-            Result(**{**asdict(result), "labels": {**state.job.labels, **result.labels}})
+            replace(result, labels={**state.job.labels, **result.labels})
             for state in self.states()
             if state.state == "done"
             for result in state.results
@@ -203,15 +196,13 @@ def _job(trial: "Trial | FrozenTrial") -> Job:
 def _state(trial: "FrozenTrial") -> JobState:
     known = trial.user_attrs
     names = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done"}
-    host = known.get("owner", (None, None))[0]
-    results = tuple(Result(**each) for each in known.get("results", ()))
     return JobState(
-        _job(trial),
-        names.get(trial.state.name, "failed"),
-        known["attempts"],
-        known.get("seconds"),
-        host,
-        known.get("error"),
-        results,
-        known.get("versions", {}),
+        job=_job(trial),
+        state=names.get(trial.state.name, "failed"),
+        attempts=known["attempts"],
+        seconds=known.get("seconds"),
+        host=known.get("owner", (None, None))[0],
+        error=known.get("error"),
+        results=tuple(Result(**each) for each in known.get("results", ())),
+        versions=known.get("versions", {}),
     )

@@ -31,10 +31,8 @@ class Mean:
     runs: int
     deviation: float | None = None
 
-    @property
-    def shown(self) -> tuple[str, str]:
-        """The number and its interval as text."""
-        return quantity(self.value, self.unit, self.low, self.high), interval(self.low, self.high)
+    def __str__(self) -> str:
+        return f"{quantity(self.value, self.unit, self.low, self.high)} {interval(self.low, self.high)}".strip()
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,24 @@ class SweepSummary:
             raise CheckpointError(f"{study.place} holds no number yet ({counts}); let `attnrx sweep run` go on.")
         return cls(means)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The labels that distinguish numbers, in the order in which they first occur."""
-        return tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of the numbers."""
-        return tuple(dict.fromkeys(mean.metric for mean in self.means))
-
-    def lines(self) -> list[tuple[tuple[str, ...], tuple[Mean | None, ...]]]:
-        """Returns one line for every combination of labels, in words, and its number for each of the metrics."""
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Returns the names of all columns, and one line of texts for every combination of labels."""
+        axes = tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
+        metrics = tuple(dict.fromkeys(mean.metric for mean in self.means))
         lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
         for mean in self.means:
-            lines[tuple(mean.labels.get(name) for name in self.axes)][mean.metric] = mean
-        return [
-            (tuple(map(_word, labels)), tuple(found.get(metric) for metric in self.metrics))
-            for labels, found in lines.items()
-        ]
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Returns the names of all columns, and the lines as texts."""
-        rows = [
-            (*labels, str(seeds_of(means)), *(" ".join(mean.shown).strip() if mean else MISSING for mean in means))
-            for labels, means in self.lines()
-        ]
-        return (*self.axes, "seeds", *self.metrics), rows
+            lines[tuple(mean.labels.get(name) for name in axes)][mean.metric] = mean
+        rows = []
+        for labels, found in lines.items():
+            seeds = max(mean.runs for mean in found.values())
+            numbers = (str(found.get(metric, MISSING)) for metric in metrics)
+            rows.append((*map(_word, labels), str(seeds), *numbers))
+        return (*axes, "seeds", *metrics), rows
 
     def to_markdown(self) -> str:
-        """Returns the table as Markdown."""
         columns, rows = self.table()
         lines = [columns, ("---",) * len(columns), *rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
-
-
-def seeds_of(means: Sequence[Mean | None]) -> int:
-    """Returns the largest number of seeds behind a number of a line."""
-    return max(mean.runs for mean in means if mean is not None)
 
 
 def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
@@ -110,7 +88,7 @@ def _mean(own: Sequence[Result]) -> Mean:
     labels = {name: value for name, value in first.labels.items() if name != SEED}
     measured = [result for result in own if result.value is not None]
     values = _by_seed(measured, "value")
-    if len(set(values)) > 1:
+    if len(set(values)) > 1:  # equal values have no spread: a t interval of zero width would hide the measurement's
         over = t_interval(values)
         return Mean(first.metric, first.unit, labels, fmean(values), over.low, over.high, len(values), stdev(values))
     value, low, high = (next(iter(_by_seed(measured, name)), None) for name in ("value", "low", "high"))

@@ -46,6 +46,7 @@ class JobWorkers:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._processes: set[ForkServerProcess | SpawnProcess] = set()
+        # Plain fork would copy locks that other threads of this process hold.
         if "forkserver" in multiprocessing.get_all_start_methods():
             self._context = multiprocessing.get_context("forkserver")
             self._context.set_forkserver_preload(list(preload))
@@ -109,11 +110,12 @@ class JobWorkers:
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_serve, args=(sender, self.work, words, self.threads, log), name=job.id)
         with self._lock:
+            # Under the lock, so that `_stop` kills every process that was started.
             if self._stopped.is_set():
                 return Attempt(0.0, error="stopped")
             process.start()
             self._processes.add(process)
-        sender.close()
+        sender.close()  # else the receiver would wait for this copy after a crash
         record, error = _received(receiver)
         process.join()
         with self._lock:

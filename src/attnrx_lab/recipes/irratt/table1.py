@@ -14,29 +14,17 @@ Hardware: one GPU with 80 GB for DeiT (--only deit_small, deit_base; needs Image
     names); a CPU for --only vit_tiny and for --tiny
 """
 
-from attnrx_lab.papers.irratt_tables import (
-    ACCURACY,
-    BASE,
-    CHANGE,
-    COST_COLUMNS,
-    DEIT_BASE,
-    DEIT_SMALL,
-    OWN_COLUMNS,
-    SEEDS,
-    SMALL,
-    VIT_TINY,
-    method_rows,
-)
+from attnrx_lab.papers import irratt_tables as irratt
 from attnrx_lab.papers.recipe import Recipe
 
 RECIPE = Recipe(
     title="TruncAtt, CP SlimAtt and IrrAtt",
     rows=(
-        *method_rows("DeiT-S", DEIT_SMALL, SMALL),
-        *method_rows("DeiT-B", DEIT_BASE, BASE),
-        *method_rows("ViT-Tiny", VIT_TINY, SMALL // 2),
+        *irratt.method_rows("DeiT-S", irratt.DEIT_SMALL, irratt.SMALL),
+        *irratt.method_rows("DeiT-B", irratt.DEIT_BASE, irratt.BASE),
+        *irratt.method_rows("ViT-Tiny", irratt.VIT_TINY, irratt.SMALL // 2),
     ),
-    columns=(ACCURACY, CHANGE, *COST_COLUMNS, *OWN_COLUMNS),
-    protocol=(DEIT_SMALL, DEIT_BASE, VIT_TINY),
-    seeds=SEEDS,
+    columns=(irratt.ACCURACY, irratt.CHANGE, *irratt.COST_COLUMNS, *irratt.OWN_COLUMNS),
+    protocol=(irratt.DEIT_SMALL, irratt.DEIT_BASE, irratt.VIT_TINY),
+    seeds=irratt.SEEDS,
 )

@@ -9,30 +9,18 @@ Time: that of spot/table2 for every line
 Hardware: that of spot/table1
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CLASS_ATTENTION,
-    GFLOPS,
-    ORIGINAL,
-    OWN_COLUMNS,
-    RANDOM,
-    SPOT,
-    SUBJECTS,
-    at,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
-CONTROLS = (("class attention", CLASS_ATTENTION), ("random", RANDOM))
+CONTROLS = (("class attention", spot.CLASS_ATTENTION), ("random", spot.RANDOM))
 LINES = (
-    ("original", ORIGINAL),
-    *((f"SPOT, {ratio:g}", at(SPOT, ratio)) for ratio in RATIOS),
-    *((f"{title}, {ratio:g}", at(method, ratio)) for title, method in CONTROLS for ratio in RATIOS[::2]),
+    ("original", spot.ORIGINAL),
+    *((f"SPOT, {ratio:g}", spot.at(spot.SPOT, ratio)) for ratio in RATIOS),
+    *((f"{title}, {ratio:g}", spot.at(method, ratio)) for title, method in CONTROLS for ratio in RATIOS[::2]),
 )
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT and its controls over the keep ratio",
-    (ACCURACY, CHANGE, GFLOPS, *OWN_COLUMNS),
-    dict.fromkeys(SUBJECTS, LINES),
+    dict.fromkeys(spot.SUBJECTS, LINES),
+    (spot.ACCURACY, spot.CHANGE, spot.GFLOPS, *spot.OWN_COLUMNS),
 )

@@ -10,31 +10,21 @@ Time: that of spot/table2 for every line
 Hardware: that of spot/table2
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CONTROLS,
-    GFLOPS,
-    OWN_COLUMNS,
-    PREDICTORS,
-    SPOT,
-    Line,
-    projected,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 WIDTHS = {"deit_small": 384, "vit_tiny": 192, "cifar10_small": 64}
 DIVISORS = {1: "as many token features as the width", 2: "1/2", 4: "1/4", 8: "1/8", 16: "1/16"}
 
 
-def lines(width: int) -> tuple[Line, ...]:
+def lines(width: int) -> tuple[spot.Line, ...]:
     """Returns the line of every number of token features, and the controls."""
-    shares = ((title, SPOT if divisor == 1 else projected(width // divisor)) for divisor, title in DIVISORS.items())
-    return (*shares, ("no token features", projected(0)), *CONTROLS)
+    shares = (
+        (title, spot.SPOT if divisor == 1 else spot.projected(width // divisor)) for divisor, title in DIVISORS.items()
+    )
+    return (*shares, ("no token features", spot.projected(0)), *spot.CONTROLS)
 
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT with fewer token features",
-    (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS),
     {subject: lines(width) for subject, width in WIDTHS.items()},
 )

@@ -10,28 +10,18 @@ Time: about 20 minutes for DeiT-S on two CPU cores, estimated and not measured; 
 Hardware: any; an accelerator is used where there is one. No data and no weights are needed
 """
 
-from attnrx_lab.papers.spot_tables import (
-    CLASS_ATTENTION,
-    NO_MEAN,
-    NO_VARIANCE,
-    ONE_LAYER,
-    RANDOM,
-    SPOT,
-    at,
-    projected,
-    speed_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 RATIOS = (0.5, 0.7, 0.9)
 METHODS = (
-    ("SPOT", SPOT),
-    ("without the mean over layers", NO_MEAN),
-    ("without the variance over layers", NO_VARIANCE),
-    ("without both", ONE_LAYER),
-    ("without token features", projected(0)),
-    ("class attention", CLASS_ATTENTION),
-    ("random", RANDOM),
+    ("SPOT", spot.SPOT),
+    ("without the mean over layers", spot.NO_MEAN),
+    ("without the variance over layers", spot.NO_VARIANCE),
+    ("without both", spot.ONE_LAYER),
+    ("without token features", spot.projected(0)),
+    ("class attention", spot.CLASS_ATTENTION),
+    ("random", spot.RANDOM),
 )
-LINES = tuple((f"{title}, {ratio:g}", at(method, ratio)) for title, method in METHODS for ratio in RATIOS)
+LINES = tuple((f"{title}, {ratio:g}", spot.at(method, ratio)) for title, method in METHODS for ratio in RATIOS)
 
-RECIPE = speed_recipe("Images a second with SPOT", dict.fromkeys(("deit_small", "vit_tiny", "cifar10_small"), LINES))
+RECIPE = spot.speed_recipe("Images a second with SPOT", dict.fromkeys(spot.ABLATED, LINES))

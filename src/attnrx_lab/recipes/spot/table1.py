@@ -17,63 +17,47 @@ Hardware: GPUs for DeiT and LV-ViT (needs ImageNet in the folder that ATTNRX_DAT
     time, with its published --weights); a CPU for --only vit_tiny and --only cifar10_small
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CONTROLS,
-    DYNAMICVIT,
-    EVIT,
-    GFLOPS,
-    HALTING_SCORES,
-    ORIGINAL,
-    OWN_COLUMNS,
-    PREDICTORS,
-    SPOT,
-    UNTRAINED,
-    ZERO_TPRUNE,
-    at,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 # Keep ratios are 0.7, or what comes nearest to the printed GFLOPS where another budget was printed.
-SPOT_65 = at(SPOT, 0.65)
+SPOT_65 = spot.at(spot.SPOT, 0.65)
 A_VIT = ("A-ViT (trains its halting scores: not here)", None)
 HALTING = "the halting rule of A-ViT, untrained"
-SPOT_ALONE = (("original", ORIGINAL), ("DynamicViT", DYNAMICVIT), ("SPOT", SPOT))
+SPOT_ALONE = (("original", spot.ORIGINAL), ("DynamicViT", spot.DYNAMICVIT), ("SPOT", spot.SPOT))
 OWN = (
-    ("original", ORIGINAL),
-    ("DynamicViT", DYNAMICVIT),
-    (HALTING, HALTING_SCORES),
-    ("EViT", EVIT),
-    ("Zero-TPrune", ZERO_TPRUNE),
-    ("SPOT", SPOT),
+    ("original", spot.ORIGINAL),
+    ("DynamicViT", spot.DYNAMICVIT),
+    (HALTING, spot.HALTING_SCORES),
+    ("EViT", spot.EVIT),
+    ("Zero-TPrune", spot.ZERO_TPRUNE),
+    ("SPOT", spot.SPOT),
 )
 LEFT_OUT = (
     ("IA-RED2 (learns by reinforcement: not here)", None),
     ("RL4EViT (learns by reinforcement: not here)", None),
     ("METR (trains the backbone in its own way: not here)", None),
 )
-REST = (*CONTROLS, *UNTRAINED)
+REST = (*spot.CONTROLS, *spot.UNTRAINED)
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT and other reducers",
-    (ACCURACY, CHANGE, GFLOPS, PREDICTORS, *OWN_COLUMNS),
     {
-        "deit_tiny": (*OWN[:2], A_VIT, *OWN[2:4], ("Zero-TPrune", at(ZERO_TPRUNE, 0.8)), *OWN[5:], *REST),
+        "deit_tiny": (*OWN[:2], A_VIT, *OWN[2:4], ("Zero-TPrune", spot.at(spot.ZERO_TPRUNE, 0.8)), *OWN[5:], *REST),
         "deit_small": (
             *OWN[:2],
             A_VIT,
-            (HALTING, at(HALTING_SCORES, 0.85)),
-            ("EViT", EVIT),
+            (HALTING, spot.at(spot.HALTING_SCORES, 0.85)),
+            ("EViT", spot.EVIT),
             *LEFT_OUT,
-            ("Zero-TPrune", at(ZERO_TPRUNE, 0.75)),
+            ("Zero-TPrune", spot.at(spot.ZERO_TPRUNE, 0.75)),
             ("SPOT, keep ratio 0.65", SPOT_65),
-            ("SPOT", SPOT),
+            ("SPOT", spot.SPOT),
             *REST,
         ),
         "lvvit_tiny": (*SPOT_ALONE, *REST),
-        "lvvit_small": (*SPOT_ALONE[:2], ("EViT", EVIT), *SPOT_ALONE[2:], *REST),
+        "lvvit_small": (*SPOT_ALONE[:2], ("EViT", spot.EVIT), *SPOT_ALONE[2:], *REST),
         "vit_tiny": (*OWN, *REST),
         "cifar10_small": (*OWN, *REST),
     },
+    (spot.ACCURACY, spot.CHANGE, spot.GFLOPS, spot.PREDICTORS, *spot.OWN_COLUMNS),
 )

@@ -11,30 +11,17 @@ Time: the paper trains 80 epochs of ImageNet on eight GPUs for each line. CIFAR-
 Hardware: GPUs for DeiT-S (--only deit_small; needs ImageNet in the folder that ATTNRX_DATA names); a CPU for the rest
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CONTROLS,
-    GFLOPS,
-    NO_MEAN,
-    NO_VARIANCE,
-    ONE_LAYER,
-    OWN_COLUMNS,
-    PREDICTORS,
-    SPOT,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 LINES = (
-    ("SPOT", SPOT),
-    ("without the mean over layers", NO_MEAN),
-    ("without the variance over layers", NO_VARIANCE),
-    ("without both", ONE_LAYER),
-    *CONTROLS,
+    ("SPOT", spot.SPOT),
+    ("without the mean over layers", spot.NO_MEAN),
+    ("without the variance over layers", spot.NO_VARIANCE),
+    ("without both", spot.ONE_LAYER),
+    *spot.CONTROLS,
 )
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT with less of the attention",
-    (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS),
-    dict.fromkeys(("deit_small", "vit_tiny", "cifar10_small"), LINES),
+    dict.fromkeys(spot.ABLATED, LINES),
 )

@@ -11,32 +11,18 @@ Time: that of spot/table2 for every line
 Hardware: that of spot/table2
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CONTROLS,
-    DTPS,
-    DTPS_SPOT,
-    EVIT,
-    GFLOPS,
-    OWN_COLUMNS,
-    PREDICTORS,
-    SPVIT,
-    SPVIT_SPOT,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 LINES = (
-    ("SPViT", SPVIT),
-    ("SPViT + SPOT", SPVIT_SPOT),
-    ("dTPS", DTPS),
-    ("dTPS + SPOT", DTPS_SPOT),
-    ("class attention, the rest packaged (EViT)", EVIT),
-    *CONTROLS,
+    ("SPViT", spot.SPVIT),
+    ("SPViT + SPOT", spot.SPVIT_SPOT),
+    ("dTPS", spot.DTPS),
+    ("dTPS + SPOT", spot.DTPS_SPOT),
+    ("class attention, the rest packaged (EViT)", spot.EVIT),
+    *spot.CONTROLS,
 )
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "Soft methods with SPOT's scores",
-    (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS),
     dict.fromkeys(("deit_tiny", "deit_small", "vit_tiny", "cifar10_small"), LINES),
 )

@@ -13,26 +13,6 @@ Hardware: a CPU. SPOT itself must be trained first (spot/table1): --candidates s
     EuroSAT are read from a folder or the hub: --only deit_tiny-dtd --data PLACE
 """
 
-from attnrx_lab.papers.recipe import Recipe
-from attnrx_lab.papers.spot_transfer_tables import COLUMNS, DEIT_TINY, SEEDS, VIT_TINY, pair_rows
+from attnrx_lab.papers.spot_transfer_tables import PROBED, transfer_recipe
 
-NAMES = {
-    "cifar100": "CIFAR-100",
-    "food101": "Food-101",
-    "dtd": "DTD",
-    "eurosat": "EuroSAT",
-    "cifar10": "CIFAR-10",
-    "tiny_imagenet": "Tiny-ImageNet",
-}
-PAIRS = (
-    *((f"DeiT-T, {NAMES[dataset]}", experiment) for dataset, experiment in DEIT_TINY.items()),
-    *((f"ViT-Tiny, {NAMES[dataset]}", experiment) for dataset, experiment in VIT_TINY.items()),
-)
-
-RECIPE = Recipe(
-    title="A fresh head on other datasets",
-    rows=tuple(row for title, experiment in PAIRS for row in pair_rows(title, experiment)),
-    columns=COLUMNS,
-    protocol=tuple(experiment for _, experiment in PAIRS),
-    seeds=SEEDS,
-)
+RECIPE = transfer_recipe("A fresh head on other datasets", PROBED)

@@ -14,18 +14,6 @@ Hardware: a CPU for ViT-Tiny; a GPU for all of ImageNet. SPOT itself must be tra
     --candidates spot=spot:0.7@4,7,10=FOLDER
 """
 
-from attnrx_lab.papers.recipe import Recipe
-from attnrx_lab.papers.spot_transfer_tables import COLUMNS, ROBUST, ROBUST_VIT_TINY, SEEDS, pair_rows
+from attnrx_lab.papers.spot_transfer_tables import ROBUST, transfer_recipe
 
-TITLES = {"deit_tiny": "DeiT-T", "deit_small": "DeiT-S", "lvvit_t": "LV-ViT-T", "lvvit_s": "LV-ViT-S"}
-
-RECIPE = Recipe(
-    title="Accuracy on corrupted images, the mean over corruptions at severity 3",
-    rows=(
-        *(row for name, experiment in ROBUST.items() for row in pair_rows(TITLES[name], experiment)),
-        *pair_rows("ViT-Tiny", ROBUST_VIT_TINY),
-    ),
-    columns=COLUMNS,
-    protocol=(*ROBUST.values(), ROBUST_VIT_TINY),
-    seeds=SEEDS,
-)
+RECIPE = transfer_recipe("Accuracy on corrupted images, the mean over corruptions at severity 3", ROBUST)

@@ -10,28 +10,16 @@ Time: that of spot/table2 for every line
 Hardware: that of spot/table2
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    AVERAGE,
-    CHANGE,
-    CONTROLS,
-    GFLOPS,
-    ORIGINAL,
-    OWN_COLUMNS,
-    PREDICTORS,
-    projected,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 LINES = (
-    ("original", ORIGINAL),
-    ("averaging across layers", AVERAGE),
-    ("SPOT without token features", projected(0)),
-    *CONTROLS,
+    ("original", spot.ORIGINAL),
+    ("averaging across layers", spot.AVERAGE),
+    ("SPOT without token features", spot.projected(0)),
+    *spot.CONTROLS,
 )
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT and an average of attention",
-    (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS),
-    dict.fromkeys(("deit_small", "vit_tiny", "cifar10_small"), LINES),
+    dict.fromkeys(spot.ABLATED, LINES),
 )

@@ -11,28 +11,16 @@ Time: that of spot/table2 for every line
 Hardware: that of spot/table2
 """
 
-from attnrx_lab.papers.spot_tables import (
-    ACCURACY,
-    CHANGE,
-    CONTROLS,
-    GFLOPS,
-    HEAD_AVERAGED,
-    OWN_COLUMNS,
-    PREDICTORS,
-    SHARED,
-    SPOT,
-    spot_recipe,
-)
+from attnrx_lab.papers import spot_tables as spot
 
 LINES = (
-    ("SPOT", SPOT),
-    ("head-averaged attention", HEAD_AVERAGED),
-    ("one predictor for all stages", SHARED),
-    *CONTROLS,
+    ("SPOT", spot.SPOT),
+    ("head-averaged attention", spot.HEAD_AVERAGED),
+    ("one predictor for all stages", spot.SHARED),
+    *spot.CONTROLS,
 )
 
-RECIPE = spot_recipe(
+RECIPE = spot.spot_recipe(
     "SPOT with coarser information",
-    (ACCURACY, CHANGE, PREDICTORS, GFLOPS, *OWN_COLUMNS),
-    dict.fromkeys(("deit_small", "vit_tiny", "cifar10_small"), LINES),
+    dict.fromkeys(spot.ABLATED, LINES),
 )

@@ -12,15 +12,15 @@ Hardware: that of svda/table1
 """
 
 from attnrx_lab.papers.recipe import Recipe, Row
-from attnrx_lab.papers.svda_tables import PROTOCOL, REALIZATION_COLUMNS
+from attnrx_lab.papers.svda_tables import PROTOCOL, REALIZATION_COLUMNS, TITLES
 
-DATASETS = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR-10"}
+DATASETS = ("fashion_mnist", "cifar10")
 RULES = {"rho-0.90": "rho = 0.90", "share-0.50": "half the directions"}
 
 RECIPE = Recipe(
     title="SVDA, every realization against the original",
     rows=tuple(
-        Row(f"{title}, {what}", dataset, rule) for dataset, title in DATASETS.items() for rule, what in RULES.items()
+        Row(f"{TITLES[dataset]}, {what}", dataset, rule) for dataset in DATASETS for rule, what in RULES.items()
     ),
     columns=REALIZATION_COLUMNS,
     protocol=tuple(PROTOCOL[dataset] for dataset in DATASETS),

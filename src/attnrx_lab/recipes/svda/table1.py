@@ -13,17 +13,12 @@ Time: estimated at some minutes a run on a data-centre GPU (not measured); on 2 
 Hardware: one GPU with 8 GB for the full protocol; `--epochs 4 --control-images 2000` for a CPU
 """
 
-from attnrx_lab.papers.recipe import Recipe, Row
-from attnrx_lab.papers.svda_tables import ORIGINAL_COLUMNS, PAPER_COLUMNS, PROTOCOL
+from attnrx_lab.papers.recipe import Recipe
+from attnrx_lab.papers.svda_tables import DATASET_ROWS, ORIGINAL_COLUMNS, PAPER_COLUMNS, PROTOCOL
 
 RECIPE = Recipe(
     title="SVDA, energy retention at rho = 0.90",
-    rows=(
-        Row("FashionMNIST", "fashion_mnist", "rho-0.90"),
-        Row("CIFAR-10", "cifar10", "rho-0.90"),
-        Row("CIFAR-100", "cifar100", "rho-0.90"),
-        Row("Food-101", "food101", "rho-0.90"),
-    ),
+    rows=DATASET_ROWS,
     columns=(*PAPER_COLUMNS, *ORIGINAL_COLUMNS),
     protocol=tuple(PROTOCOL.values()),
 )

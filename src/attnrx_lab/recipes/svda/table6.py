@@ -11,17 +11,12 @@ Time: that of svda/table1, whose runs it shares
 Hardware: that of svda/table1
 """
 
-from attnrx_lab.papers.recipe import Recipe, Row
-from attnrx_lab.papers.svda_tables import CONTROL_COLUMNS, PROTOCOL
+from attnrx_lab.papers.recipe import Recipe
+from attnrx_lab.papers.svda_tables import CONTROL_COLUMNS, DATASET_ROWS, PROTOCOL
 
 RECIPE = Recipe(
     title="SVDA, matched controls at rho = 0.90",
-    rows=(
-        Row("FashionMNIST", "fashion_mnist", "rho-0.90"),
-        Row("CIFAR-10", "cifar10", "rho-0.90"),
-        Row("CIFAR-100", "cifar100", "rho-0.90"),
-        Row("Food-101", "food101", "rho-0.90"),
-    ),
+    rows=DATASET_ROWS,
     columns=CONTROL_COLUMNS,
     protocol=tuple(PROTOCOL.values()),
 )

@@ -10,16 +10,12 @@ Time: that of the CIFAR-10 row of svda/table1, whose runs it shares
 Hardware: that of svda/table1
 """
 
-from attnrx_lab.papers.recipe import Recipe, Row
-from attnrx_lab.papers.svda_tables import CONTROL_COLUMNS, PROTOCOL
+from attnrx_lab.papers.recipe import Recipe
+from attnrx_lab.papers.svda_tables import CONTROL_COLUMNS, PROTOCOL, RHO_ROWS
 
 RECIPE = Recipe(
     title="SVDA, CIFAR-10 matched controls over the retention ratio rho",
-    rows=(
-        Row("rho = 0.85", "cifar10", "rho-0.85"),
-        Row("rho = 0.90", "cifar10", "rho-0.90"),
-        Row("rho = 0.95", "cifar10", "rho-0.95"),
-    ),
+    rows=RHO_ROWS,
     columns=CONTROL_COLUMNS,
     protocol=(PROTOCOL["cifar10"],),
 )
