@@ -6,9 +6,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
-from attnrx.data.geometry import SMALL, ImageGeometry
-from attnrx.data.splits import VALIDATION_IS_TEST, MissingImages
-from attnrx.data.stored import SPLITS
+from attnrx.data.pixels import SMALL, ImageGeometry
+from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import family_of
 from attnrx.optional import required_module

@@ -11,7 +11,7 @@ import torch
 from attnrx.data import DATASETS, Columns, load_data
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import locate
-from attnrx.data.stored import Opened
+from attnrx.data.splits import Opened
 from attnrx.data.tables import ParquetReader
 from attnrx.errors import DataError
 from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet

@@ -12,15 +12,14 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, evenly_spaced, rows_of_part
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
+from attnrx.data.images import Batch, ImageSet, Pass, RowImages, digest, evenly_spaced, require_held, rows_of_part
+from attnrx.data.pixels import Normalization
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 
@@ -47,9 +46,9 @@ def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: s
     if isinstance(data, ImageSet):
         return data
     if isinstance(data, Tensor):
-        return _indexed(_Rows(data), "tensor", argument)
+        return _of_tensors((data,), argument)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(each, Tensor) for each in data):
-        return _indexed(_Rows(*data), "tensors", argument)
+        return _of_tensors(data, argument)
     if isinstance(data, DataLoader):
         return _of_loader(data, argument)
     if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
@@ -69,19 +68,19 @@ def _named(data: Any) -> str:
     return f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
 
 
-class _Rows:
-    """Images, and their labels if there are any, as rows of tensors."""
+class _Rows(TensorDataset):
+    """Images, and their labels if there are any, which it lists as torchvision's datasets do."""
 
-    def __init__(self, images: Tensor, labels: Tensor | None = None):
-        if labels is not None and len(labels) != len(images):
-            raise InvalidInput(f"{len(images)} images and {len(labels)} labels: give one label for each image.")
-        self.images, self.targets = images, labels
+    @property
+    def targets(self) -> Tensor | None:
+        return self.tensors[1] if len(self.tensors) > 1 else None
 
-    def __len__(self) -> int:
-        return len(self.images)
 
-    def __getitem__(self, row: int) -> Tensor | tuple[Tensor, Tensor]:
-        return self.images[row] if self.targets is None else (self.images[row], self.targets[row])
+def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "IndexedImages":
+    counts = [len(each) for each in tensors]
+    if len(set(counts)) > 1:
+        raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
+    return _indexed(_Rows(*tensors), "tensor" if len(tensors) == 1 else "tensors", argument)
 
 
 def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
@@ -104,8 +103,7 @@ def _indexed(
 ) -> "IndexedImages":
     if not len(dataset):
         raise DataError(f"{argument} is empty; give at least one image.")
-    source = _Source(dataset, name, argument, loader, preprocess)
-    return IndexedImages(source, torch.arange(len(dataset)))
+    return IndexedImages(name, _Source(dataset, argument, loader, preprocess), torch.arange(len(dataset)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +111,6 @@ class _Source:
     """A dataset with what turns some of its rows into a batch."""
 
     dataset: Any
-    name: str
     argument: str
     loader: "DataLoader[Any] | None" = None
     preprocess: Preprocess | None = None
@@ -122,9 +119,9 @@ class _Source:
         """Reads some rows as one batch."""
         items = [self.dataset[row] for row in rows]
         if self.loader is not None:
-            found = read_batch(self.loader.collate_fn(items), self.argument)
+            found = _read_batch(self.loader.collate_fn(items), self.argument)
         else:
-            found = collated(items, self.argument, self.preprocess)
+            found = _collated(items, self.argument, self.preprocess)
         return replace(found, index=torch.tensor(rows))
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
@@ -142,7 +139,7 @@ class _Source:
             worker_init_fn=loader.worker_init_fn,
         )
         for own, batch in zip(rows, again, strict=True):
-            yield replace(read_batch(batch, self.argument), index=torch.tensor(own))
+            yield replace(_read_batch(batch, self.argument), index=torch.tensor(own))
 
     @property
     def labels(self) -> Int[Tensor, "images"] | None:
@@ -151,8 +148,8 @@ class _Source:
             found = getattr(self.dataset, name, None)
             if isinstance(found, Tensor | list | tuple) and len(found) == len(self.dataset):
                 return _as_labels(found)
-        names = getattr(self.dataset, "column_names", None)  # of a Hugging Face dataset
-        column = next((key for key in LABEL_KEYS if key in names), None) if isinstance(names, list) else None
+        names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
+        column = next((key for key in LABEL_KEYS if key in names), None)
         return None if column is None else _as_labels(list(self.dataset[column]))
 
 
@@ -166,53 +163,33 @@ def _as_labels(found: Any) -> Int[Tensor, "images"] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class IndexedImages(ImageSet):
+class IndexedImages(RowImages):
     """Some rows of a dataset with an index, on the scale and with the transforms of the dataset itself."""
 
-    source: _Source
-    rows: Int[Tensor, "images"]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    store: _Source
 
     @property
     def has_labels(self) -> bool:
         """Whether the first row has a label."""
-        return int(self.source.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
+        return int(self.store.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
 
     @property
     def fingerprint(self) -> str:
         """Hashes up to 64 images and their labels, spread over the rows."""
         rows = self.rows[evenly_spaced(len(self))].tolist()
-        batches = [self.source.batch([row]) for row in rows]
+        batches = [self.store.batch([row]) for row in rows]
         contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
-        return digest(self.source.name, self.rows, contents)
-
-    def take(self, count: int) -> ImageSet:
-        """Returns `count` rows: balanced over the classes where the dataset lists its labels, else evenly spread.
-
-        Datasets are often sorted by class, so the first rows would be one class.
-        """
-        if not 1 <= count <= len(self):
-            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
-        labels = self.source.labels
-        if labels is not None:
-            return replace(self, rows=self.rows[balanced_prefix(labels[self.rows], count)])
-        return replace(self, rows=self.rows[torch.arange(count) * len(self) // count])
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Returns whole batches of an ordered pass."""
-        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
+        return digest(self.name, self.rows, contents)
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
         """Returns the set itself: the user's own transforms decide the scale."""
         return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        _refuse_augmentation(order, self.source.argument)
+        _refuse_augmentation(order, self.store.argument)
         steps = [self.rows[step.positions].tolist() for step in order.steps(len(self))]
-        for batch in self.source.batches(steps):
+        for batch in self.store.batches(steps):
             yield _on_device(batch, order.device)
 
 
@@ -269,8 +246,7 @@ class IteratedImages(ImageSet):
 
     def take(self, count: int) -> ImageSet:
         """Returns the first `count` images."""
-        if not 1 <= count <= len(self):
-            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
+        require_held(count, len(self))
         return self._rows(slice(0, count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
@@ -315,23 +291,17 @@ class IteratedImages(ImageSet):
         first = next(parts, None)
         if first is None:
             return
-        if _is_batch(first, self.argument):
-            yield read_batch(first, self.argument)
-            for part in parts:
-                yield read_batch(part, self.argument)
-            return
-        items = [first, *islice(parts, batch_size - 1)]
-        while items:
-            yield collated(items, self.argument, self.preprocess)
-            items = list(islice(parts, batch_size))
+        image, _ = _fields_of(first, self.argument)
+        parts = chain([first], parts)
+        if isinstance(image, Tensor) and image.ndim == 4:
+            for batch in parts:
+                yield _read_batch(batch, self.argument)
+        else:
+            while items := list(islice(parts, batch_size)):
+                yield _collated(items, self.argument, self.preprocess)
 
 
-def _is_batch(given: Any, argument: str) -> bool:
-    image, _ = fields_of(given, argument)
-    return isinstance(image, Tensor) and image.ndim == 4
-
-
-def fields_of(given: Any, argument: str) -> tuple[Any, Any]:
+def _fields_of(given: Any, argument: str) -> tuple[Any, Any]:
     """Returns the image, or images, and the label, or None, of an item or a batch."""
     if isinstance(given, Batch):
         return given.images, given.labels
@@ -350,9 +320,9 @@ def fields_of(given: Any, argument: str) -> tuple[Any, Any]:
     return given, None
 
 
-def read_batch(given: Any, argument: str) -> Batch:
+def _read_batch(given: Any, argument: str) -> Batch:
     """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
-    images, labels = fields_of(given, argument)
+    images, labels = _fields_of(given, argument)
     images = _require_images(images, argument, dimensions=4)
     if labels is None:
         found = torch.full((len(images),), UNLABELLED)
@@ -361,17 +331,17 @@ def read_batch(given: Any, argument: str) -> Batch:
     return Batch(images.detach().cpu(), found, torch.arange(len(images)))
 
 
-def collated(items: Sequence[Any], argument: str, preprocess: Preprocess | None) -> Batch:
+def _collated(items: Sequence[Any], argument: str, preprocess: Preprocess | None) -> Batch:
     """Returns single items as one batch; PIL pictures are preprocessed."""
-    pairs = [fields_of(item, argument) for item in items]
+    pairs = [_fields_of(item, argument) for item in items]
     images = [_as_image(image, argument, preprocess) for image, _ in pairs]
     if len({image.shape for image in images}) > 1:
         shapes = sorted({tuple(image.shape) for image in images})
         raise InvalidInput(f"{argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one.")
     labels = [label for _, label in pairs]
     if any(label is None for label in labels):
-        return read_batch(torch.stack(images), argument)
-    return read_batch((torch.stack(images), [_class_number(label, argument) for label in labels]), argument)
+        return _read_batch(torch.stack(images), argument)
+    return _read_batch((torch.stack(images), [_class_number(label, argument) for label in labels]), argument)
 
 
 def _class_number(label: Any, argument: str) -> int:

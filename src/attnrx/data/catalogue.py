@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnrx.data.augmentation import Augmentation
-from attnrx.data.geometry import ImageGeometry
-from attnrx.data.normalization import Normalization
+from attnrx.data.pixels import Augmentation, ImageGeometry, Normalization
 from attnrx.data.tables import Columns
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -101,16 +99,11 @@ DATASETS: Mapping[str, DatasetCard] = {
 
 def known_as(name: str) -> str | None:
     """Returns the catalogue's name of a dataset that may be spelt as its files are."""
-    for known, card in DATASETS.items():
-        if name == known or name in card.other_names:
-            return known
-    return None
+    return next((known for known, card in DATASETS.items() if name in (known, *card.other_names)), None)
 
 
 def local_copy(name: str, folder: Path) -> Path | None:
     """Finds `<name>.parquet`, or a folder `<name>`, under any of the dataset's names."""
-    for spelling in (name, *DATASETS[name].other_names):
-        for path in (folder / f"{spelling}.parquet", folder / spelling):
-            if path.exists():
-                return path
-    return None
+    spellings = (name, *DATASETS[name].other_names)
+    paths = (folder / ending for each in spellings for ending in (f"{each}.parquet", each))
+    return next((path for path in paths if path.exists()), None)

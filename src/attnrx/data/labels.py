@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
+from attnrx.data.images import Batch, ImageSet, Pass
+from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, UnknownName
 from attnrx.shapes import Int, Tensor
@@ -29,7 +28,6 @@ class Relabelled(ImageSet):
 
     @property
     def label_problem(self) -> str | None:
-        """The reason that was given."""
         return self._label_problem
 
     def __len__(self) -> int:
@@ -42,15 +40,16 @@ class Relabelled(ImageSet):
 
     def take(self, count: int) -> ImageSet:
         """Takes from the source, whose own classes it balances."""
-        return Relabelled(self.source.take(count), self.numbers, self.label_problem)
+        return self._of(self.source.take(count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """A part of the source."""
-        return Relabelled(self.source.part(process, processes, batch_size), self.numbers, self.label_problem)
+        return self._of(self.source.part(process, processes, batch_size))
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        """The same on another scale."""
-        return Relabelled(self.source.renormalized(normalization), self.numbers, self.label_problem)
+        return self._of(self.source.renormalized(normalization))
+
+    def _of(self, source: ImageSet) -> "Relabelled":
+        return Relabelled(source, self.numbers, self.label_problem)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         for batch in self.source._pass(order):
@@ -102,7 +101,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
         "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
         "of every class in the model (--label-map FILE, in Python adapt_preprocessing(splits, model, label_map={...}))."
     )
-    return _wrapped(splits, None, problem)
+    return splits.changed(lambda images: Relabelled(images, None, problem))
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -151,10 +150,5 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
     names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
     note = f"labels of its {len(numbers)} classes are mapped {how}"
-    fitted = _wrapped(splits, torch.tensor(numbers), None)
-    return replace(fitted, class_names=names, notes=(*splits.notes, note))
-
-
-def _wrapped(splits: Splits, numbers: Int[Tensor, "classes"] | None, problem: str | None) -> Splits:
-    sets = {name: Relabelled(getattr(splits, name), numbers, problem) for name in ("train", "validation", "test")}
-    return replace(splits, **sets)
+    as_tensor = torch.tensor(numbers)
+    return splits.changed(lambda images: Relabelled(images, as_tensor), class_names=names, notes=(*splits.notes, note))

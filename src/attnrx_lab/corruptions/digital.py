@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.nn import functional
 
-from attnrx.data.decoding import decode, threads
+from attnrx.data.pixels import decode, threads
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 from attnrx_lab.corruptions.filters import Draws, Images, box, smoothed, uniform_noise
