@@ -1,5 +1,6 @@
-"""The stored state of a run: tensors, random states, settings, versions, and the checkpoints that hold them."""
+"""The stored state of a run: its checkpoints, its settings and versions, and the history of its epochs."""
 
+import json
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_json,
     write_tensors,
+    write_text,
 )
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
@@ -179,3 +181,32 @@ def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
     }
+
+
+class History:
+    """`history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "history.jsonl"
+        self.records: list[dict[str, Any]] = []
+
+    def restore(self, epochs: int, write: bool = True) -> None:
+        """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        try:
+            self.records = [json.loads(line) for line in lines[:epochs]]
+        except json.JSONDecodeError as error:
+            raise CheckpointError(
+                f"{self.path} is damaged ({error}); delete the run's folder and train again."
+            ) from error
+        if len(self.records) < epochs:
+            raise CheckpointError(
+                f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
+                "Put the file back, or delete the run's folder and train again."
+            )
+        if write:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the records to the file, atomically."""
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from attnrx.data import Batch, Splits
+from attnrx.data import Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
@@ -19,6 +19,7 @@ from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.shapes import Tensor
 from attnrx.training.checkpoints import (
     Checkpoints,
+    History,
     identity,
     load_state_,
     load_whole_,
@@ -27,14 +28,19 @@ from attnrx.training.checkpoints import (
     training_provenance,
 )
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import History, evaluate
-from attnrx.training.indicators import Probe
-from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.preparation import make_accelerator, prepare, require_fit, require_steps
-from attnrx.training.randomness import EPOCH, derived_seed, reproducible
+from attnrx.training.evaluation import Probe, evaluate
+from attnrx.training.preparation import (
+    Interruption,
+    interruptible,
+    make_accelerator,
+    prepare,
+    reproducible,
+    require_fit,
+    require_steps,
+)
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
-from attnrx.training.step import Learner
+from attnrx.training.step import EPOCH, Learner, derived_seed
 
 KIND, SCHEMA = "attnrx training run", 1
 CHECK_EVERY = 16  # steps between checks of a GPU or of other processes: each check synchronizes
@@ -150,21 +156,10 @@ class _Run:
 
     def _steps(self) -> Iterator[None]:
         """Runs the remaining steps of the epoch, yielding after every step."""
-        epoch, start = divmod(self.step, self.learner.schedule.steps_per_epoch)
+        per_epoch = self.learner.schedule.steps_per_epoch
+        epoch, start = divmod(self.step, per_epoch)
         self.learner.model.train()
-        for batch in self._batches(epoch, start):
-            self.learner.step_(batch, self.step)
-            self.step += 1
-            yield
-        if self.step != (epoch + 1) * self.learner.schedule.steps_per_epoch:
-            raise DataError(
-                f"epoch {epoch + 1} ended after {self.step} steps instead of "
-                f"{(epoch + 1) * self.learner.schedule.steps_per_epoch}: images of the training split are missing. "
-                "Restore them, or train in a new folder."
-            )
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        return self.splits.train.batches(
+        batches = self.splits.train.batches(
             self.config.batch_size,
             seed=derived_seed(self.config.seed, EPOCH, epoch),
             augmentation=self.config.augmentation or self.splits.augmentation,
@@ -172,6 +167,15 @@ class _Run:
             shard=self.learner.shard,
             start=start,
         )
+        for batch in batches:
+            self.learner.step_(batch, self.step)
+            self.step += 1
+            yield
+        if self.step != (epoch + 1) * per_epoch:
+            raise DataError(
+                f"epoch {epoch + 1} ended after {self.step} steps instead of {(epoch + 1) * per_epoch}: images of the "
+                "training split are missing. Restore them, or train in a new folder."
+            )
 
     def _check(self, reporter: Reporter, interruption: Interruption) -> None:
         """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
@@ -183,7 +187,10 @@ class _Run:
         if first_bad < self.step:
             raise self._diverged(first_bad)
         if stop and not ended:
-            self._interrupt()
+            raise TrainingInterrupted(
+                f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in "
+                f"{self._save()}. Run the same command again to resume."
+            )
         if due and not ended:
             self._save()
         if self.accelerator.is_main_process:
@@ -194,7 +201,7 @@ class _Run:
         """Returns the first non-finite step and whether to stop, the same in every process."""
         signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
         if self.learner.shard[1] > 1:
-            signals = _tensor(self.accelerator.gather(signals[None])).amax(0)
+            signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
         first_bad, stop = signals.tolist()
         return -first_bad, bool(stop)
 
@@ -207,19 +214,12 @@ class _Run:
             "Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
         )
 
-    def _interrupt(self) -> None:
-        path = self._save()
-        raise TrainingInterrupted(
-            f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
-            "Run the same command again to resume."
-        )
-
     def _end_epoch(self, reporter: Reporter, steps: int, seconds: float) -> None:
         learner = self.learner
         with learner.mean.in_place() if learner.mean else nullcontext():
-            score = evaluate(learner, self.splits.validation)
+            validation_accuracy, validation_loss = evaluate(learner, self.splits.validation)
             layers = self.probe.read(learner.model)
-        sums = learner.meter.named(_tensor(self.accelerator.reduce(learner.meter.sums, "sum")))
+        sums = learner.meter.named(learner.summed(learner.meter.sums))
         learner.meter.reset_()
         record = {
             "epoch": self.step // learner.schedule.steps_per_epoch,
@@ -229,8 +229,8 @@ class _Run:
             "gradient_norm": sums["gradient_norm"] / sums["steps"],
             "losses": {loss.name: sums[loss.name] / sums["steps"] for loss in self.config.losses},
             "accuracy": sums["correct"] / sums["images"],
-            "validation_accuracy": score.accuracy,
-            "validation_loss": score.loss,
+            "validation_accuracy": validation_accuracy,
+            "validation_loss": validation_loss,
             "seconds": seconds,
             "images_per_second": steps * self.config.batch_size / seconds,
             "layers": layers,
@@ -244,8 +244,7 @@ class _Run:
 
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
-        sums = _tensor(self.accelerator.reduce(self.learner.meter.sums, "sum"))
-        tensors = state_tensors(self.learner, sums)
+        tensors = state_tensors(self.learner, self.learner.summed(self.learner.meter.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             self.checkpoints.write(self.step, tensors, {"identity": self.requested, "seconds": seconds})
@@ -257,10 +256,10 @@ class _Run:
         learner = self.learner
         if learner.mean is not None:
             learner.mean.store_()
-        test = evaluate(learner, self.splits.test)
+        test, _ = evaluate(learner, self.splits.test)
         best = max(self.history.records, key=lambda record: record["validation_accuracy"])
         accuracy = {
-            "test": test.accuracy,
+            "test": test,
             "validation": self.history.records[-1]["validation_accuracy"],
             "best_validation": best["validation_accuracy"],
             "best_epoch": best["epoch"],
@@ -285,8 +284,3 @@ class _Run:
             save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))
         self.accelerator.wait_for_everyone()
         return TrainingRun(model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
-
-
-def _tensor(value: Any) -> Tensor:
-    """Casts the result of an accelerate call to Tensor, for the type checker."""
-    return value
