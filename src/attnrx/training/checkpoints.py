@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 KIND, SCHEMA = "attnrx training state", 1
-KEPT = 2
+KEPT = 2  # one more than needed to resume, in case the last one is damaged
 
 
 class Checkpoints:
@@ -56,12 +56,12 @@ class Checkpoints:
         """Returns the folder of a step."""
         return self.folder / f"step-{step:08d}"
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
+    def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Adds a checkpoint; raises an error for values that are not finite."""
         require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
         if path.exists():
-            return path
+            return
         partial = self.folder / f".{path.name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,7 +73,6 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         for old in self.all()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        return path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Returns the newest checkpoint, or None; a damaged one raises CheckpointError and is never skipped."""

@@ -180,22 +180,17 @@ class WeightMean:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Swaps the mean into the model inside the context."""
-        self._swap()
+        self.swap_()
         try:
             yield
         finally:
-            self._swap()
+            self.swap_()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap_(self) -> None:
+        """Exchanges the mean and the weights of the model."""
         for name, parameter in self._live.items():
             live, mean = own(parameter), own(self.tensors[name])
             saved = live.clone()
             live.copy_(mean)
             mean.copy_(saved)
-
-    @torch.no_grad()
-    def store_(self) -> None:
-        """Copies the mean into the model permanently."""
-        for name, parameter in self._live.items():
-            own(parameter).copy_(own(self.tensors[name]))

@@ -90,11 +90,16 @@ def reproducible() -> Iterator[None]:
             debugging.fill_uninitialized_memory = fill
 
 
-def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
-    """Returns the data on the model's input scale; raises InvalidInput if the model does not fit the data.
+def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
+    """Returns the data on the model's input scale; raises InvalidInput if the model or the batch size does not fit it.
 
-    Without `labels` no loss uses them, and the data may have fewer classes than the model.
+    Where no loss uses the labels, the data may have fewer classes than the model.
     """
+    if config.batch_size > len(splits.train):
+        raise InvalidInput(
+            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
+            "give a smaller one."
+        )
     require_ordinary_weights(model)
     family = family_of(model)
     shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
@@ -107,22 +112,13 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
         parameter = next(model.parameters())
         classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
     found = len(splits.class_names)
-    if classes < found or (labels and classes != found):
+    if classes < found or (config.reads_labels and classes != found):
         raise InvalidInput(
             f"the model has {classes} classes and {splits.name} has {found}; build the model for this data, or train "
             "with a teacher only, without the task loss."
         )
     normalization = normalization_of(model)
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
-
-
-def require_steps(splits: Splits, config: TrainingConfig) -> None:
-    """Raises InvalidInput for a batch larger than the training split."""
-    if config.batch_size > len(splits.train):
-        raise InvalidInput(
-            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
-            "give a smaller one."
-        )
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":

@@ -41,16 +41,10 @@ class Meter:
 
     def add_(self, values: Sequence[Tensor | float]) -> None:
         """Adds one value for every name."""
-        self.sums += torch.stack([self._one(value) for value in values])
-
-    def _one(self, value: Tensor | float) -> Tensor:
-        # torch.full does not synchronize with the GPU; copying a number there would.
         kind = {"dtype": self.sums.dtype, "device": self.sums.device}
-        return value.to(**kind) if isinstance(value, Tensor) else torch.full((), value, **kind)
-
-    def reset_(self) -> None:
-        """Sets all sums to zero for a new epoch."""
-        self.sums.zero_()
+        # torch.full does not synchronize with the GPU; copying a number there would.
+        tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
+        self.sums += torch.stack([each.to(**kind) for each in tensors])
 
     def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
         """Returns sums, of this process or of all processes, by name."""

@@ -2,8 +2,8 @@
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +36,6 @@ from attnrx.training.preparation import (
     prepare,
     reproducible,
     require_fit,
-    require_steps,
 )
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
@@ -73,8 +72,7 @@ def train(
     raises TrainingDiverged.
     """
     folder, splits = Path(folder), splits_for(model, data)
-    require_steps(splits, config)
-    splits = require_fit(model, splits, config.reads_labels)
+    splits = require_fit(model, splits, config)
     requested = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
@@ -86,19 +84,12 @@ def train(
     # Sharding a model cannot be undone: a copy is sharded, and its weights are loaded into the model at the end.
     sharded = config.parallel == "fsdp" and accelerator.num_processes > 1
     own = copy.deepcopy(model) if sharded else model
-    with reproducible(), _features(own, config) as features, interruptible() as interruption:
-        learner = prepare(model, own, splits, config, accelerator, features)
-        if not learner.accelerator.is_main_process:
-            reporter = Silent()
-        run = _Run(learner, splits, folder, requested)
-        run.restore_()
-        return run.make(reporter or default_reporter(), interruption)
-
-
-def _features(model: nn.Module, config: TrainingConfig) -> AbstractContextManager[list[Tensor] | None]:
-    """Records the outputs of the model's blocks, if a loss needs them."""
     needs_features = any(loss.reads_features for loss in config.losses)
-    return recording_blocks(model, family_of(model)) if needs_features else nullcontext()
+    recording = recording_blocks(own, family_of(own)) if needs_features else nullcontext()
+    reporter = (reporter or default_reporter()) if accelerator.is_main_process else Silent()
+    with reproducible(), recording as features, interruptible() as interruption:
+        learner = prepare(model, own, splits, config, accelerator, features)
+        return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
 
 def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> TrainingRun | None:
@@ -119,16 +110,20 @@ class _Run:
     from it.
     """
 
-    def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any]):
+    def __init__(
+        self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], reporter: Reporter
+    ):
         self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
+        self.reporter, self.steps_per_epoch = reporter, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
         self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
         self.check_every = CHECK_EVERY if waits else 1
+        self._restore_()
 
-    def restore_(self) -> None:
+    def _restore_(self) -> None:
         """Loads the last checkpoint, if there is one."""
         found = self.checkpoints.read()
         if found is None:
@@ -137,27 +132,23 @@ class _Run:
         require_same_run(record["identity"], self.requested, self.folder)
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
-        epochs = self.step // self.learner.schedule.steps_per_epoch
-        self.history.restore(epochs, write=self.accelerator.is_main_process)
+        self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
 
-    def make(self, reporter: Reporter, interruption: Interruption) -> TrainingRun:
+    def complete(self, interruption: Interruption) -> TrainingRun:
         """Runs the remaining steps."""
-        schedule = self.learner.schedule
-        reporter.started(Outline(self.config.epochs, schedule.steps_per_epoch, self.step))
+        self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
         try:
-            while self.step < schedule.steps:
+            while self.step < self.learner.schedule.steps:
                 began, before = time.perf_counter(), self.step
-                for _ in self._steps():
-                    self._check(reporter, interruption)
-                self._end_epoch(reporter, self.step - before, time.perf_counter() - began)
+                self._run_epoch(interruption)
+                self._end_epoch(self.step - before, time.perf_counter() - began)
             return self._finish()
         finally:
-            reporter.ended()
+            self.reporter.ended()
 
-    def _steps(self) -> Iterator[None]:
-        """Runs the remaining steps of the epoch, yielding after every step."""
-        per_epoch = self.learner.schedule.steps_per_epoch
-        epoch, start = divmod(self.step, per_epoch)
+    def _run_epoch(self, interruption: Interruption) -> None:
+        """Runs the remaining steps of the epoch."""
+        epoch, start = divmod(self.step, self.steps_per_epoch)
         self.learner.model.train()
         batches = self.splits.train.batches(
             self.config.batch_size,
@@ -170,16 +161,17 @@ class _Run:
         for batch in batches:
             self.learner.step_(batch, self.step)
             self.step += 1
-            yield
-        if self.step != (epoch + 1) * per_epoch:
+            self._check(interruption)
+        expected = (epoch + 1) * self.steps_per_epoch
+        if self.step != expected:
             raise DataError(
-                f"epoch {epoch + 1} ended after {self.step} steps instead of {(epoch + 1) * per_epoch}: images of the "
-                "training split are missing. Restore them, or train in a new folder."
+                f"epoch {epoch + 1} ended after {self.step} steps instead of {expected}: images of the training split "
+                "are missing. Restore them, or train in a new folder."
             )
 
-    def _check(self, reporter: Reporter, interruption: Interruption) -> None:
+    def _check(self, interruption: Interruption) -> None:
         """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
-        ended = self.step % self.learner.schedule.steps_per_epoch == 0
+        ended = self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
@@ -187,15 +179,16 @@ class _Run:
         if first_bad < self.step:
             raise self._diverged(first_bad)
         if stop and not ended:
+            path = self._save()
             raise TrainingInterrupted(
-                f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in "
-                f"{self._save()}. Run the same command again to resume."
+                f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
+                "Run the same command again to resume."
             )
         if due and not ended:
             self._save()
         if self.accelerator.is_main_process:
             sums = self.learner.meter.named(self.learner.meter.sums)
-            reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
+            self.reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
     def _agree(self, interruption: Interruption) -> tuple[int, bool]:
         """Returns the first non-finite step and whether to stop, the same in every process."""
@@ -214,15 +207,15 @@ class _Run:
             "Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
         )
 
-    def _end_epoch(self, reporter: Reporter, steps: int, seconds: float) -> None:
+    def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.splits.validation)
             layers = self.probe.read(learner.model)
         sums = learner.meter.named(learner.summed(learner.meter.sums))
-        learner.meter.reset_()
+        learner.meter.sums.zero_()
         record = {
-            "epoch": self.step // learner.schedule.steps_per_epoch,
+            "epoch": self.step // self.steps_per_epoch,
             "step": self.step,
             "learning_rate": learner.schedule.rate(self.step - 1),
             "loss": sums["loss"] / sums["steps"],
@@ -238,7 +231,7 @@ class _Run:
         self.history.records.append(record)
         if self.accelerator.is_main_process:
             self.history.write()
-            reporter.epoch_ended(record)
+            self.reporter.epoch_ended(record)
         if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
             self._save()
 
@@ -255,7 +248,7 @@ class _Run:
         """Saves the model together with training.json, which marks the run as finished."""
         learner = self.learner
         if learner.mean is not None:
-            learner.mean.store_()
+            learner.mean.swap_()
         test, _ = evaluate(learner, self.splits.test)
         best = max(self.history.records, key=lambda record: record["validation_accuracy"])
         accuracy = {
