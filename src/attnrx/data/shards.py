@@ -54,8 +54,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a shard before decoding."""
+    """One image of a shard before decoding, and its row in the split."""
 
+    row: int
     key: str
     content: bytes
     label: int
@@ -67,9 +68,6 @@ class Sample:
             return decode(self.content, channels)
         except ValueError as error:
             raise DataError(f"cannot decode the image {self.key} of the shard {self.url}: {error}.") from error
-
-
-Row = tuple[Sample, int]  # a sample and its row in the split
 
 
 @dataclass(frozen=True)
@@ -147,16 +145,17 @@ def _scan(file: Path) -> Shard:
 
 def read_shard(shard: Shard) -> Iterator[Sample]:
     """Reads a shard from front to back, up to its count."""
-    number = 0
+    row = shard.first
     for sample in islice(_samples(shard.url), shard.skip, shard.skip + shard.count):
         content = next((value for ending, value in sample.items() if f".{ending}" in IMAGES), None)
         if content is None:
             raise DataError(_incomplete(sample, shard.url))
-        yield Sample(sample["__key__"], content, _label(sample, shard.url), shard.url)
-        number += 1
-    if number < shard.count:
-        held, promised = shard.skip + number, shard.skip + shard.count
-        raise DataError(f"the shard {shard.url} holds {held} images, not {promised}; correct the index.")
+        yield Sample(row, sample["__key__"], content, _label(sample, shard.url), shard.url)
+        row += 1
+    missing = shard.first + shard.count - row
+    if missing:
+        promised = shard.skip + shard.count
+        raise DataError(f"the shard {shard.url} holds {promised - missing} images, not {promised}; correct the index.")
 
 
 def _cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
@@ -263,32 +262,28 @@ class ShardImages(ImageSet):
         """Cuts the samples of this process into batches; a shuffled pass has as many steps in every process."""
         order.length(len(self))  # refuses a pass without steps, and a start after its end
         size, process = order.local_size, order.shard[0]
-        samples = _in_order(own) if order.seed is None else _shuffled(own, order.seed, process)
+        samples = chain.from_iterable(map(read_shard, own))
+        if order.seed is not None:
+            samples = _shuffled(samples, order.seed, process)
         samples = islice(samples, order.start * size, None)
         number = order.start
-        while rows := list(islice(samples, size)):
-            share = slice(process * size, process * size + len(rows))
+        while batch := list(islice(samples, size)):
+            share = slice(process * size, process * size + len(batch))
             yield Work(
-                pictures=[partial(sample.picture, self.stream.geometry.channels) for sample, _ in rows],
-                labels=torch.tensor([sample.label for sample, _ in rows]),
-                index=torch.tensor([row for _, row in rows]),
+                pictures=[partial(sample.picture, self.stream.geometry.channels) for sample in batch],
+                labels=torch.tensor([sample.label for sample in batch]),
+                index=torch.tensor([sample.row for sample in batch]),
                 draws=order.draws(number, order.batch_size, share),
             )
             number += 1
 
 
-def _in_order(shards: list[Shard]) -> Iterator[Row]:
-    for shard in shards:
-        for number, sample in enumerate(read_shard(shard)):
-            yield sample, shard.first + number
-
-
-def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
+def _shuffled(samples: Iterator[Sample], seed: int, process: int) -> Iterator[Sample]:
     """Shuffles window by window."""
-    samples, window = _in_order(shards), 0
-    while rows := list(islice(samples, WINDOW)):
-        for position in torch.randperm(len(rows), generator=generator(seed, ORDER, 1 + process, window)).tolist():
-            yield rows[position]
+    window = 0
+    while held := list(islice(samples, WINDOW)):
+        for position in torch.randperm(len(held), generator=generator(seed, ORDER, 1 + process, window)).tolist():
+            yield held[position]
         window += 1
 
 
