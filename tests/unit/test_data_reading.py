@@ -221,7 +221,6 @@ def test_the_catalogue_is_complete() -> None:
     ]
     for name, card in DATASETS.items():
         assert len(card.normalization.mean) == card.geometry.channels, name
-        assert (card.geometry.fit == "photo") == (card.augmentation.area is not None), name
         assert name == "digits" or card.hub_id, name
         assert json.loads(json.dumps(card.columns.__dict__))["label_column"], name
 

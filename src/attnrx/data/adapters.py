@@ -108,7 +108,6 @@ class _Reading:
     preprocess: Preprocess | None = None
 
     def fields(self, given: Any) -> tuple[Any, Any]:
-        """Returns the image, or images, and the label, or None, of an item or a batch."""
         if isinstance(given, Batch):
             return given.images, given.labels
         if isinstance(given, Mapping) or hasattr(given, "keys"):
@@ -205,7 +204,6 @@ class _Source:
     loader: DataLoader[Any] | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Reads some rows as one batch."""
         items = [self.dataset[row] for row in rows]
         if self.loader is None:
             found = self.reading.collated(items)
@@ -259,7 +257,6 @@ class IndexedImages(RowImages):
 
     @property
     def has_labels(self) -> bool:
-        """Whether the first row has a label."""
         return int(self.store.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
 
     @property
@@ -312,7 +309,6 @@ class IteratedImages(ImageSet):
 
     @property
     def has_labels(self) -> bool:
-        """Whether every image of every batch has a label."""
         return self._counted[2]
 
     @cached_property
@@ -328,12 +324,10 @@ class IteratedImages(ImageSet):
         return len(every), digest(self.reading.name, every, contents), bool((every != UNLABELLED).all())
 
     def take(self, count: int) -> ImageSet:
-        """Returns the first `count` images."""
         require_held(count, len(self))
         return self._cut(slice(0, count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Returns consecutive images."""
         return self._cut(rows_of_part(len(self), process, processes, batch_size))
 
     def _cut(self, rows: slice) -> ImageSet:

@@ -26,7 +26,6 @@ GREYS = 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Hashes the paths, sizes and modification times of files."""
     found = hashlib.sha256()
     for file in files:
         status = require_regular(file, DataError).stat()
@@ -146,7 +145,6 @@ def _listed(folder: Any, class_names: tuple[str, ...]) -> tuple[list[Path], Int[
 
 
 def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:
-    """Returns some of the files, or all, as stored images."""
     rows = torch.arange(len(files)) if rows is None else rows
     own = [files[row] for row in rows.tolist()]
     return StoredImages(

@@ -78,7 +78,6 @@ class Pass:
 
     @property
     def local_size(self) -> int:
-        """How many images of a whole batch this process takes."""
         return self.batch_size // self.shard[1]
 
     def length(self, count: int) -> int:
@@ -137,8 +136,7 @@ class ImageSet(ABC):
         return None if self.has_labels else NO_LABELS
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of images."""
+    def __len__(self) -> int: ...
 
     @property
     @abstractmethod
@@ -215,7 +213,6 @@ class RowImages(ImageSet):
         return replace(self, rows=self.rows[spread])
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Returns whole batches of an ordered pass."""
         return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
 
@@ -236,7 +233,6 @@ def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -
 
 
 def evenly_spaced(count: int, most: int = 64) -> list[int]:
-    """Returns up to `most` positions spread evenly over `count`."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 

@@ -39,7 +39,6 @@ class Relabelled(ImageSet):
         return self.source.fingerprint
 
     def take(self, count: int) -> ImageSet:
-        """Takes from the source, whose own classes it balances."""
         return self._of(self.source.take(count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:

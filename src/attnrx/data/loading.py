@@ -6,13 +6,12 @@ Decoded copies of sets of small images are kept in the user's cache folder, so t
 import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from attnrx.data.catalogue import PHOTOS
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.pixels import (
@@ -198,10 +197,9 @@ class _Loading:
     ) -> Splits:
         location = self.location
         missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
-        augmentation = PHOTOS
-        if geometry.fit != "photo":  # of the catalogue, its padding always an eighth of the side
-            known = location.card.augmentation if location.card else Augmentation()
-            augmentation = replace(known, padding=geometry.size // 8)
+        augmentation = Augmentation(geometry.size // 8, flip=location.card is None or location.card.flip)
+        if geometry.fit == "photo":
+            augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
         return Splits(
             name=location.name,
             **{**missing, **sets},
@@ -219,7 +217,6 @@ def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UIn
 
 
 def _copy_path(*parts: object) -> Path:
-    """Returns the path of the decoded copy of a source with its options."""
     key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
     return cache_folder() / "decoded" / f"{key}.safetensors"
 

@@ -45,7 +45,6 @@ class CorruptImages:
             raise InvalidInput(f"on_corrupt={self.policy!r}: choose 'raise' or 'skip'.")
 
     def report(self, error: DataError) -> None:
-        """Raises the error, or remembers it."""
         if self.policy == "raise":
             raise DataError(
                 f"{error} Repair or remove it, or pass on_corrupt='skip' to leave such images out."
@@ -139,7 +138,6 @@ class ImageGeometry:
         return picture[:, top : top + self.size, left : left + self.size]
 
     def window(self, picture: UInt8[Tensor, "channels height width"], box: Box) -> UInt8[Tensor, "channels size size"]:
-        """Resizes one window of a picture to the model's input."""
         transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
         return transforms.resized_crop(picture, *box, [self.size, self.size], antialias=True)
 
@@ -162,7 +160,6 @@ class Draws:
     window: Float[Tensor, "batch attempts 4"]
 
     def part(self, images: slice | list[int]) -> "Draws":
-        """Returns the numbers of some of the images."""
         return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 

@@ -44,7 +44,6 @@ class PixelStore:
         return self._copies[device]
 
     def content(self, row: int) -> bytes:
-        """Returns the pixels of one image, for the fingerprint."""
         return self._copies[CPU][0][row].numpy().tobytes()
 
 
@@ -56,7 +55,6 @@ class MemoryImages(RowImages):
     normalization: Normalization
 
     def renormalized(self, normalization: Normalization) -> "MemoryImages":
-        """Returns the same images on another scale."""
         return replace(self, normalization=normalization)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -166,7 +164,6 @@ class StreamedImages(RowImages):
         return tuple(self.stream.corrupt.found)
 
     def renormalized(self, normalization: Normalization) -> "StreamedImages":
-        """Returns the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:

@@ -114,7 +114,6 @@ def open_index(index: Path) -> OpenedShards:
 
 
 def _class_names(folder: Path) -> tuple[str, ...] | None:
-    """Reads the names of the classes, when there is a file of them."""
     path = folder / CLASS_NAMES
     if not path.exists():
         return None
@@ -238,11 +237,9 @@ class ShardImages(ImageSet):
         return replace(self, shards=tuple(_cut(self.shards, slice(0, count))))
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Returns whole batches of an ordered pass."""
         return replace(self, shards=tuple(_cut(self.shards, rows_of_part(len(self), process, processes, batch_size))))
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Returns the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -279,7 +276,6 @@ class ShardImages(ImageSet):
 
 
 def _shuffled(samples: Iterator[Sample], seed: int, process: int) -> Iterator[Sample]:
-    """Shuffles window by window."""
     window = 0
     while held := list(islice(samples, WINDOW)):
         for position in torch.randperm(len(held), generator=generator(seed, ORDER, 1 + process, window)).tolist():

@@ -72,7 +72,6 @@ class MissingImages(ImageSet):
         self._refuse()
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns itself."""
         return self
 
 

@@ -53,7 +53,6 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*"))
 
     def path(self, step: int) -> Path:
-        """Returns the folder of a step."""
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
@@ -207,5 +206,4 @@ class History:
             self.write()
 
     def write(self) -> None:
-        """Writes the records to the file, atomically."""
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -48,7 +48,6 @@ class Mixing:
             raise InvalidInput(f"{self}: chance is a share of the batches and must lie in (0, 1].")
 
     def apply(self, batch: Batch, seed: int) -> Mixed:
-        """Mixes a batch with random numbers from `seed`."""
         draw = np.random.default_rng(seed)
         mix, choose_cutmix = draw.random() < self.chance, draw.random() < (0.5 if self.mixup else 1.0)
         centre = draw.random(2)
@@ -184,12 +183,10 @@ class TrainingConfig:
 
     @property
     def reads_labels(self) -> bool:
-        """Whether any loss uses the labels."""
         return any(loss.reads_labels for loss in self.losses)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
-        """Returns the config from the output of `to_dict`."""
         return from_dict(record, (cls, Augmentation, Mixing, *LOSSES))
 
     def _require(self, name: str, holds: object, what: str) -> None:

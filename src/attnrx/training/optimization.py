@@ -54,7 +54,6 @@ class Schedule:
         return self.steps_per_epoch * self.config.epochs
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of a step."""
         warmup, full = round(self.config.warmup * self.steps_per_epoch), self.config.learning_rate
         lowest = self.config.warmup_learning_rate if step < warmup else self.config.min_learning_rate
         return lowest + (full - lowest) * learning_rate_share(step, self.steps, warmup)
@@ -98,7 +97,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: f
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the learned strengths of all layers."""
     layers = family_of(model).attention(model)
     return [layer.scores.strength for layer in layers if isinstance(layer.scores, SvdaForm)]
 
@@ -113,7 +111,6 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restores the state returned by `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, field = key.rpartition("/")
@@ -173,7 +170,6 @@ class WeightMean:
         torch._foreach_lerp_(means, live, 1 - decay)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores a saved mean."""
         for name, mean in self.tensors.items():
             put_(mean, tensors[name])
 

@@ -20,7 +20,6 @@ class Outline:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.epochs * self.steps_per_epoch
 
 
@@ -113,7 +112,6 @@ class ProgressBars(Reporter):
 
 
 def default_reporter() -> Reporter:
-    """Returns progress bars on a terminal, and plain lines elsewhere."""
     return ProgressBars() if sys.stderr.isatty() else PlainLines()
 
 

@@ -40,7 +40,6 @@ class Meter:
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     def add_(self, values: Sequence[Tensor | float]) -> None:
-        """Adds one value for every name."""
         kind = {"dtype": self.sums.dtype, "device": self.sums.device}
         # torch.full does not synchronize with the GPU; copying a number there would.
         tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
@@ -74,7 +73,6 @@ class Learner:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The index of this process and the number of processes."""
         return self.accelerator.process_index, self.accelerator.num_processes
 
     @property
@@ -84,7 +82,6 @@ class Learner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
@@ -93,7 +90,6 @@ class Learner:
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def summed(self, sums: Tensor) -> Tensor:
-        """Returns the sums of all processes."""
         total: Any = self.accelerator.reduce(sums, "sum")  # annotated as possibly None
         return total
 
@@ -119,7 +115,6 @@ class Learner:
         self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
     def _set_temperature(self, step: int) -> None:
-        """Sets the sampling temperature of a learned token reducer."""
         reduction = reduction_of(self.model)
         if reduction is not None:
             first, last = self.config.temperatures

@@ -124,7 +124,6 @@ class _Run:
         self._restore_()
 
     def _restore_(self) -> None:
-        """Loads the last checkpoint, if there is one."""
         found = self.checkpoints.read()
         if found is None:
             return
@@ -135,7 +134,6 @@ class _Run:
         self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
 
     def complete(self, interruption: Interruption) -> TrainingRun:
-        """Runs the remaining steps."""
         self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
         try:
             while self.step < self.learner.schedule.steps:
