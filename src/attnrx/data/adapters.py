@@ -274,7 +274,7 @@ class IndexedImages(RowImages):
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         self.store.reading.require_no_augmentation(order)
-        steps = [self.rows[step.positions].tolist() for step in order.steps(len(self))]
+        steps = [self.rows[positions].tolist() for positions, _ in order.steps(len(self))]
         for batch in self.store.batches(steps):
             yield _on_device(batch, order.device)
 

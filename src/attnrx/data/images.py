@@ -44,14 +44,6 @@ def generator(*parts: int) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class PassStep:
-    """What one process takes at one step: its share of the batch of all processes, and its random numbers."""
-
-    positions: Int[Tensor, "local"]
-    draws: Draws | None
-
-
-@dataclass(frozen=True)
 class Pass:
     """The arguments of `ImageSet.batches`: which images each step takes, in which process."""
 
@@ -94,8 +86,11 @@ class Pass:
             )
         return steps
 
-    def steps(self, count: int) -> Iterator[PassStep]:
-        """Yields the steps over `count` images; a share without images (at the end of an ordered pass) is skipped."""
+    def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
+        """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
+
+        A share without images (at the end of an ordered pass) is skipped.
+        """
         steps = self.length(count)
         order = torch.arange(count)
         if self.seed is not None:
@@ -105,7 +100,7 @@ class Pass:
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
             share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
             if share.start < share.stop:
-                yield PassStep(batch[share], self.draws(number, len(batch), share))
+                yield batch[share], self.draws(number, len(batch), share)
 
     def draws(self, number: int, size: int, share: slice) -> Draws | None:
         """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,19 +16,21 @@ IMAGENET_1K = 1000
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
+@dataclass(frozen=True, eq=False)
 class Relabelled(ImageSet):
     """The images of another set with labels in the order of a head; without a map, labels that fit no head.
 
-    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset. `label_problem` is
-    the reason why its labels fit no head.
+    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset, `problem` the reason
+    why its labels fit no head.
     """
 
-    def __init__(self, source: ImageSet, numbers: Int[Tensor, "classes"] | None, label_problem: str | None = None):
-        self.source, self.numbers, self._label_problem = source, numbers, label_problem
+    source: ImageSet
+    numbers: Int[Tensor, "classes"] | None
+    problem: str | None = None
 
     @property
     def label_problem(self) -> str | None:
-        return self._label_problem
+        return self.problem
 
     def __len__(self) -> int:
         return len(self.source)
@@ -39,16 +41,13 @@ class Relabelled(ImageSet):
         return self.source.fingerprint
 
     def take(self, count: int) -> ImageSet:
-        return self._of(self.source.take(count))
+        return replace(self, source=self.source.take(count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return self._of(self.source.part(process, processes, batch_size))
+        return replace(self, source=self.source.part(process, processes, batch_size))
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        return self._of(self.source.renormalized(normalization))
-
-    def _of(self, source: ImageSet) -> "Relabelled":
-        return Relabelled(source, self.numbers, self.label_problem)
+        return replace(self, source=self.source.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         for batch in self.source._pass(order):

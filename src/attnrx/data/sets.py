@@ -64,9 +64,9 @@ class MemoryImages(RowImages):
                 "use padding instead."
             )
         pixels, labels, sources = self.store.on(order.device)
-        for step in order.steps(len(self)):
-            rows = self.rows[step.positions].to(order.device)
-            yield Batch(order.finish(pixels[rows], step.draws, self.normalization), labels[rows], sources[rows])
+        for positions, draws in order.steps(len(self)):
+            rows = self.rows[positions].to(order.device)
+            yield Batch(order.finish(pixels[rows], draws, self.normalization), labels[rows], sources[rows])
 
 
 def from_tensors(
@@ -118,16 +118,13 @@ class Stream:
 
     def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
         if work.draws is None or augmentation is None or augmentation.area is None:
-            return [pool.submit(self._still, picture) for picture in work.pictures]
-        windows = zip(work.pictures, work.draws.window, strict=True)
-        return [pool.submit(self._window, picture, augmentation, window) for picture, window in windows]
+            return [pool.submit(lambda picture: self.geometry.still(picture()), picture) for picture in work.pictures]
 
-    def _still(self, picture: Picture) -> Tensor:
-        return self.geometry.still(picture())
+        def window(picture: Picture, numbers: Tensor) -> Tensor:
+            pixels = picture()
+            return self.geometry.window(pixels, augmentation.box(pixels.shape[1], pixels.shape[2], numbers))
 
-    def _window(self, picture: Picture, augmentation: Augmentation, window: Tensor) -> Tensor:
-        pixels = picture()
-        return self.geometry.window(pixels, augmentation.box(pixels.shape[1], pixels.shape[2], window))
+        return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
 
     def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
         pixels, kept = [], []
@@ -170,11 +167,7 @@ class StreamedImages(RowImages):
         return self.stream.batches(self._works(order), order)
 
     def _works(self, order: Pass) -> Iterator[Work]:
-        for step in order.steps(len(self)):
-            rows = self.rows[step.positions]
-            yield Work(
-                pictures=[partial(self.store.picture, row, self.stream.geometry.channels) for row in rows.tolist()],
-                labels=self.store.labels[rows],
-                index=self.store.sources[rows],
-                draws=step.draws,
-            )
+        for positions, draws in order.steps(len(self)):
+            rows = self.rows[positions]
+            pictures = [partial(self.store.picture, row, self.stream.geometry.channels) for row in rows.tolist()]
+            yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)

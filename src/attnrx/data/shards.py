@@ -266,12 +266,10 @@ class ShardImages(ImageSet):
         number = order.start
         while batch := list(islice(samples, size)):
             share = slice(process * size, process * size + len(batch))
-            yield Work(
-                pictures=[partial(sample.picture, self.stream.geometry.channels) for sample in batch],
-                labels=torch.tensor([sample.label for sample in batch]),
-                index=torch.tensor([sample.row for sample in batch]),
-                draws=order.draws(number, order.batch_size, share),
-            )
+            pictures = [partial(sample.picture, self.stream.geometry.channels) for sample in batch]
+            labels = torch.tensor([sample.label for sample in batch])
+            index = torch.tensor([sample.row for sample in batch])
+            yield Work(pictures, labels, index, order.draws(number, order.batch_size, share))
             number += 1
 
 
