@@ -44,6 +44,7 @@ def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Pa
     groups: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files):
         below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
+        # One file holds all splits, whatever its name.
         groups[split_in_path(below) if len(files) > 1 else ""].append(file)
     if "" in groups and len(groups) > 1:
         raise DataError(

@@ -228,6 +228,7 @@ def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -
 
 
 def evenly_spaced(count: int, most: int = 64) -> list[int]:
+    # float64, because float32 has no whole numbers above 2**24
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 

@@ -35,7 +35,7 @@ class TargetRank(Loss):
             effective_rank(strength)
             for layer in layers
             if isinstance(layer.scores, SvdaForm)
-            for strength in layer.scores.strength.split(layer.spec.ranks)
+            for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
             if strength.numel()
         ]
         if not ranks:
@@ -68,7 +68,7 @@ class PerturbationRobustness(Loss):
 
         images = torch.cat([context.images, context.images + self.scale * context.noise()])
         with observing(context.model, family_of(context.model), observe):
-            context.model.forward(images)
+            context.model.forward(images)  # the bare module, in which the hooks see every layer
         if not changes:
             raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
         return torch.stack(changes).mean()

@@ -44,6 +44,7 @@ class Distillation(Loss):
             )
         target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
         predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
+        # batchmean: "mean" would divide by the number of classes as well
         return F.kl_div(predicted, target, log_target=True, reduction="batchmean") * self.temperature**2
 
 
@@ -84,7 +85,7 @@ class FeatureDistillation(Loss):
 
 
 def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
-    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # bfloat16 rounds away small differences
     return F.layer_norm(exact, exact.shape[-1:])
 
 
@@ -115,7 +116,7 @@ class TokenSimilarity(Loss):
         patch_indices = reduction.run.patch_indices  # an added (fused) token has no counterpart in the teacher
         stay = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(own.dtype)
         alike = F.cosine_similarity(own[:, prefix:], theirs[:, prefix:].to(own.dtype), dim=-1)
-        return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()
+        return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()  # an image may keep no patch
 
 
 Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tokens features"]]]

@@ -49,6 +49,7 @@ class Mixing:
 
     def apply(self, batch: Batch, seed: int) -> Mixed:
         draw = np.random.default_rng(seed)
+        # Everything is drawn whether it is used or not, so that one knob does not change the numbers of another.
         mix, choose_cutmix = draw.random() < self.chance, draw.random() < (0.5 if self.mixup else 1.0)
         centre = draw.random(2)
         if not mix:

@@ -37,6 +37,7 @@ def evaluate(learner: Learner, images: ImageSet) -> tuple[float, float]:
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.labels, reduction="sum"
             )
             num_correct = (logits.argmax(-1) == batch.labels).sum()
+            # Sums, not means, because the last batch of a process may be smaller, or missing.
             sums += torch.stack([num_correct, losses, torch.tensor(len(batch)).to(losses)])
     correct, loss, count = learner.summed(sums).tolist()
     return correct / count, loss / count

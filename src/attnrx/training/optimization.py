@@ -38,7 +38,7 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
     """Returns the share of the full learning rate at a step: linear over `warmup` steps, then a cosine to zero."""
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + 1)  # never 0, so that the first step trains
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
@@ -64,7 +64,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
     With layer decay or gradual unfreezing every block has its own groups.
     """
-    strengths = {id(strength) for strength in strengths_of(model)}
+    strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
     by_block = config.layer_decay != 1 or config.joining > 0
     block_indices = parameter_blocks(model, family_of(model)) if by_block else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
@@ -87,7 +87,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         }
         for (kind, block), parameters in groups.items()
     ]
-    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)
+    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
@@ -140,7 +140,7 @@ def turn_(model: nn.Module) -> None:
         form.query.weight.mul_(factor[:, None])
         if form.query.bias is not None:
             form.query.bias.mul_(factor)
-        fusion.div_(torch.where(factor == 0, 1.0, factor))
+        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays one
 
 
 def _shared_forms(model: nn.Module) -> list[SharedForm]:

@@ -154,6 +154,7 @@ class TensorBoard(Reporter):
 
     def started(self, outline: Outline) -> None:
         writer = required_module("torch.utils.tensorboard.writer", "tensorboard", "a TensorBoard log")
+        # purge_step hides the points of epochs that will be repeated
         self._writer = writer.SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:

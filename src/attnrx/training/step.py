@@ -90,12 +90,13 @@ class Learner:
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def summed(self, sums: Tensor) -> Tensor:
-        total: Any = self.accelerator.reduce(sums, "sum")  # annotated as possibly None
+        total: Any = self.accelerator.reduce(sums, "sum")  # Any: annotated as possibly None
         return total
 
     def step_(self, batch: Batch, step: int) -> None:
         """Runs one step with this process's share of the batch, in micro-batches."""
         config = self.config
+        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
         self._set_temperature(step)
@@ -110,7 +111,7 @@ class Learner:
                 terms, num_correct = self._forward_backward_(mixed, labels, start, step)
             values.append(terms * (len(labels) / len(batch)))
             correct.append(num_correct)
-        release_(self.model)
+        release_(self.model)  # the optimizer works on the shards
         norm = self._update_(step)
         self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
@@ -118,6 +119,7 @@ class Learner:
         reduction = reduction_of(self.model)
         if reduction is not None:
             first, last = self.config.temperatures
+            # steps - 1, so that the last step has the last temperature
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _forward_backward_(
@@ -134,7 +136,7 @@ class Learner:
         images = mixed.images[part].to(self.dtype)
         with self.autocast():
             logits = self.wrapped(images)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 is too coarse for a softmax
             context = LossContext(
                 self.model,
                 images,
@@ -155,7 +157,7 @@ class Learner:
         return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
 
     def _update_(self, step: int) -> Tensor:
-        clip = self.config.gradient_clip
+        clip = self.config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
         if self.config.nonnegative_fusion:

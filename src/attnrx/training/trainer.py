@@ -190,6 +190,7 @@ class _Run:
 
     def _agree(self, interruption: Interruption) -> tuple[int, bool]:
         """Returns the first non-finite step and whether to stop, the same in every process."""
+        # Negated, because the maximum over the processes is taken and the first bad step is the smallest.
         signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
         if self.learner.shard[1] > 1:
             signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
