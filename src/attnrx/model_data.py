@@ -6,13 +6,17 @@ from typing import Any
 from torch import nn
 
 from attnrx.data import ImageSet, Normalization, Splits, fit_labels, image_set
-from attnrx.data.geometry import SMALL, ImageGeometry
-from attnrx.data.splits import VALIDATION_IS_TEST, MissingImages
-from attnrx.data.stored import SPLITS
+from attnrx.data.pixels import SMALL, ImageGeometry
+from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import family_of
 from attnrx.optional import required_module
 from attnrx.shapes import Float, Tensor
+
+
+def normalization_of(model: nn.Module) -> Normalization:
+    """Returns the scale on which the model reads images."""
+    return Normalization(*family_of(model).normalization(model))
 
 
 def images_for(model: nn.Module, data: Any, argument: str = "data") -> ImageSet:
@@ -34,11 +38,10 @@ def _own_preprocessing(model: nn.Module) -> Callable[[Any], Float[Tensor, "chann
     family = family_of(model)
     channels, size, _ = family.input_shape(model)
     geometry = ImageGeometry(size, channels, "photo" if size > SMALL else "fill")
-    scale = Normalization(*family.normalization(model))
+    scale = normalization_of(model)
 
     def preprocess(picture: Any) -> Tensor:
         transforms = required_module("torchvision.transforms.v2.functional", "data", "preprocessing of PIL images")
-
         pixels = transforms.pil_to_tensor(picture.convert("L" if channels == 1 else "RGB"))
         return scale.apply(geometry.still(pixels).float() / 255)
 
@@ -63,22 +66,19 @@ def splits_for(model: nn.Module, data: Any, argument: str = "data") -> Splits:
     notes = ()
     if "test" not in sets and "validation" in sets:
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
-    for name in ("train", "validation", "test"):
-        if name not in sets:
-            sets[name] = MissingImages(f"{argument} (a mapping from the names of splits to data)", name, tuple(sets))
+    source = f"{argument} (a mapping from the names of splits to data)"
+    missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
     family = family_of(model)
     channels, height, _ = family.input_shape(model)
     heads = family.heads(model)
     classes = tuple(map(str, range(heads[0].out_features))) if heads else ()
     return Splits(
         name=argument,
-        train=sets["train"],
-        validation=sets["validation"],
-        test=sets["test"],
+        **{**missing, **sets},
         class_names=family.class_names(model) or classes,
         channels=channels,
         image_size=height,
-        normalization=Normalization(*family.normalization(model)),
+        normalization=normalization_of(model),
         augmentation=None,
         notes=notes,
     )
@@ -100,7 +100,7 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
             f"{splits.name} has {splits.channels} channels at {splits.image_size} pixels, the model needs {channels} "
             f"at {height}; load the data with image_size={height}, or use a model for this data."
         )
-    fitted = splits.renormalized(Normalization(*family.normalization(model)))
+    fitted = splits.renormalized(normalization_of(model))
     heads = family.heads(model)
     if not heads:
         if label_map is not None:

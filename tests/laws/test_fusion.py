@@ -15,7 +15,7 @@ from attnrx.models import VisionTransformer, family_of, load_model, save_model
 from attnrx.realization import realize
 from attnrx.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
 from attnrx.training import TrainingConfig, train
-from attnrx.training.fusion import constrain_, turn_
+from attnrx.training.optimization import constrain_, turn_
 from comparisons import pixels
 from tiny_runs import At
 

@@ -11,8 +11,7 @@ import attnrx as rx
 from attnrx.models import family_of, load_model, reduction_of
 from attnrx.serialization.storage import read_json
 from attnrx.training import TrainingRun
-from attnrx.training.checkpoints import Checkpoints
-from attnrx.training.evaluation import History
+from attnrx.training.checkpoints import Checkpoints, History
 from shared_runs import compressed, fine_tuned, start, verified
 from tiny_runs import run, weights
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates, zoom
 
-from attnrx.data.passes import generator
+from attnrx.data.images import generator
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
 from attnrx_lab.corruptions.filters import landscapes, streaked

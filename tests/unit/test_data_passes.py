@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnrx.data import Augmentation, Batch, Normalization
-from attnrx.data.holdout import held_out
-from attnrx.data.memory import MemoryImages, PixelStore
+from attnrx.data.images import held_out
+from attnrx.data.sets import MemoryImages, PixelStore
 from attnrx.errors import DataError, InvalidInput
 
 COUNT = 53

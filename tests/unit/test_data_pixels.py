@@ -10,10 +10,8 @@ from torch.nn import functional
 from torchvision.transforms.v2 import functional as reference
 
 from attnrx.data import Augmentation, Normalization
-from attnrx.data.augmentation import Draws
-from attnrx.data.decoding import decode
-from attnrx.data.geometry import ImageGeometry, guess_geometry
-from attnrx.data.passes import generator
+from attnrx.data.images import generator
+from attnrx.data.pixels import Draws, ImageGeometry, decode, guess_geometry
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Tensor
 

@@ -11,7 +11,7 @@ import torch
 from attnrx.data import DATASETS, Columns, load_data
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import locate
-from attnrx.data.stored import Opened
+from attnrx.data.splits import Opened
 from attnrx.data.tables import ParquetReader
 from attnrx.errors import DataError
 from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
@@ -221,7 +221,6 @@ def test_the_catalogue_is_complete() -> None:
     ]
     for name, card in DATASETS.items():
         assert len(card.normalization.mean) == card.geometry.channels, name
-        assert (card.geometry.fit == "photo") == (card.augmentation.area is not None), name
         assert name == "digits" or card.hub_id, name
         assert json.loads(json.dumps(card.columns.__dict__))["label_column"], name
 

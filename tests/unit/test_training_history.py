@@ -10,9 +10,8 @@ from attnrx.diagnostics.spectral_shape import effective_rank
 from attnrx.errors import NotSupported
 from attnrx.models import VisionTransformer, ViTConfig, family_of, initialize_
 from attnrx.training import PlainLines, ProgressBars, Several, TensorBoard, default_reporter
-from attnrx.training.indicators import Probe
-from attnrx.training.reporters import Outline
-from attnrx.training.tensorboard import curves
+from attnrx.training.evaluation import Probe
+from attnrx.training.reporters import Outline, curves
 from cases import CONFIGS, model
 from tiny_runs import images, run
 

@@ -10,6 +10,8 @@ import torch
 from attnrx.errors import InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.optimization import (
+    Schedule,
+    WeightMean,
     build_optimizer,
     freeze_,
     learning_rate_share,
@@ -17,8 +19,6 @@ from attnrx.training.optimization import (
     optimizer_tensors,
     set_learning_rate,
 )
-from attnrx.training.step import Schedule
-from attnrx.training.weight_average import WeightMean
 from cases import CONFIGS, images, model
 from tiny_runs import model as model_of_runs
 from tiny_runs import run
@@ -111,7 +111,7 @@ def test_the_rate_begins_and_ends_where_it_is_told() -> None:
     config = TrainingConfig(
         epochs=10, batch_size=10, learning_rate=1.0, warmup_epochs=2.0, warmup_learning_rate=0.5, min_learning_rate=0.25
     )
-    schedule = Schedule.of(config, 100)
+    schedule = Schedule(config, 100 // config.batch_size)
     rates = [schedule.rate(step) for step in range(schedule.steps)]
     assert 0.5 < rates[0] < 0.53
     assert max(rates) == rates[20] == 1

@@ -9,13 +9,12 @@ that do not fit stream. Decoded copies are kept in the user's cache folder and m
 """
 
 from attnrx.data.adapters import ImageData, image_set
-from attnrx.data.augmentation import Augmentation
 from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import Relabelled, fit_labels, imagenet_indices, own_classes, own_labels, require_labels
 from attnrx.data.loading import load_data
-from attnrx.data.memory import MemoryImages, from_tensors
-from attnrx.data.normalization import Normalization
+from attnrx.data.pixels import Augmentation, Normalization
+from attnrx.data.sets import MemoryImages, from_tensors
 from attnrx.data.splits import Splits
 from attnrx.data.tables import Columns
 

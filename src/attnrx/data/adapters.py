@@ -12,15 +12,15 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from attnrx.data.images import Batch, ImageSet, balanced_prefix, digest, evenly_spaced, rows_of_part
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
+from attnrx.data.images import Batch, ImageSet, Pass, RowImages, digest, evenly_spaced, require_held, rows_of_part
+from attnrx.data.pixels import Normalization
 from attnrx.errors import DataError, InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 
@@ -47,84 +47,168 @@ def image_set(data: ImageData, preprocess: Preprocess | None = None, argument: s
     if isinstance(data, ImageSet):
         return data
     if isinstance(data, Tensor):
-        return _indexed(_Rows(data), "tensor", argument)
+        return _of_tensors((data,), argument)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(each, Tensor) for each in data):
-        return _indexed(_Rows(*data), "tensors", argument)
+        return _of_tensors(data, argument)
     if isinstance(data, DataLoader):
         return _of_loader(data, argument)
     if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") or hasattr(data, "__iter__")):
+        named = f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
         raise InvalidInput(
-            f"{argument} is {_named(data)}: give a DataLoader, a dataset, a list of batches, a tensor [images, "
+            f"{argument} is {named}: give a DataLoader, a dataset, a list of batches, a tensor [images, "
             "channels, height, width], a Hugging Face dataset, or one split of load_data, e.g. "
             "load_data('cifar10').validation."
         )
     if isinstance(data, list | tuple):
-        return IteratedImages(data, "batches", argument)
+        return IteratedImages(data, _Reading("batches", argument))
+    reading = _Reading(type(data).__name__, argument, preprocess)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _indexed(data, type(data).__name__, argument, preprocess=preprocess)
-    return IteratedImages(data, type(data).__name__, argument, preprocess)
+        return _indexed(data, reading)
+    return IteratedImages(data, reading)
 
 
-def _named(data: Any) -> str:
-    return f"the text {data!r}" if isinstance(data, str) else f"of the type {type(data).__name__}"
+class _Rows(TensorDataset):
+    """Images, and their labels if there are any, which it lists as torchvision's datasets do."""
+
+    @property
+    def targets(self) -> Tensor | None:
+        return self.tensors[1] if len(self.tensors) > 1 else None
 
 
-class _Rows:
-    """Images, and their labels if there are any, as rows of tensors."""
-
-    def __init__(self, images: Tensor, labels: Tensor | None = None):
-        if labels is not None and len(labels) != len(images):
-            raise InvalidInput(f"{len(images)} images and {len(labels)} labels: give one label for each image.")
-        self.images, self.targets = images, labels
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, row: int) -> Tensor | tuple[Tensor, Tensor]:
-        return self.images[row] if self.targets is None else (self.images[row], self.targets[row])
+def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "IndexedImages":
+    counts = [len(each) for each in tensors]
+    if len(set(counts)) > 1:
+        raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
+    return _indexed(_Rows(*tensors), _Reading("tensor" if len(tensors) == 1 else "tensors", argument))
 
 
 def _of_loader(loader: DataLoader[Any], argument: str) -> ImageSet:
-    name = type(loader.dataset).__name__
+    reading = _Reading(type(loader.dataset).__name__, argument)
     indexed = hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")
     ordered = isinstance(loader.sampler, SequentialSampler)
     shuffled = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
     # Another sampler may draw other images, or repeat some: the order is known only from iterating.
     if not indexed or loader.batch_size is None or not (ordered or shuffled):
-        return IteratedImages(loader, name, argument)
-    return _indexed(loader.dataset, name, argument, loader=loader)
+        return IteratedImages(loader, reading)
+    return _indexed(loader.dataset, reading, loader)
 
 
-def _indexed(
-    dataset: Any,
-    name: str,
-    argument: str,
-    loader: "DataLoader[Any] | None" = None,
-    preprocess: Preprocess | None = None,
-) -> "IndexedImages":
+def _indexed(dataset: Any, reading: "_Reading", loader: DataLoader[Any] | None = None) -> "IndexedImages":
     if not len(dataset):
-        raise DataError(f"{argument} is empty; give at least one image.")
-    source = _Source(dataset, name, argument, loader, preprocess)
-    return IndexedImages(source, torch.arange(len(dataset)))
+        raise DataError(f"{reading.argument} is empty; give at least one image.")
+    return IndexedImages(reading.name, _Source(dataset, reading, loader), torch.arange(len(dataset)))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What turns the items of a user's data into batches; `argument` names the data in messages."""
+
+    name: str
+    argument: str
+    preprocess: Preprocess | None = None
+
+    def fields(self, given: Any) -> tuple[Any, Any]:
+        if isinstance(given, Batch):
+            return given.images, given.labels
+        if isinstance(given, Mapping) or hasattr(given, "keys"):
+            image = next((given[key] for key in IMAGE_KEYS if key in given), None)
+            if image is None:
+                raise InvalidInput(
+                    f"an item of {self.argument} has the keys {', '.join(map(str, given))}, and none of them names an "
+                    f"image; rename one to one of {', '.join(IMAGE_KEYS)}."
+                )
+            return image, next((given[key] for key in LABEL_KEYS if key in given), None)
+        if isinstance(given, list | tuple):
+            if not given:
+                raise InvalidInput(
+                    f"an item of {self.argument} is an empty {type(given).__name__}; give (image, label)."
+                )
+            return given[0], given[1] if len(given) > 1 else None
+        return given, None
+
+    def batch(self, given: Any) -> Batch:
+        """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
+        images, labels = self.fields(given)
+        images = self._require_images(images, 4)
+        found = torch.full((len(images),), UNLABELLED) if labels is None else torch.as_tensor(labels).detach().cpu()
+        if found.shape != (len(images),) or found.is_floating_point():
+            raise InvalidInput(
+                f"the labels of {self.argument} are {found.dtype} {list(found.shape)} for {len(images)} images; give "
+                "one class number (an integer) for each."
+            )
+        return Batch(images.detach().cpu(), found.long(), torch.arange(len(images)))
+
+    def collated(self, items: Sequence[Any]) -> Batch:
+        """Returns single items as one batch; PIL pictures are preprocessed."""
+        pairs = [self.fields(item) for item in items]
+        images = [self._image(image) for image, _ in pairs]
+        if len({image.shape for image in images}) > 1:
+            shapes = sorted({tuple(image.shape) for image in images})
+            raise InvalidInput(
+                f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
+            )
+        labels = [label for _, label in pairs]
+        if any(label is None for label in labels):
+            return self.batch(torch.stack(images))
+        return self.batch((torch.stack(images), [self._class_number(label) for label in labels]))
+
+    def _image(self, image: Any) -> Tensor:
+        if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have
+            return self._require_images(image, 3)
+        if self.preprocess is None:
+            raise InvalidInput(
+                f"{self.argument} holds PIL pictures, and this model states no preprocessing: give the dataset a "
+                "transform that returns float tensors on the model's scale."
+            )
+        return self.preprocess(image)
+
+    def _class_number(self, label: Any) -> int:
+        number = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
+        if isinstance(number, bool | float) or not hasattr(number, "__index__"):
+            raise InvalidInput(
+                f"a label of {self.argument} is {label!r}; give one class number (an integer) for each image."
+            )
+        return int(number)
+
+    def _require_images(self, images: Any, dimensions: int) -> Tensor:
+        if not isinstance(images, Tensor) or images.ndim != dimensions:
+            found = f"of type {type(images).__name__}"
+            if isinstance(images, Tensor):
+                found = f"a tensor {list(images.shape)}"
+            shape = ("images", "channels", "height", "width")[-dimensions:]
+            raise InvalidInput(
+                f"the images of {self.argument} are {found}; give float tensors [{', '.join(shape)}] on the model's "
+                "scale."
+            )
+        if not images.is_floating_point():
+            raise InvalidInput(
+                f"the images of {self.argument} are {images.dtype}; give floats on the scale that the model was "
+                "trained with: divided by 255, minus the mean, divided by the standard deviation."
+            )
+        return images
+
+    def require_no_augmentation(self, order: Pass) -> None:
+        if order.augmentation is not None:
+            raise InvalidInput(
+                f"{self.argument} is augmented by its own transforms; attnrx augments only the datasets that it loads "
+                "itself."
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A dataset with what turns some of its rows into a batch."""
+    """A dataset with an index, and the DataLoader that it came with."""
 
     dataset: Any
-    name: str
-    argument: str
-    loader: "DataLoader[Any] | None" = None
-    preprocess: Preprocess | None = None
+    reading: _Reading
+    loader: DataLoader[Any] | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Reads some rows as one batch."""
         items = [self.dataset[row] for row in rows]
-        if self.loader is not None:
-            found = read_batch(self.loader.collate_fn(items), self.argument)
+        if self.loader is None:
+            found = self.reading.collated(items)
         else:
-            found = collated(items, self.argument, self.preprocess)
+            found = self.reading.batch(self.loader.collate_fn(items))
         return replace(found, index=torch.tensor(rows))
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
@@ -142,7 +226,7 @@ class _Source:
             worker_init_fn=loader.worker_init_fn,
         )
         for own, batch in zip(rows, again, strict=True):
-            yield replace(read_batch(batch, self.argument), index=torch.tensor(own))
+            yield replace(self.reading.batch(batch), index=torch.tensor(own))
 
     @property
     def labels(self) -> Int[Tensor, "images"] | None:
@@ -151,8 +235,8 @@ class _Source:
             found = getattr(self.dataset, name, None)
             if isinstance(found, Tensor | list | tuple) and len(found) == len(self.dataset):
                 return _as_labels(found)
-        names = getattr(self.dataset, "column_names", None)  # of a Hugging Face dataset
-        column = next((key for key in LABEL_KEYS if key in names), None) if isinstance(names, list) else None
+        names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
+        column = next((key for key in LABEL_KEYS if key in names), None)
         return None if column is None else _as_labels(list(self.dataset[column]))
 
 
@@ -166,78 +250,54 @@ def _as_labels(found: Any) -> Int[Tensor, "images"] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class IndexedImages(ImageSet):
+class IndexedImages(RowImages):
     """Some rows of a dataset with an index, on the scale and with the transforms of the dataset itself."""
 
-    source: _Source
-    rows: Int[Tensor, "images"]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    store: _Source
 
     @property
     def has_labels(self) -> bool:
-        """Whether the first row has a label."""
-        return int(self.source.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
+        return int(self.store.batch(self.rows[:1].tolist()).labels[0]) != UNLABELLED
 
     @property
     def fingerprint(self) -> str:
         """Hashes up to 64 images and their labels, spread over the rows."""
         rows = self.rows[evenly_spaced(len(self))].tolist()
-        batches = [self.source.batch([row]) for row in rows]
+        batches = [self.store.batch([row]) for row in rows]
         contents = [batch.images.contiguous().numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
-        return digest(self.source.name, self.rows, contents)
-
-    def take(self, count: int) -> ImageSet:
-        """Returns `count` rows: balanced over the classes where the dataset lists its labels, else evenly spread.
-
-        Datasets are often sorted by class, so the first rows would be one class.
-        """
-        if not 1 <= count <= len(self):
-            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
-        labels = self.source.labels
-        if labels is not None:
-            return replace(self, rows=self.rows[balanced_prefix(labels[self.rows], count)])
-        return replace(self, rows=self.rows[torch.arange(count) * len(self) // count])
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Returns whole batches of an ordered pass."""
-        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
+        return digest(self.name, self.rows, contents)
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
         """Returns the set itself: the user's own transforms decide the scale."""
         return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        _refuse_augmentation(order, self.source.argument)
-        steps = [self.rows[step.positions].tolist() for step in order.steps(len(self))]
-        for batch in self.source.batches(steps):
+        self.store.reading.require_no_augmentation(order)
+        steps = [self.rows[positions].tolist() for positions, _ in order.steps(len(self))]
+        for batch in self.store.batches(steps):
             yield _on_device(batch, order.device)
 
 
+@dataclass(frozen=True, eq=False)
 class IteratedImages(ImageSet):
     """An iterable of batches, or of single items, that every pass iterates from its beginning.
 
-    The length is counted in a first pass where the iterable does not state its own. The batches are those of the
-    iterable; single items are collated.
+    The length is counted in a first pass. The batches are those of the iterable; single items are collated. A part has
+    the images from `first` up to `stop`.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        name: str,
-        argument: str = "data",
-        preprocess: Preprocess | None = None,
-        rows: slice = slice(0, None),
-    ):
-        if isinstance(source, Iterator):
+    source: Iterable[Any]
+    reading: _Reading
+    first: int = 0
+    stop: int | None = None
+
+    def __post_init__(self):
+        if isinstance(self.source, Iterator):
             raise InvalidInput(
-                f"{argument} is an iterator ({type(source).__name__}), which can be read once only; give a list, a "
-                "DataLoader, or an object whose __iter__ begins anew."
+                f"{self.reading.argument} is an iterator ({type(self.source).__name__}), which can be read once only; "
+                "give a list, a DataLoader, or an object whose __iter__ begins anew."
             )
-        self.source, self.name, self.argument, self.preprocess, self.rows = source, name, argument, preprocess, rows
-        self._facts: tuple[int, str, bool] | None = None
 
     def __len__(self) -> int:
         return self._counted[0]
@@ -249,65 +309,56 @@ class IteratedImages(ImageSet):
 
     @property
     def has_labels(self) -> bool:
-        """Whether every image of every batch has a label."""
         return self._counted[2]
 
-    @property
+    @cached_property
     def _counted(self) -> tuple[int, str, bool]:
         """The number of images, the fingerprint, and whether there are labels; from one pass, the first time."""
-        if self._facts is None:
-            labels, contents = [torch.empty(0, dtype=torch.long)], []
-            for batch in self._batches(64):
-                labels.append(batch.labels)
-                contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
-            every = torch.cat(labels)
-            if not len(every):
-                raise DataError(f"{self.argument} yielded no image; give at least one.")
-            labelled = bool((every != UNLABELLED).all())
-            self._facts = len(every), digest(self.name, every, contents), labelled
-        return self._facts
+        labels, contents = [torch.empty(0, dtype=torch.long)], []
+        for batch in self._batches(64):
+            labels.append(batch.labels)
+            contents.append(hashlib.sha256(batch.images[0].contiguous().numpy().tobytes()).digest())
+        every = torch.cat(labels)
+        if not len(every):
+            raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
+        return len(every), digest(self.reading.name, every, contents), bool((every != UNLABELLED).all())
 
     def take(self, count: int) -> ImageSet:
-        """Returns the first `count` images."""
-        if not 1 <= count <= len(self):
-            raise DataError(f"{count} images were requested, and the data holds {len(self)}; take 1 to {len(self)}.")
-        return self._rows(slice(0, count))
+        require_held(count, len(self))
+        return self._cut(slice(0, count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Returns consecutive images."""
-        return self._rows(rows_of_part(len(self), process, processes, batch_size))
+        return self._cut(rows_of_part(len(self), process, processes, batch_size))
+
+    def _cut(self, rows: slice) -> ImageSet:
+        return replace(self, first=self.first + rows.start, stop=self.first + rows.stop)
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
         """Returns the set itself: the user's own transforms decide the scale."""
         return self
 
-    def _rows(self, rows: slice) -> "IteratedImages":
-        first = self.rows.start
-        own = slice(first + rows.start, first + rows.stop)
-        return IteratedImages(self.source, self.name, self.argument, self.preprocess, own)
-
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        _refuse_augmentation(order, self.argument)
+        self.reading.require_no_augmentation(order)
         if order.seed is not None or order.start or order.shard != (0, 1):
             raise InvalidInput(
-                f"{self.argument} can only be iterated in its own order, and training draws a new order for every "
-                "epoch so that a run can be resumed: give a dataset with a length and an index, or a DataLoader over "
-                "one."
+                f"{self.reading.argument} can only be iterated in its own order, and training draws a new order for "
+                "every epoch so that a run can be resumed: give a dataset with a length and an index, or a DataLoader "
+                "over one."
             )
         for batch in self._batches(order.batch_size):
             yield _on_device(batch, order.device)
 
     def _batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yields the batches on the CPU, with the row of every image, cut to `rows`."""
-        num_read, stop = 0, self.rows.stop
+        """Yields the batches on the CPU, with the row of every image, cut to the own rows."""
+        num_read = 0
         for batch in self._as_given(batch_size):
-            first, last = self.rows.start - num_read, len(batch) if stop is None else min(len(batch), stop - num_read)
-            if max(first, 0) < last:
-                part = slice(max(first, 0), last)
+            stop = len(batch) if self.stop is None else min(len(batch), self.stop - num_read)
+            part = slice(max(self.first - num_read, 0), stop)
+            if part.start < part.stop:
                 index = torch.arange(num_read, num_read + len(batch))
                 yield Batch(batch.images[part], batch.labels[part], index[part])
             num_read += len(batch)
-            if stop is not None and num_read >= stop:
+            if self.stop is not None and num_read >= self.stop:
                 return
 
     def _as_given(self, batch_size: int) -> Iterator[Batch]:
@@ -315,112 +366,14 @@ class IteratedImages(ImageSet):
         first = next(parts, None)
         if first is None:
             return
-        if _is_batch(first, self.argument):
-            yield read_batch(first, self.argument)
-            for part in parts:
-                yield read_batch(part, self.argument)
-            return
-        items = [first, *islice(parts, batch_size - 1)]
-        while items:
-            yield collated(items, self.argument, self.preprocess)
-            items = list(islice(parts, batch_size))
-
-
-def _is_batch(given: Any, argument: str) -> bool:
-    image, _ = fields_of(given, argument)
-    return isinstance(image, Tensor) and image.ndim == 4
-
-
-def fields_of(given: Any, argument: str) -> tuple[Any, Any]:
-    """Returns the image, or images, and the label, or None, of an item or a batch."""
-    if isinstance(given, Batch):
-        return given.images, given.labels
-    if isinstance(given, Mapping) or hasattr(given, "keys"):
-        image = next((given[key] for key in IMAGE_KEYS if key in given), None)
-        if image is None:
-            raise InvalidInput(
-                f"an item of {argument} has the keys {', '.join(map(str, given))}, and none of them names an image; "
-                f"rename one to one of {', '.join(IMAGE_KEYS)}."
-            )
-        return image, next((given[key] for key in LABEL_KEYS if key in given), None)
-    if isinstance(given, list | tuple):
-        if not given:
-            raise InvalidInput(f"an item of {argument} is an empty {type(given).__name__}; give (image, label).")
-        return given[0], given[1] if len(given) > 1 else None
-    return given, None
-
-
-def read_batch(given: Any, argument: str) -> Batch:
-    """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
-    images, labels = fields_of(given, argument)
-    images = _require_images(images, argument, dimensions=4)
-    if labels is None:
-        found = torch.full((len(images),), UNLABELLED)
-    else:
-        found = _require_labels(labels, len(images), argument)
-    return Batch(images.detach().cpu(), found, torch.arange(len(images)))
-
-
-def collated(items: Sequence[Any], argument: str, preprocess: Preprocess | None) -> Batch:
-    """Returns single items as one batch; PIL pictures are preprocessed."""
-    pairs = [fields_of(item, argument) for item in items]
-    images = [_as_image(image, argument, preprocess) for image, _ in pairs]
-    if len({image.shape for image in images}) > 1:
-        shapes = sorted({tuple(image.shape) for image in images})
-        raise InvalidInput(f"{argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one.")
-    labels = [label for _, label in pairs]
-    if any(label is None for label in labels):
-        return read_batch(torch.stack(images), argument)
-    return read_batch((torch.stack(images), [_class_number(label, argument) for label in labels]), argument)
-
-
-def _class_number(label: Any, argument: str) -> int:
-    number = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
-    if isinstance(number, bool | float) or not hasattr(number, "__index__"):
-        raise InvalidInput(f"a label of {argument} is {label!r}; give one class number (an integer) for each image.")
-    return int(number)
-
-
-def _as_image(image: Any, argument: str, preprocess: Preprocess | None) -> Tensor:
-    if not isinstance(image, Tensor) and hasattr(image, "convert"):  # a PIL picture
-        if preprocess is None:
-            raise InvalidInput(
-                f"{argument} holds PIL pictures, and this model states no preprocessing: give the dataset a transform "
-                "that returns float tensors on the model's scale."
-            )
-        return preprocess(image)
-    return _require_images(image, argument, dimensions=3)
-
-
-def _require_images(images: Any, argument: str, dimensions: int) -> Tensor:
-    shape = "[images, channels, height, width]" if dimensions == 4 else "[channels, height, width]"
-    if not isinstance(images, Tensor) or images.ndim != dimensions:
-        found = f"a tensor {list(images.shape)}" if isinstance(images, Tensor) else f"of type {type(images).__name__}"
-        raise InvalidInput(f"the images of {argument} are {found}; give float tensors {shape} on the model's scale.")
-    if not images.is_floating_point():
-        raise InvalidInput(
-            f"the images of {argument} are {images.dtype}; give floats on the scale that the model was trained with: "
-            "divided by 255, minus the mean, divided by the standard deviation."
-        )
-    return images
-
-
-def _require_labels(labels: Any, count: int, argument: str) -> Int[Tensor, "batch"]:
-    found = torch.as_tensor(labels).detach().cpu()
-    if found.shape != (count,) or found.is_floating_point():
-        raise InvalidInput(
-            f"the labels of {argument} are {found.dtype} {list(found.shape)} for {count} images; give one class number "
-            "(an integer) for each."
-        )
-    return found.long()
+        image, _ = self.reading.fields(first)
+        parts = chain([first], parts)
+        if isinstance(image, Tensor) and image.ndim == 4:
+            yield from map(self.reading.batch, parts)
+        else:
+            while items := list(islice(parts, batch_size)):
+                yield self.reading.collated(items)
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(batch.images.to(device), batch.labels.to(device), batch.index.to(device))
-
-
-def _refuse_augmentation(order: Pass, argument: str) -> None:
-    if order.augmentation is not None:
-        raise InvalidInput(
-            f"{argument} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
-        )

@@ -1,20 +1,31 @@
-"""Data files: the endings of images, a stamp that changes with the files, and the split that a path names."""
+"""Datasets that need no library of their own: folders of image files, listed by torchvision, and scikit-learn's digits.
+
+Also the helpers for all datasets in files: a stamp that changes with the files, and the split that a path names.
+"""
 
 import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from attnrx.data.stored import SPLITS
+import torch
+
+from attnrx.data.images import by_turns, held_out
+from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.errors import DataError
+from attnrx.optional import required_module
 from attnrx.serialization.validation import require_regular
+from attnrx.shapes import Int, Tensor
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
+SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
+GREYS = 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """Hashes the paths, sizes and modification times of files."""
     found = hashlib.sha256()
     for file in files:
         status = require_regular(file, DataError).stat()
@@ -28,16 +39,134 @@ def split_in_path(path: Path | str) -> str:
     return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
-def group_by_split(files: Iterable[Path], root: Path) -> Mapping[str, tuple[Path, ...]]:
+def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Path, ...]]:
     """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
-    files = tuple(files)
     groups: dict[str, list[Path]] = defaultdict(list)
-    for file in files:
+    for file in sorted(files):
         below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
+        # One file holds all splits, whatever its name.
         groups[split_in_path(below) if len(files) > 1 else ""].append(file)
     if "" in groups and len(groups) > 1:
         raise DataError(
             f"{root} holds files of {', '.join(sorted(name for name in groups if name))}, but {groups[''][0].name} "
             "belongs to no split; put train, validation or test into every file name, or into its folder's."
         )
-    return {name: tuple(sorted(group)) for name, group in groups.items()}
+    return {name: tuple(group) for name, group in groups.items()}
+
+
+@dataclass(frozen=True)
+class FolderReader(DatasetReader):
+    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`, split by a hash of the names."""
+
+    root: Path
+
+    def identity(self) -> str:
+        files = (Path(file) for folder in self._folders().values() for file, _ in folder.samples)
+        return f"folder:{stamp(files)}"
+
+    def open(self) -> Opened:
+        """Lists the files. Classes are the folders that hold images, in alphabetical order."""
+        folders = self._folders()
+        classes = {
+            name: {folder.classes[label] for label in set(folder.targets) if folder.classes[label][0] != "."}
+            for name, folder in folders.items()
+        }
+        if not any(classes.values()):
+            raise DataError(
+                f"{self.root} holds no images: expected {self.root}/train/<class>/*.jpg or {self.root}/<class>/*.jpg "
+                f"with one of {', '.join(sorted(IMAGES))}."
+            )
+        names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
+        for split, own in classes.items():
+            if own - names:
+                raise DataError(
+                    f"label mismatch between the splits of {self.root}: {split}/ has the class folder "
+                    f"{min(own - names)!r}, train/ has not; give every class a folder in train/."
+                )
+        class_names = tuple(sorted(names))
+        listed = {name: _listed(folder, class_names) for name, folder in folders.items()}
+        if "" in listed:
+            return self._split_by_hash(*listed[""], class_names)
+        return Opened({name: _stored(files, labels) for name, (files, labels) in listed.items()}, class_names)
+
+    def _folders(self) -> dict[str, Any]:
+        """Lists the images of every split with torchvision; the split "" is a folder without split folders."""
+        below = [entry for entry in sorted(self.root.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+        splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
+        return {name: _image_folder(folder) for name, folder in (splits or {"": self.root}).items()}
+
+    def _split_by_hash(self, files: list[Path], labels: Int[Tensor, "_"], class_names: tuple[str, ...]) -> Opened:
+        """Holds out a tenth of each class for validation and for test, by the hash of the file's name.
+
+        A file keeps its split when others are added, except for a few at the boundary.
+        """
+        counts = labels.bincount()
+        if int(counts.min()) < 3:
+            few = int(counts.argmin())
+            raise DataError(
+                f"{self.root} has no split folders, and class {class_names[few]!r} has {int(counts[few])} images, too "
+                "few to share between three splits; add some, or make folders train/, validation/ and test/."
+            )
+        keys = [file.relative_to(self.root).as_posix() for file in files]
+        test = held_out(labels, keys, SHARE, seed=0)
+        rest = (~test).nonzero().flatten()
+        validation = torch.zeros_like(test)
+        validation[rest] = held_out(labels[rest], [keys[row] for row in rest], SHARE / (1 - SHARE), seed=1)
+        masks = {"train": ~test & ~validation, "validation": validation, "test": test}
+        splits = {name: _stored(files, labels, mask.nonzero().flatten()) for name, mask in masks.items()}
+        note = "split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class"
+        return Opened(splits, class_names, (note,))
+
+
+def _image_folder(folder: Path) -> Any:
+    torchvision = required_module("torchvision.datasets", "data", "reading a folder of images")
+    try:
+        return torchvision.ImageFolder(folder, is_valid_file=_is_image, allow_empty=True)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} holds no folder per class ({error}); expected {folder}/<class>/*.jpg.") from error
+
+
+def _is_image(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:  # the name becomes the name of a class, or part of a fingerprint
+        raise DataError(f"the name {path!r} is not UTF-8; rename it.") from error
+    file = Path(path)
+    return file.suffix.lower() in IMAGES and not file.name.startswith(".")
+
+
+def _listed(folder: Any, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
+    """Lists the files and their labels going round the classes, so that any prefix is nearly balanced."""
+    number = {name: label for label, name in enumerate(class_names)}
+    found = [(Path(file), folder.classes[target]) for file, target in folder.samples]
+    found = [(file, number[name]) for file, name in found if name in number]
+    labels = torch.tensor([label for _, label in found], dtype=torch.int64)
+    order = by_turns(labels)
+    return [found[row][0] for row in order.tolist()], labels[order]
+
+
+def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:
+    rows = torch.arange(len(files)) if rows is None else rows
+    own = [files[row] for row in rows.tolist()]
+    return StoredImages(
+        labels[rows], rows, lambda at: require_regular(own[at], DataError).read_bytes(), lambda at: str(own[at])
+    )
+
+
+class DigitsReader(DatasetReader):
+    """The 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+
+    def identity(self) -> str:
+        return "digits"
+
+    def open(self) -> Opened:
+        digits = required_module("sklearn.datasets", "data", "the digits")
+        images, labels = digits.load_digits(return_X_y=True)
+        pixels = (images * 255 / GREYS).round().astype("uint8")
+        stored = StoredImages(
+            torch.from_numpy(labels).long(),
+            torch.arange(len(labels)),
+            lambda at: b"P5 8 8 255\n" + pixels[at].tobytes(),  # PGM: a header before the pixels
+            lambda at: f"digit {at} of scikit-learn",
+        )
+        return Opened({"train": stored}, tuple("0123456789"))

@@ -1,18 +1,25 @@
-"""One split of a dataset as everything above sees it: batches, in an order that can be repeated exactly."""
+"""One split of a dataset as everything above sees it: batches, in an order that can be repeated exactly.
+
+Two laws, which the trainer's exact resume and its several processes stand on:
+
+    a pass that starts at step s  ==  the same pass from the beginning, without its first s steps
+    N processes, side by side     ==  one process: same images, same order, same random numbers
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from attnrx.data.augmentation import Augmentation, Draws
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
-from attnrx.errors import DataError
-from attnrx.shapes import Float, Int, Tensor, UInt8
+from attnrx.data.pixels import Augmentation, Draws, Normalization
+from attnrx.errors import DataError, InvalidInput
+from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
 
+ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
 NO_LABELS = (
     "the data has no labels, and this needs them: give pairs (images, labels), or mappings with a key such as 'label'."
 )
@@ -30,6 +37,86 @@ class Batch:
         return len(self.labels)
 
 
+def generator(*parts: int) -> torch.Generator:
+    """Returns a CPU generator that depends on every part; neighbouring seeds or steps have unrelated numbers."""
+    state = np.random.SeedSequence(parts).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The arguments of `ImageSet.batches`: which images each step takes, in which process."""
+
+    batch_size: int
+    seed: int | None
+    augmentation: Augmentation | None
+    device: torch.device
+    shard: tuple[int, int]
+    start: int
+
+    def __post_init__(self):
+        process, processes = self.shard
+        if not 0 <= process < processes:
+            raise InvalidInput(f"shard={self.shard}: give (process, processes) with 0 <= process < processes.")
+        if self.batch_size < 1 or self.batch_size % processes:
+            raise InvalidInput(
+                f"batch_size={self.batch_size} is for all {processes} processes together: "
+                "give a positive multiple of their number."
+            )
+        if self.augmentation is not None and self.seed is None:
+            raise InvalidInput("augmentation was given without a seed: random crops need one to be repeatable.")
+        if self.start < 0 or (self.seed is not None and self.seed < 0):
+            raise InvalidInput(f"start={self.start}, seed={self.seed}: neither may be negative.")
+
+    @property
+    def local_size(self) -> int:
+        return self.batch_size // self.shard[1]
+
+    def length(self, count: int) -> int:
+        """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch."""
+        steps = count // self.batch_size if self.seed is not None else -(-count // self.batch_size)
+        if steps == 0:
+            raise DataError(
+                f"a shuffled pass takes whole batches of {self.batch_size}, but the split holds {count} images; "
+                "use a smaller batch size."
+            )
+        if self.start > steps:
+            raise DataError(
+                f"a pass cannot start at step {self.start}: it has {steps} steps of {self.batch_size} images."
+            )
+        return steps
+
+    def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
+        """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
+
+        A share without images (at the end of an ordered pass) is skipped.
+        """
+        steps = self.length(count)
+        order = torch.arange(count)
+        if self.seed is not None:
+            order = torch.randperm(count, generator=generator(self.seed, ORDER))
+        process, processes = self.shard
+        for number in range(self.start, steps):
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+            share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
+            if share.start < share.stop:
+                yield batch[share], self.draws(number, len(batch), share)
+
+    def draws(self, number: int, size: int, share: slice) -> Draws | None:
+        """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""
+        if self.augmentation is None or self.seed is None:
+            return None
+        return self.augmentation.draw(size, generator(self.seed, AUGMENTATION, number)).part(share)
+
+    def finish(
+        self, images: UInt8[Tensor, "batch channels height width"], draws: Draws | None, normalization: Normalization
+    ) -> Float[Tensor, "batch channels height width"]:
+        """Augments and normalises decoded images on the device they are on."""
+        if draws is not None and self.augmentation is not None:
+            images = self.augmentation.apply(images, draws)
+        return normalization.apply(images.float() / 255)
+
+
 class ImageSet(ABC):
     """One split. It is never consumed: every call of `batches` begins a new pass."""
 
@@ -44,8 +131,7 @@ class ImageSet(ABC):
         return None if self.has_labels else NO_LABELS
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of images."""
+    def __len__(self) -> int: ...
 
     @property
     @abstractmethod
@@ -91,16 +177,38 @@ class ImageSet(ABC):
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
 
-def finish(
-    images: UInt8[Tensor, "batch channels height width"],
-    draws: Draws | None,
-    order: Pass,
-    normalization: Normalization,
-) -> Float[Tensor, "batch channels height width"]:
-    """Augments and normalises decoded images on the device they are on."""
-    if draws is not None and order.augmentation is not None:
-        images = order.augmentation.apply(images, draws)
-    return normalization.apply(images.float() / 255)
+@dataclass(frozen=True, eq=False)
+class RowImages(ImageSet):
+    """Some rows of a store that can be read in any order.
+
+    The store has the `labels` of all its rows, or None, and the bytes of one as `content(row)`.
+    """
+
+    name: str
+    store: Any
+    rows: Int[Tensor, "images"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes every label and the bytes of up to 64 images."""
+        sampled = self.rows[evenly_spaced(len(self))].tolist()
+        return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
+
+    def take(self, count: int) -> ImageSet:
+        """Returns `count` rows: going round the classes where the store has labels, else evenly spread.
+
+        Datasets are often sorted by class, so the first rows would be one class.
+        """
+        require_held(count, len(self))
+        labels = self.store.labels
+        spread = torch.arange(count) * len(self) // count if labels is None else by_turns(labels[self.rows])[:count]
+        return replace(self, rows=self.rows[spread])
+
+    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
+        return replace(self, rows=self.rows[rows_of_part(len(self), process, processes, batch_size)])
 
 
 def rows_of_part(count: int, process: int, processes: int, batch_size: int) -> slice:
@@ -120,20 +228,43 @@ def digest(name: str, labels: Int[Tensor, "images"], samples: Iterable[bytes]) -
 
 
 def evenly_spaced(count: int, most: int = 64) -> list[int]:
-    """Returns up to `most` positions spread evenly over `count`."""
+    # float64, because float32 has no whole numbers above 2**24
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long().tolist()
 
 
-def balanced_prefix(labels: Int[Tensor, "images"], count: int) -> Int[Tensor, "taken"]:
-    """Returns `count` positions that go round the classes: the first image of each class, then the second, and so
-    on."""
-    if not 1 <= count <= len(labels):
-        raise DataError(
-            f"{count} images were requested of a split that holds {len(labels)}; ask for 1 to {len(labels)}."
-        )
-    by_class = labels.argsort(stable=True)
+def require_held(count: int, held: int) -> None:
+    """Raises DataError unless `count` images can be taken of those that a split holds."""
+    if not 1 <= count <= held:
+        raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
+
+
+def turns(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+    """Returns how many images of its own class are before each one in this order of the images."""
+    by_class = order[labels[order].argsort(stable=True)]  # classes together, each in the given order
     sizes = labels.bincount()
     first = sizes.cumsum(0) - sizes
     turn = torch.empty_like(labels)
     turn[by_class] = torch.arange(len(labels)) - first[labels[by_class]]
-    return (turn * len(sizes) + labels).argsort(stable=True)[:count]
+    return turn
+
+
+def by_turns(labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+    """Returns all positions going round the classes: the first image of each class, then the second, and so on."""
+    turn = turns(labels, torch.arange(len(labels)))
+    return (turn * len(labels.bincount()) + labels).argsort(stable=True)
+
+
+def held_out(
+    labels: Int[Tensor, "images"], keys: Iterable[str | int], share: float, seed: int
+) -> Bool[Tensor, "images"]:
+    """Marks `share` of every class: the images with the lowest hash of seed and key, the same on every machine.
+
+    At least one image of a class that has two, never the last one of a class.
+    """
+    # 7 bytes, so that a hash fits into a signed int64
+    hashes = [hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=7).digest() for key in keys]
+    order = torch.tensor([int.from_bytes(each) for each in hashes], dtype=torch.int64).argsort(stable=True)
+    sizes = labels.bincount()
+    wanted = (sizes * share).round().long().clamp(min=1)
+    wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)
+    return turns(labels, order) < wanted[labels]

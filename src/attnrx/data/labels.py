@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
+from attnrx.data.images import Batch, ImageSet, Pass
+from attnrx.data.pixels import Normalization
 from attnrx.data.splits import Splits
 from attnrx.errors import DataError, UnknownName
 from attnrx.shapes import Int, Tensor
@@ -17,20 +16,21 @@ IMAGENET_1K = 1000
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
+@dataclass(frozen=True, eq=False)
 class Relabelled(ImageSet):
     """The images of another set with labels in the order of a head; without a map, labels that fit no head.
 
-    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset. `label_problem` is
-    the reason why its labels fit no head.
+    `source` is the set as it was loaded, `numbers` the head's class of every class of the dataset, `problem` the reason
+    why its labels fit no head.
     """
 
-    def __init__(self, source: ImageSet, numbers: Int[Tensor, "classes"] | None, label_problem: str | None = None):
-        self.source, self.numbers, self._label_problem = source, numbers, label_problem
+    source: ImageSet
+    numbers: Int[Tensor, "classes"] | None
+    problem: str | None = None
 
     @property
     def label_problem(self) -> str | None:
-        """The reason that was given."""
-        return self._label_problem
+        return self.problem
 
     def __len__(self) -> int:
         return len(self.source)
@@ -41,16 +41,13 @@ class Relabelled(ImageSet):
         return self.source.fingerprint
 
     def take(self, count: int) -> ImageSet:
-        """Takes from the source, whose own classes it balances."""
-        return Relabelled(self.source.take(count), self.numbers, self.label_problem)
+        return replace(self, source=self.source.take(count))
 
     def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """A part of the source."""
-        return Relabelled(self.source.part(process, processes, batch_size), self.numbers, self.label_problem)
+        return replace(self, source=self.source.part(process, processes, batch_size))
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        """The same on another scale."""
-        return Relabelled(self.source.renormalized(normalization), self.numbers, self.label_problem)
+        return replace(self, source=self.source.renormalized(normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         for batch in self.source._pass(order):
@@ -102,7 +99,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
         "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
         "of every class in the model (--label-map FILE, in Python adapt_preprocessing(splits, model, label_map={...}))."
     )
-    return _wrapped(splits, None, problem)
+    return splits.changed(lambda images: Relabelled(images, None, problem))
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -151,10 +148,5 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
     names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
     note = f"labels of its {len(numbers)} classes are mapped {how}"
-    fitted = _wrapped(splits, torch.tensor(numbers), None)
-    return replace(fitted, class_names=names, notes=(*splits.notes, note))
-
-
-def _wrapped(splits: Splits, numbers: Int[Tensor, "classes"] | None, problem: str | None) -> Splits:
-    sets = {name: Relabelled(getattr(splits, name), numbers, problem) for name in ("train", "validation", "test")}
-    return replace(splits, **sets)
+    as_tensor = torch.tensor(numbers)
+    return splits.changed(lambda images: Relabelled(images, as_tensor), class_names=names, notes=(*splits.notes, note))

@@ -1,48 +1,60 @@
-"""The one function from a name or a path to train, validation and test images."""
+"""The one function from a name or a path to train, validation and test images.
 
+Decoded copies of sets of small images are kept in the user's cache folder, so that only the first load decodes.
+"""
+
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from attnrx.data.augmentation import Augmentation
-from attnrx.data.cache import Decoded, DecodedSplit, cache_path, fetch, store
-from attnrx.data.catalogue import PHOTOS
-from attnrx.data.decoding import CorruptImages, Policy, decode_all
-from attnrx.data.geometry import ImageGeometry, guess_geometry
 from attnrx.data.images import ImageSet, evenly_spaced
 from attnrx.data.locating import DatasetLocation, locate
-from attnrx.data.memory import MemoryImages, PixelStore
-from attnrx.data.normalization import Normalization
-from attnrx.data.shards import ShardImages, ShardReader, assign_shards, read_shard
-from attnrx.data.splits import MissingImages, Splits, assign, by_canonical_name, check_labels
-from attnrx.data.stored import Opened, StoredImages
-from attnrx.data.streaming import Picture, Stream, StreamedImages
+from attnrx.data.pixels import (
+    Augmentation,
+    CorruptImages,
+    ImageGeometry,
+    Normalization,
+    Policy,
+    decode_all,
+    guess_geometry,
+)
+from attnrx.data.sets import CPU, MemoryImages, Picture, PixelStore, Stream, StreamedImages
+from attnrx.data.shards import OpenedShards, ShardImages, assign_shards, read_shard
+from attnrx.data.splits import (
+    NAMES,
+    DatasetReader,
+    MissingImages,
+    Opened,
+    Splits,
+    StoredImages,
+    assign,
+    by_canonical_name,
+    check_labels,
+)
 from attnrx.data.tables import Columns
-from attnrx.errors import DataError, InvalidInput
-from attnrx.shapes import Tensor, UInt8
+from attnrx.errors import CheckpointError, DataError, InvalidInput
+from attnrx.runtime.hardware import cache_folder
+from attnrx.serialization.storage import read_json, read_tensors, write_json, write_tensors
+from attnrx.shapes import Int, Tensor, UInt8
 
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels that are held in memory; larger sets stream
+SCHEMA = 1  # raise it when decoding or resizing changes, so that old copies are not used
+PARTS = ("pixels", "labels", "sources")  # the tensors of a split in a decoded copy
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the user for reading a dataset."""
+class Decoded:
+    """A whole dataset as pixels, with its class names, geometry and notes."""
 
-    image_size: int | None
-    on_corrupt: Policy
-    validation_share: float
-    seed: int
-
-    def __post_init__(self):
-        if self.image_size is not None and self.image_size < 1:
-            raise InvalidInput(f"image_size={self.image_size}: give the side of the model's input in pixels.")
-        if not 0 < self.validation_share < 1:
-            raise InvalidInput(
-                f"validation_share={self.validation_share}: it is a share of the training images, between 0 and 1."
-            )
-        CorruptImages(self.on_corrupt)
+    splits: Mapping[str, PixelStore]
+    class_names: tuple[str, ...]
+    geometry: ImageGeometry
+    notes: tuple[str, ...]
 
 
 def load_data(
@@ -61,145 +73,181 @@ def load_data(
     shards (`train-{000..009}.tar`). Small images are decoded once and kept in memory, others stream. `seed` decides
     which training images are held out when there is no validation split; nothing else is random.
     """
-    options = Options(image_size, on_corrupt, validation_share, seed)
-    location = locate(name_or_path, columns)
-    if isinstance(location.reader, ShardReader):
-        return _from_shards(location, location.reader, options)
-    known = location.card.geometry if location.card else None
-    photos = known is not None and known.fit == "photo"  # streamed, so the files are not decoded beforehand
-    copy = None if photos else cache_path(location.reader.identity(), known, image_size, on_corrupt)
-    decoded = fetch(copy) if copy else None
-    if decoded is None:
-        opened = by_canonical_name(location.reader.open(), location.requested)
-        geometry = _geometry(location, options, _first_pictures(opened))
-        if copy is None or geometry.fit == "photo" or _decoded_bytes(opened, geometry) > IN_MEMORY:
-            return _streamed(opened, geometry, location, options)
-        decoded = _decode(opened, geometry, location, CorruptImages(on_corrupt))
-        store(copy, decoded)
-    return _in_memory(decoded, location, options)
-
-
-def _geometry(location: DatasetLocation, options: Options, pictures: Iterable[Picture]) -> ImageGeometry:
-    """Returns the geometry of the catalogue, or guesses one from some pictures; a requested size overrides its size."""
-    if location.card is not None:
-        known = location.card.geometry
-        if options.image_size in (None, known.size):
-            return known
-        return ImageGeometry(
-            options.image_size or known.size, known.channels, "photo" if known.fit == "photo" else "fill"
+    if image_size is not None and image_size < 1:
+        raise InvalidInput(f"image_size={image_size}: give the side of the model's input in pixels.")
+    if not 0 < validation_share < 1:
+        raise InvalidInput(
+            f"validation_share={validation_share}: it is a share of the training images, between 0 and 1."
         )
-    pictures_found = []
-    corrupt = CorruptImages(options.on_corrupt)
-    for picture in pictures:
-        try:
-            pictures_found.append(picture())
-        except DataError as error:
-            corrupt.report(error)
-    if not pictures_found:
-        raise DataError(
-            f"none of the {len(corrupt.found)} first images of {location.requested} can be decoded: {corrupt.found[0]}"
+    CorruptImages(on_corrupt)  # checks the policy before anything is read
+    loading = _Loading(locate(name_or_path, columns), image_size, on_corrupt, validation_share, seed)
+    reader = loading.location.reader
+    return loading.read(reader) if isinstance(reader, DatasetReader) else loading.shards(reader())
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """A dataset's location with the user's options for reading it."""
+
+    location: DatasetLocation
+    image_size: int | None
+    on_corrupt: Policy
+    validation_share: float
+    seed: int
+
+    def read(self, reader: DatasetReader) -> Splits:
+        """Decodes a set of small images, or finds its decoded copy; others stream."""
+        known = self.location.card.geometry if self.location.card else None
+        photos = known is not None and known.fit == "photo"  # streamed, so the files are not decoded beforehand
+        copy = None if photos else _copy_path(reader.identity(), known, self.image_size, self.on_corrupt)
+        decoded = fetch(copy) if copy else None
+        if decoded is None:
+            opened = by_canonical_name(reader.open(), self.location.requested)
+            records = opened.splits.get("train") or next(iter(opened.splits.values()))
+            geometry = self._geometry(partial(records.picture, at, None) for at in evenly_spaced(len(records), 16))
+            size = sum(map(len, opened.splits.values())) * geometry.channels * geometry.size**2
+            if copy is None or geometry.fit == "photo" or size > IN_MEMORY:
+                return self._streamed(opened, geometry)
+            decoded = self._decode(opened, geometry)
+            _store(copy, decoded)
+        parts, notes = self._assign(decoded.splits)
+        scale = self._normalization(decoded.geometry)
+        sets = {
+            split: MemoryImages(f"{self.location.name}/{split}", decoded.splits[stored], rows, scale)
+            for split, (stored, rows) in parts.items()
+        }
+        return self._splits(sets, decoded.geometry, decoded.class_names, (*decoded.notes, *notes))
+
+    def shards(self, opened: OpenedShards) -> Splits:
+        """Streams shards, whose geometry is guessed from the first images."""
+        shards, notes = assign_shards(opened, self.location.requested)
+        some = shards["train"] if "train" in shards else next(iter(shards.values()))
+        geometry = self._geometry(partial(sample.picture, None) for sample in islice(read_shard(some[0]), 16))
+        sets = {
+            split: ShardImages(f"{self.location.name}/{split}", own, self._stream(geometry))
+            for split, own in shards.items()
+        }
+        return self._splits(sets, geometry, opened.class_names, (*notes, *self._skip_note()))
+
+    def _geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
+        """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
+        if self.location.card is not None:
+            known = self.location.card.geometry
+            if self.image_size in (None, known.size):
+                return known
+            return ImageGeometry(self.image_size, known.channels, "photo" if known.fit == "photo" else "fill")
+        found = []
+        corrupt = CorruptImages(self.on_corrupt)
+        for picture in pictures:
+            try:
+                found.append(picture())
+            except DataError as error:
+                corrupt.report(error)
+        if not found:
+            raise DataError(
+                f"none of the {len(corrupt.found)} first images of {self.location.requested} can be decoded: "
+                f"{corrupt.found[0]}"
+            )
+        return guess_geometry(found, self.image_size)
+
+    def _decode(self, opened: Opened, geometry: ImageGeometry) -> Decoded:
+        splits, corrupt = {}, CorruptImages(self.on_corrupt)
+        shape = (geometry.channels, geometry.size, geometry.size)
+        for name, records in opened.splits.items():
+            pixels, kept = decode_all(partial(_still, records, geometry), len(records), shape, corrupt)
+            splits[name] = PixelStore(pixels, records.labels[kept], records.sources[kept])
+        notes = opened.notes
+        if corrupt.found:
+            notes = (*notes, f"{len(corrupt.found)} corrupt images were skipped; the first: {corrupt.found[0]}")
+            # once more, because a split or a class of train may have lost all its images
+            check_labels(
+                {name: store.labels for name, store in splits.items()}, opened.class_names, self.location.requested
+            )
+        return Decoded(splits, opened.class_names, geometry, notes)
+
+    def _streamed(self, opened: Opened, geometry: ImageGeometry) -> Splits:
+        parts, notes = self._assign(opened.splits)
+        sets = {
+            split: StreamedImages(f"{self.location.name}/{split}", opened.splits[stored], rows, self._stream(geometry))
+            for split, (stored, rows) in parts.items()
+        }
+        return self._splits(sets, geometry, opened.class_names, (*opened.notes, *notes, *self._skip_note()))
+
+    def _assign(self, splits: Mapping[str, Any]) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
+        labels = {name: stored.labels for name, stored in splits.items()}
+        return assign(labels, self.location.requested, self.validation_share, self.seed)
+
+    def _stream(self, geometry: ImageGeometry) -> Stream:
+        return Stream(geometry, self._normalization(geometry), CorruptImages(self.on_corrupt))
+
+    def _skip_note(self) -> tuple[str, ...]:
+        skipping = "corrupt images are skipped while streaming; each split lists them as `skipped`"
+        return (skipping,) if self.on_corrupt == "skip" else ()
+
+    def _normalization(self, geometry: ImageGeometry) -> Normalization:
+        card = self.location.card
+        return card.normalization if card else Normalization.half(geometry.channels)
+
+    def _splits(
+        self,
+        sets: Mapping[str, ImageSet],
+        geometry: ImageGeometry,
+        class_names: tuple[str, ...],
+        notes: tuple[str, ...],
+    ) -> Splits:
+        location = self.location
+        missing = {split: MissingImages(location.requested, split, sets) for split in NAMES}
+        augmentation = Augmentation(geometry.size // 8, flip=location.card is None or location.card.flip)
+        if geometry.fit == "photo":
+            augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
+        return Splits(
+            name=location.name,
+            **{**missing, **sets},
+            class_names=class_names,
+            channels=geometry.channels,
+            image_size=geometry.size,
+            normalization=self._normalization(geometry),
+            augmentation=augmentation,
+            notes=(*location.notes, *notes),
         )
-    return guess_geometry(pictures_found, options.image_size)
 
 
-def _first_pictures(opened: Opened) -> Iterable[Picture]:
-    records = opened.splits.get("train") or next(iter(opened.splits.values()))
-    return (partial(records.picture, row, None) for row in evenly_spaced(len(records), 16))
+def _still(records: StoredImages, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels size size"]:
+    return geometry.still(records.picture(position, geometry.channels))
 
 
-def _decoded_bytes(opened: Opened, geometry: ImageGeometry) -> int:
-    return sum(len(records) for records in opened.splits.values()) * geometry.channels * geometry.size**2
+def _copy_path(*parts: object) -> Path:
+    key = hashlib.sha256(repr((SCHEMA, *parts)).encode()).hexdigest()[:24]
+    return cache_folder() / "decoded" / f"{key}.safetensors"
 
 
-def _decode(opened: Opened, geometry: ImageGeometry, location: DatasetLocation, corrupt: CorruptImages) -> Decoded:
-    splits = {}
-    for name, records in opened.splits.items():
-        pixels, kept = decode_all(partial(_still, records, geometry), len(records), geometry.shape, corrupt)
-        splits[name] = DecodedSplit(pixels, records.labels[kept], records.sources[kept])
-    notes = opened.notes
-    if corrupt.found:
-        notes = (*notes, f"{len(corrupt.found)} corrupt images were skipped; the first: {corrupt.found[0]}")
-    check_labels({name: split.labels for name, split in splits.items()}, opened.class_names, location.requested)
-    return Decoded(splits, opened.class_names, geometry, notes)
-
-
-def _still(records: StoredImages, geometry: ImageGeometry, row: int) -> UInt8[Tensor, "channels size size"]:
-    return geometry.still(records.picture(row, geometry.channels))
-
-
-def _in_memory(decoded: Decoded, location: DatasetLocation, options: Options) -> Splits:
-    labels = {name: split.labels for name, split in decoded.splits.items()}
-    assignment = assign(labels, location.requested, options.validation_share, options.seed)
-    stores = {name: PixelStore(split.pixels, split.labels, split.sources) for name, split in decoded.splits.items()}
-    scale = _normalization(location, decoded.geometry)
-    sets = {
-        split: MemoryImages(f"{location.name}/{split}", stores[part.stored], part.rows, scale)
-        for split, part in assignment.parts.items()
+def _store(path: Path, decoded: Decoded) -> None:
+    """Writes a decoded copy: tensors first, then the JSON that makes it valid. A full disk costs only the copy."""
+    tensors = {
+        f"{name}.{part}": tensor
+        for name, split in decoded.splits.items()
+        for part, tensor in zip(PARTS, split.on(CPU), strict=True)
     }
-    return _splits(location, sets, decoded.geometry, decoded.class_names, (*decoded.notes, *assignment.notes))
-
-
-def _streamed(opened: Opened, geometry: ImageGeometry, location: DatasetLocation, options: Options) -> Splits:
-    labels = {name: records.labels for name, records in opened.splits.items()}
-    assignment = assign(labels, location.requested, options.validation_share, options.seed)
-    sets = {
-        split: StreamedImages(
-            f"{location.name}/{split}", opened.splits[part.stored], part.rows, _stream(location, geometry, options)
-        )
-        for split, part in assignment.parts.items()
+    about = {
+        "splits": list(decoded.splits),
+        "class_names": list(decoded.class_names),
+        "geometry": [decoded.geometry.size, decoded.geometry.channels, decoded.geometry.fit],
+        "notes": list(decoded.notes),
     }
-    notes = (*opened.notes, *assignment.notes, *_skip_note(options))
-    return _splits(location, sets, geometry, opened.class_names, notes)
+    try:
+        write_tensors(path, tensors)
+        write_json(path.with_suffix(".json"), about)
+    except CheckpointError:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
-def _from_shards(location: DatasetLocation, reader: ShardReader, options: Options) -> Splits:
-    opened = reader.open()
-    shards, notes = assign_shards(opened, location.requested)
-    some = shards["train"] if "train" in shards else next(iter(shards.values()))
-    first = (partial(sample.picture, None) for sample in islice(read_shard(some[0]), 16))
-    geometry = _geometry(location, options, first)
-    sets = {
-        split: ShardImages(f"{location.name}/{split}", shards[split], _stream(location, geometry, options))
-        for split in shards
-    }
-    return _splits(location, sets, geometry, opened.class_names, (*notes, *_skip_note(options)))
-
-
-def _stream(location: DatasetLocation, geometry: ImageGeometry, options: Options) -> Stream:
-    return Stream(geometry, _normalization(location, geometry), CorruptImages(options.on_corrupt))
-
-
-def _skip_note(options: Options) -> tuple[str, ...]:
-    if options.on_corrupt == "raise":
-        return ()
-    return ("corrupt images are skipped while streaming; each split lists them as `skipped`",)
-
-
-def _normalization(location: DatasetLocation, geometry: ImageGeometry) -> Normalization:
-    return location.card.normalization if location.card else Normalization.half(geometry.channels)
-
-
-def _augmentation(location: DatasetLocation, geometry: ImageGeometry) -> Augmentation:
-    """Returns the catalogue's augmentation, its padding always an eighth of the side."""
-    known = location.card.augmentation if location.card else Augmentation()
-    return PHOTOS if geometry.fit == "photo" else replace(known, padding=geometry.size // 8)
-
-
-def _splits(
-    location: DatasetLocation,
-    sets: Mapping[str, ImageSet],
-    geometry: ImageGeometry,
-    class_names: tuple[str, ...],
-    notes: tuple[str, ...],
-) -> Splits:
-    missing = {split: MissingImages(location.requested, split, sets) for split in ("train", "validation", "test")}
-    return Splits(
-        name=location.name,
-        **{**missing, **sets},
-        class_names=class_names,
-        channels=geometry.channels,
-        image_size=geometry.size,
-        normalization=_normalization(location, geometry),
-        augmentation=_augmentation(location, geometry),
-        notes=(*location.notes, *notes),
-    )
+def fetch(path: Path) -> Decoded | None:
+    """Reads a decoded copy back, or returns None if it is missing or damaged."""
+    try:
+        about = read_json(path.with_suffix(".json"))
+        tensors = read_tensors(path)
+        splits = {name: PixelStore(*(tensors[f"{name}.{part}"] for part in PARTS)) for name in about["splits"]}
+        return Decoded(splits, tuple(about["class_names"]), ImageGeometry(*about["geometry"]), tuple(about["notes"]))
+    except (CheckpointError, KeyError, TypeError):
+        return None

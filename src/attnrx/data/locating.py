@@ -1,39 +1,34 @@
 """Finds the reader for a dataset's name, hub id, path or pattern."""
 
-import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attnrx.data.catalogue import DATASETS, DatasetCard, known_as, local_copy
-from attnrx.data.digits import DigitsReader
-from attnrx.data.files import group_by_split
-from attnrx.data.folders import FolderReader
-from attnrx.data.shards import IndexReader, ShardReader, TarReader
-from attnrx.data.stored import DatasetReader
+from attnrx.data.files import DigitsReader, FolderReader, group_by_split
+from attnrx.data.shards import OpenedShards, open_index, open_tars
+from attnrx.data.splits import DatasetReader
 from attnrx.data.tables import Columns, HubReader, ParquetReader
 from attnrx.errors import DataError, InvalidInput, nearest
 
 HUB = "hf:"
 MOST_SHARDS = 1_000_000
 
+Reader = DatasetReader | Callable[[], OpenedShards]
+
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """A dataset's reader and properties; `requested` is the user's text, for messages."""
+    """A dataset's reader, and its entry in the catalogue, if any; `requested` is the user's text, for messages."""
 
     name: str
     requested: str
-    reader: DatasetReader | ShardReader
-    card_name: str | None = None
+    reader: Reader
+    card: DatasetCard | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def card(self) -> DatasetCard | None:
-        """The catalogue's entry, when the dataset is a known one."""
-        return None if self.card_name is None else DATASETS[self.card_name]
 
 
 def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation:
@@ -42,9 +37,8 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
         raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
     requested = str(name_or_path)
     if requested.startswith(HUB):
-        return DatasetLocation(
-            requested.removeprefix(HUB), requested, HubReader(requested.removeprefix(HUB), columns or Columns())
-        )
+        hub_id = requested.removeprefix(HUB)
+        return DatasetLocation(hub_id, requested, HubReader(hub_id, columns or Columns()))
     known = known_as(requested) if isinstance(name_or_path, str) else None
     if known is not None:
         return _locate_known(known, columns)
@@ -59,51 +53,45 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     root = Path(os.path.commonpath(files))
     name = root.name if root.is_dir() else root.stem
     known = known_as(name.lower())
+    card = DATASETS[known] if known else None
     notes = (f"size and normalization are those of {known}, by the name of the file",) if known else ()
-    folder = len(files) == 1 and root.is_dir()
-    reader = _reader_of_folder(root, columns, known) if folder else _reader_of_files(tuple(files), root, columns, known)
-    return DatasetLocation(name, requested, reader, known, notes)
+    return DatasetLocation(name, requested, _reader(files, root, columns, card), card, notes)
 
 
-def expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     """Returns the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
     found = re.search(r"\{([^{}]*)\}", pattern)
     if found is None:
         return [pattern]
     counted = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", found[1])
     first, last = (int(counted[1]), int(counted[2])) if counted else (0, found[1].count(","))
-    rest = expand_braces(pattern[found.end() :])
+    rest = _expand_braces(pattern[found.end() :])
     if (last - first + 1) * len(rest) > MOST_SHARDS:
         raise DataError(f"{pattern} names more than {MOST_SHARDS:,} files; correct the range.")
-    words: Iterable[str] = found[1].split(",")
+    words = found[1].split(",")
     if counted:
-        words = (str(number).zfill(len(counted[1])) for number in range(first, last + 1))
+        words = [str(number).zfill(len(counted[1])) for number in range(first, last + 1)]
     return [pattern[: found.start()] + word + end for word in words for end in rest]
 
 
 def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
-    if name == "digits":
-        return DatasetLocation(name, name, DigitsReader(), name)
+    card = DATASETS[name]
+    if card.hub_id is None:
+        return DatasetLocation(name, name, DigitsReader(), card)
     folder = os.environ.get("ATTNRX_DATA")
     if folder and not Path(folder).expanduser().is_dir():
         raise DataError(f"ATTNRX_DATA={folder!r} is not a folder; correct the environment variable, or unset it.")
     copy = local_copy(name, Path(folder).expanduser()) if folder else None
     if copy is not None:
-        reader = (
-            _reader_of_folder(copy, columns, name) if copy.is_dir() else _reader_of_files((copy,), copy, columns, name)
-        )
-        return DatasetLocation(name, name, reader, name, (f"read from {copy}",))
-    card = DATASETS[name]
-    hub_id = card.hub_id or name
-    return DatasetLocation(
-        name, name, HubReader(hub_id, columns or card.columns, card.folder, card.revision, card.ignored), name
-    )
+        return DatasetLocation(name, name, _reader([copy], copy, columns, card), card, (f"read from {copy}",))
+    reader = HubReader(card.hub_id, columns or card.columns, card.folder, card.revision, card.ignored)
+    return DatasetLocation(name, name, reader, card)
 
 
 def _matching(requested: str) -> list[Path]:
     """Returns the existing files of a path or pattern; every name of a brace pattern must exist."""
     try:
-        paths = [Path(name).expanduser() for name in expand_braces(requested)]
+        paths = [Path(name).expanduser() for name in _expand_braces(requested)]
     except RuntimeError as error:  # ~name of an unknown user
         raise DataError(f"{requested}: {error}") from error
     missing = [path for path in paths if not path.exists()]
@@ -118,12 +106,8 @@ def _matching(requested: str) -> list[Path]:
 
 
 def _nothing_found(requested: str | Path) -> DataError:
-    if (
-        isinstance(requested, Path)
-        or Path(requested).name != requested
-        or Path(requested).suffix
-        or re.search(r"[*?\[{]", requested)
-    ):
+    path = Path(requested)
+    if isinstance(requested, Path) or path.name != requested or path.suffix or re.search(r"[*?\[{]", requested):
         return DataError(
             f"there is nothing at {requested} (looked from {Path.cwd()}); give an existing parquet file, image folder "
             f"or shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
@@ -134,26 +118,22 @@ def _nothing_found(requested: str | Path) -> DataError:
     )
 
 
-def _reader_of_folder(folder: Path, columns: Columns | None, known: str | None) -> DatasetReader | ShardReader:
-    for suffix in (".parquet", ".tar"):
-        files = tuple(sorted(itertools.chain(folder.glob(f"*{suffix}"), folder.glob(f"*/*{suffix}"))))
-        if files:
-            return _reader_of_files(files, folder, columns, known)
-    return FolderReader(folder)
-
-
-def _reader_of_files(
-    files: tuple[Path, ...], root: Path, columns: Columns | None, known: str | None
-) -> DatasetReader | ShardReader:
+def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: DatasetCard | None) -> Reader:
+    """Returns the reader of some files, or of the one folder `root`: its parquet files, tar shards or images."""
+    if len(files) == 1 and root.is_dir():
+        patterns = ("*.parquet", "*.tar")
+        found = (sorted([*root.glob(pattern), *root.glob(f"*/{pattern}")]) for pattern in patterns)
+        files = next(filter(None, found), [])
+        if not files:
+            return FolderReader(root)
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {".parquet"}:
-        candidates = (columns,) if columns else (Columns(), *((DATASETS[known].columns,) if known else ()))
-        return ParquetReader(root, files, candidates)
+        candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
+        return ParquetReader(root, tuple(files), candidates)
     if suffixes == {".tar"}:
-        groups = group_by_split(files, root)
-        return TarReader(root, groups)
+        return partial(open_tars, root, group_by_split(tuple(files), root))
     if suffixes == {".json"} and len(files) == 1:
-        return IndexReader(files[0])
+        return partial(open_index, files[0])
     raise DataError(
         f"{root} is neither parquet (.parquet), nor tar shards (.tar) or their index (.json), nor a folder of images."
     )

@@ -6,26 +6,22 @@ one; resuming at a step reads, without decoding, the samples before it.
 """
 
 import tarfile
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnrx.data.decoding import decode
 from attnrx.data.files import IMAGES, split_in_path, stamp
-from attnrx.data.images import Batch, ImageSet, digest, rows_of_part
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import ORDER, Pass, generator
-from attnrx.data.splits import VALIDATION_IS_TEST
-from attnrx.data.stored import MOST_CLASSES, numbered_classes
-from attnrx.data.streaming import Stream, Work
+from attnrx.data.images import ORDER, Batch, ImageSet, Pass, digest, generator, require_held, rows_of_part
+from attnrx.data.pixels import Normalization, decode
+from attnrx.data.sets import Stream, Work
+from attnrx.data.splits import MOST_CLASSES, check_trained, numbered_classes, validation_as_test_
 from attnrx.errors import CheckpointError, DataError
 from attnrx.optional import required_module
 from attnrx.runtime.hardware import cache_folder
@@ -58,8 +54,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a shard before decoding."""
+    """One image of a shard before decoding, and its row in the split."""
 
+    row: int
     key: str
     content: bytes
     label: int
@@ -73,9 +70,6 @@ class Sample:
             raise DataError(f"cannot decode the image {self.key} of the shard {self.url}: {error}.") from error
 
 
-Row = tuple[Sample, int]  # a sample and its row in the split
-
-
 @dataclass(frozen=True)
 class OpenedShards:
     """The shards of every split, in order."""
@@ -84,65 +78,42 @@ class OpenedShards:
     class_names: tuple[str, ...]
 
 
-class ShardReader(ABC):
-    """A way to learn which shards there are and how many images each holds."""
-
-    @abstractmethod
-    def open(self) -> OpenedShards:
-        """Lists the shards.
-
-        Raises:
-            DataError: The files are damaged, or their labels do not agree.
-        ."""
+def open_tars(root: Path, groups: Mapping[str, tuple[Path, ...]]) -> OpenedShards:
+    """Lists local tar files, whose headers are read once to count the images and see the labels."""
+    splits = {name or "train": _numbered([_scan(file) for file in files]) for name, files in groups.items()}
+    names = _class_names(root if root.is_dir() else root.parent)
+    if names is None:
+        labels = {label for shards in splits.values() for shard in shards for label in shard.labels}
+        names = numbered_classes(max(labels, default=0), str(root))
+    return OpenedShards(splits, names)
 
 
-@dataclass(frozen=True)
-class TarReader(ShardReader):
-    """Local tar files, whose headers are read once to count the images and see the labels."""
+def open_index(index: Path) -> OpenedShards:
+    """Lists the shards of a JSON index, which may be anywhere: `{"shardlist": [{"url", "nsamples"}], "class_names"}`.
 
-    root: Path
-    groups: Mapping[str, tuple[Path, ...]]
-
-    def open(self) -> OpenedShards:
-        """Scans every shard that was not scanned before."""
-        splits = {name or "train": _numbered([scan(file) for file in files]) for name, files in self.groups.items()}
-        names = read_class_names(self.root if self.root.is_dir() else self.root.parent)
-        if names is None:
-            labels = {label for shards in splits.values() for shard in shards for label in shard.labels}
-            names = numbered_classes(max(labels, default=0), str(self.root))
-        return OpenedShards(splits, names)
-
-
-@dataclass(frozen=True)
-class IndexReader(ShardReader):
-    """A JSON index of shards anywhere: `{"shardlist": [{"url", "nsamples"}], "class_names": [...]}`."""
-
-    index: Path
-
-    def open(self) -> OpenedShards:
-        """Reads the index; the split of a shard is its `split`, or the one that its file or folder names."""
-        groups: dict[str, list[Shard]] = defaultdict(list)
-        try:
-            index = validated(read_json(self.index), INDEX, self.index)
-            for entry in index["shardlist"]:
-                url = entry["url"]
-                split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
-                groups[split].append(Shard(url, entry["nsamples"]))
-            names = index.get("class_names") or read_class_names(self.index.parent)
-        except CheckpointError as error:
-            raise DataError(
-                f'{self.index} is not an index of shards ({error}); it must be JSON of the form {{"shardlist": '
-                '[{"url": "train-000.tar", "nsamples": 1000}], "class_names": ["cat", "dog"]}.'
-            ) from error
-        if not names:
-            raise DataError(
-                f"{self.index} does not name the classes; add class_names to it, or a file {CLASS_NAMES} to its folder."
-            )
-        return OpenedShards({name: _numbered(shards) for name, shards in groups.items()}, tuple(names))
+    The split of a shard is its `split`, or the one that its file or folder names.
+    """
+    groups: dict[str, list[Shard]] = defaultdict(list)
+    try:
+        record = validated(read_json(index), INDEX, index)
+    except CheckpointError as error:
+        raise DataError(
+            f'{index} is not an index of shards ({error}); it must be JSON of the form {{"shardlist": '
+            '[{"url": "train-000.tar", "nsamples": 1000}], "class_names": ["cat", "dog"]}.'
+        ) from error
+    for entry in record["shardlist"]:
+        url = entry["url"]
+        split = entry.get("split") or split_in_path("/".join(url.split("/")[-2:])) or "train"
+        groups[split].append(Shard(url, entry["nsamples"]))
+    names = record.get("class_names") or _class_names(index.parent)
+    if not names:
+        raise DataError(
+            f"{index} does not name the classes; add class_names to it, or a file {CLASS_NAMES} to its folder."
+        )
+    return OpenedShards({name: _numbered(shards) for name, shards in groups.items()}, tuple(names))
 
 
-def read_class_names(folder: Path) -> tuple[str, ...] | None:
-    """Reads the names of the classes, when there is a file of them."""
+def _class_names(folder: Path) -> tuple[str, ...] | None:
     path = folder / CLASS_NAMES
     if not path.exists():
         return None
@@ -152,7 +123,7 @@ def read_class_names(folder: Path) -> tuple[str, ...] | None:
         raise DataError(f"{path} is not UTF-8 text ({error}); write one class name a line.") from error
 
 
-def scan(file: Path) -> Shard:
+def _scan(file: Path) -> Shard:
     """Counts the images of a local shard and lists its labels, without reading the images."""
     known = cache_folder() / "shards" / f"{stamp([file])[:24]}.json"
     try:
@@ -160,7 +131,9 @@ def scan(file: Path) -> Shard:
         return Shard(str(file), record["count"], tuple(record["labels"]))
     except (CheckpointError, KeyError, TypeError):
         pass
-    labels = [_label(sample, str(file)) for sample in _samples(str(file), select_files=_is_label)]
+    labels = [
+        _label(sample, str(file)) for sample in _samples(str(file), select_files=lambda name: name.endswith(".cls"))
+    ]
     if not labels:
         raise DataError(f"the shard {file} holds no images; expected members <key>.jpg with <key>.cls.")
     shard = Shard(str(file), len(labels), tuple(sorted(set(labels))))
@@ -171,26 +144,26 @@ def scan(file: Path) -> Shard:
 
 def read_shard(shard: Shard) -> Iterator[Sample]:
     """Reads a shard from front to back, up to its count."""
-    number = 0
+    row = shard.first
     for sample in islice(_samples(shard.url), shard.skip, shard.skip + shard.count):
         content = next((value for ending, value in sample.items() if f".{ending}" in IMAGES), None)
         if content is None:
             raise DataError(_incomplete(sample, shard.url))
-        yield Sample(sample["__key__"], content, _label(sample, shard.url), shard.url)
-        number += 1
-    if number < shard.count:
-        held, promised = shard.skip + number, shard.skip + shard.count
-        raise DataError(f"the shard {shard.url} holds {held} images, not {promised}; correct the index.")
+        yield Sample(row, sample["__key__"], content, _label(sample, shard.url), shard.url)
+        row += 1
+    missing = shard.first + shard.count - row
+    if missing:
+        promised = shard.skip + shard.count
+        raise DataError(f"the shard {shard.url} holds {promised - missing} images, not {promised}; correct the index.")
 
 
-def cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
+def _cut(shards: Sequence[Shard], rows: slice) -> list[Shard]:
     """Returns the shards that hold these rows of all, in the order given; the first and the last may be parts."""
     found, before = [], 0
     for shard in shards:
         low, high = (min(max(row - before, 0), shard.count) for row in (rows.start, rows.stop))
         if low < high:
-            moved = {"first": shard.first + low, "skip": shard.skip + low, "count": high - low}
-            found.append(replace(shard, **moved))
+            found.append(Shard(shard.url, high - low, shard.labels, shard.first + low, shard.skip + low))
         before += shard.count
     return found
 
@@ -210,10 +183,6 @@ def _samples(url: str, **options: Any) -> Iterator[dict[str, Any]]:
         raise DataError(
             f"{url} is not a whole tar file: it cannot be read after image {number} ({reason}). Copy it again."
         ) from error
-
-
-def _is_label(name: str) -> bool:
-    return name.endswith(".cls")
 
 
 def _label(sample: dict[str, Any], url: str) -> int:
@@ -237,9 +206,7 @@ def _incomplete(sample: dict[str, Any], url: str) -> str:
 
 def _numbered(shards: list[Shard]) -> tuple[Shard, ...]:
     firsts = accumulate((shard.count for shard in shards), initial=0)
-    return tuple(
-        Shard(shard.url, shard.count, shard.labels, first) for shard, first in zip(shards, firsts, strict=False)
-    )
+    return tuple(replace(shard, first=first) for shard, first in zip(shards, firsts, strict=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,21 +233,13 @@ class ShardImages(ImageSet):
 
     def take(self, count: int) -> "ImageSet":
         """Returns the first `count` images as they are stored; their classes are not known beforehand."""
-        if not 1 <= count <= len(self):
-            raise DataError(
-                f"{count} images were requested of a split that holds {len(self)}; ask for 1 to {len(self)}."
-            )
-        taken = [
-            replace(shard, count=min(shard.count, count - shard.first)) for shard in self.shards if shard.first < count
-        ]
-        return replace(self, shards=tuple(taken))
+        require_held(count, len(self))
+        return replace(self, shards=tuple(_cut(self.shards, slice(0, count))))
 
     def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Returns whole batches of an ordered pass."""
-        return replace(self, shards=tuple(cut(self.shards, rows_of_part(len(self), process, processes, batch_size))))
+        return replace(self, shards=tuple(_cut(self.shards, rows_of_part(len(self), process, processes, batch_size))))
 
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Returns the same images on another scale."""
         return replace(self, stream=replace(self.stream, normalization=normalization))
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -291,53 +250,43 @@ class ShardImages(ImageSet):
         process, processes = order.shard
         if order.seed is None:
             count = len(self)
-            return cut(self.shards, slice(count * process // processes, count * (process + 1) // processes))
+            return _cut(self.shards, slice(count * process // processes, count * (process + 1) // processes))
         shards = torch.randperm(len(self.shards), generator=generator(order.seed, ORDER)).tolist()
         share = order.length(len(self)) * order.local_size
-        return cut([self.shards[number] for number in shards], slice(share * process, share * (process + 1)))
+        return _cut([self.shards[number] for number in shards], slice(share * process, share * (process + 1)))
 
     def _works(self, order: Pass, own: list[Shard]) -> Iterator[Work]:
         """Cuts the samples of this process into batches; a shuffled pass has as many steps in every process."""
         order.length(len(self))  # refuses a pass without steps, and a start after its end
         size, process = order.local_size, order.shard[0]
-        samples = _in_order(own) if order.seed is None else _shuffled(own, order.seed, process)
+        samples = chain.from_iterable(map(read_shard, own))
+        if order.seed is not None:
+            samples = _shuffled(samples, order.seed, process)
         samples = islice(samples, order.start * size, None)
         number = order.start
-        while rows := list(islice(samples, size)):
-            share = slice(process * size, process * size + len(rows))
-            yield Work(
-                pictures=[partial(sample.picture, self.stream.geometry.channels) for sample, _ in rows],
-                labels=torch.tensor([sample.label for sample, _ in rows]),
-                index=torch.tensor([row for _, row in rows]),
-                draws=order.draws(number, order.batch_size, share),
-            )
+        while batch := list(islice(samples, size)):
+            share = slice(process * size, process * size + len(batch))
+            pictures = [partial(sample.picture, self.stream.geometry.channels) for sample in batch]
+            labels = torch.tensor([sample.label for sample in batch])
+            index = torch.tensor([sample.row for sample in batch])
+            yield Work(pictures, labels, index, order.draws(number, order.batch_size, share))
             number += 1
 
 
-def _in_order(shards: list[Shard]) -> Iterator[Row]:
-    for shard in shards:
-        for number, sample in enumerate(read_shard(shard)):
-            yield sample, shard.first + number
-
-
-def _shuffled(shards: list[Shard], seed: int, process: int) -> Iterator[Row]:
-    """Shuffles window by window."""
-    samples, window = _in_order(shards), 0
-    while rows := list(islice(samples, WINDOW)):
-        for position in torch.randperm(len(rows), generator=generator(seed, ORDER, 1 + process, window)).tolist():
-            yield rows[position]
+def _shuffled(samples: Iterator[Sample], seed: int, process: int) -> Iterator[Sample]:
+    window = 0
+    while held := list(islice(samples, WINDOW)):
+        for position in torch.randperm(len(held), generator=generator(seed, ORDER, 1 + process, window)).tolist():
+            yield held[position]
         window += 1
 
 
 def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Shard, ...]], tuple[str, ...]]:
     """Assigns the shards to train, validation and test; a missing split is the last tenth of train's shards."""
-    splits, notes = dict(opened.splits), []
-    trained = "train" in splits
-    if "test" not in splits and "validation" in splits:
-        splits["test"] = splits.pop("validation") if trained else splits["validation"]
-        notes.append(VALIDATION_IS_TEST)
+    splits = dict(opened.splits)
+    notes = validation_as_test_(splits)
     for split in ("test", "validation"):
-        if split in splits or not trained:
+        if split in splits or "train" not in splits:
             continue
         train = splits["train"]
         held = -(-len(train) // 10)
@@ -353,18 +302,12 @@ def assign_shards(opened: OpenedShards, source: str) -> tuple[dict[str, tuple[Sh
 
 
 def _check_labels(splits: dict[str, tuple[Shard, ...]], class_names: tuple[str, ...], source: str) -> None:
-    for split, shards in splits.items():
-        for shard in shards:
-            outside = [label for label in shard.labels if not 0 <= label < len(class_names)]
-            if outside:
-                raise DataError(
-                    f"label {outside[0]} in the shard {shard.url} is outside the {len(class_names)} classes of "
-                    f"{source}; correct the label, or the list of class names."
-                )
-        train = {label for shard in splits.get("train", shards) for label in shard.labels}
-        strange = sorted({label for shard in shards for label in shard.labels} - train)
-        if strange:
+    for shard in chain.from_iterable(splits.values()):
+        outside = [label for label in shard.labels if not 0 <= label < len(class_names)]
+        if outside:
             raise DataError(
-                f"label mismatch between the splits of {source}: class {class_names[strange[0]]!r} occurs in {split} "
-                "but never in train; check that both count the same classes."
+                f"label {outside[0]} in the shard {shard.url} is outside the {len(class_names)} classes of "
+                f"{source}; correct the label, or the list of class names."
             )
+    found = {split: {label for shard in shards for label in shard.labels} for split, shards in splits.items()}
+    check_trained(found, class_names, source)

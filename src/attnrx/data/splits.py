@@ -1,19 +1,29 @@
-"""Train, validation and test from the splits that a dataset has."""
+"""Train, validation and test from the stored splits that a dataset has."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 
-from attnrx.data.augmentation import Augmentation
-from attnrx.data.holdout import held_out
-from attnrx.data.images import Batch, ImageSet
-from attnrx.data.normalization import Normalization
-from attnrx.data.passes import Pass
-from attnrx.data.stored import SPLITS, Opened, StoredImages
+from attnrx.data.images import ImageSet, held_out
+from attnrx.data.pixels import Augmentation, Normalization, decode
 from attnrx.errors import DataError
-from attnrx.shapes import Int, Tensor
+from attnrx.shapes import Int, Tensor, UInt8
 
+NAMES = ("train", "validation", "test")
+SPLITS = {  # the names of splits in datasets, in lower case
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+MOST_CLASSES = 100_000  # ImageNet-21k has 21,841
 TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
@@ -35,15 +45,13 @@ class Splits:
     augmentation: Augmentation | None
     notes: tuple[str, ...] = ()
 
+    def changed(self, change: Callable[[ImageSet], ImageSet], **others: Any) -> "Splits":
+        """Returns the splits with `change` applied to each image set, and with other fields as given."""
+        return replace(self, **{name: change(getattr(self, name)) for name in NAMES}, **others)
+
     def renormalized(self, normalization: Normalization) -> "Splits":
         """Returns the same images on another scale, for a model that was trained with other statistics."""
-        return replace(
-            self,
-            train=self.train.renormalized(normalization),
-            validation=self.validation.renormalized(normalization),
-            test=self.test.renormalized(normalization),
-            normalization=normalization,
-        )
+        return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
 
 class MissingImages(ImageSet):
@@ -54,44 +62,84 @@ class MissingImages(ImageSet):
             f"{source} has no {split} images (it has {', '.join(found)}): use another split (--split), or add images."
         )
 
-    def __len__(self) -> int:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise DataError(self._reason)
+
+    __len__ = take = part = _pass = _refuse
 
     @property
     def fingerprint(self) -> str:
-        """Raises."""
-        raise DataError(self._reason)
-
-    def take(self, count: int) -> ImageSet:
-        """Raises."""
-        raise DataError(self._reason)
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        """Raises."""
-        raise DataError(self._reason)
+        self._refuse()
 
     def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns itself."""
         return self
 
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        raise DataError(self._reason)
+
+@dataclass(frozen=True, eq=False)
+class StoredImages:
+    """The encoded images of one split in storage order: what every storage format is read into.
+
+    `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
+    its file and row, for messages.
+    """
+
+    labels: Int[Tensor, "stored"]
+    sources: Int[Tensor, "stored"]
+    content: Callable[[int], bytes]
+    where: Callable[[int], str]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(self, position: int, channels: int | None) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image.
+
+        Raises:
+            DataError: The image cannot be decoded; the message contains `where(position)`.
+        """
+        try:
+            return decode(self.content(position), channels)
+        except (ValueError, OSError) as error:
+            raise DataError(f"cannot decode the image {self.where(position)}: {error}.") from error
 
 
 @dataclass(frozen=True)
-class SplitRows:
-    """Some rows of one stored split."""
+class Opened:
+    """An opened dataset: stored images by split, class names, and notes about decisions made on opening."""
 
-    stored: str
-    rows: Int[Tensor, "images"]
+    splits: Mapping[str, StoredImages]
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Which stored images make up train, validation and test, and what had to be decided for that."""
+class DatasetReader(ABC):
+    """Opens the dataset of one storage format at one path."""
 
-    parts: Mapping[str, SplitRows]
-    notes: tuple[str, ...]
+    @abstractmethod
+    def identity(self) -> str:
+        """Returns a key of the content that is cheap to compute and changes when a file changes."""
+
+    @abstractmethod
+    def open(self) -> Opened:
+        """Reads the labels and finds the images.
+
+        Raises:
+            DataError: The files are damaged, or their labels do not agree.
+        """
+
+
+def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
+    """Returns the numbers 0 to `highest` as class names, for data without names.
+
+    Raises:
+        DataError: The highest label is no class number.
+    """
+    if highest >= MOST_CLASSES:
+        raise DataError(
+            f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
+            f"{MOST_CLASSES:,} classes are supported. Number the classes anew, or give them names."
+        )
+    return tuple(str(label) for label in range(highest + 1))
 
 
 def by_canonical_name(opened: Opened, source: str) -> Opened:
@@ -115,33 +163,40 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
     return Opened(splits, opened.class_names, tuple(notes))
 
 
-def assign(labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int) -> Assignment:
-    """Assigns every image to train, validation or test.
+def assign(
+    labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int
+) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
+    """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
 
     Without a test split the validation images are the test; a split that is still missing is held out of train, the
     same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
     moves. Without a train split nothing is held out.
     """
-    parts = {name: SplitRows(name, torch.arange(len(numbers))) for name, numbers in labels.items()}
-    notes: list[str] = []
-    if "test" not in parts and "validation" in parts:
-        parts["test"] = parts["validation"] if "train" not in parts else parts.pop("validation")
-        notes.append(VALIDATION_IS_TEST)
-    if "train" not in parts:
-        return Assignment(parts, tuple(notes))
+    parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
+    notes = validation_as_test_(parts)
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
-        if split in parts:
+        if split in parts or "train" not in parts:
             continue
-        train = parts["train"]
-        marked = held_out(labels["train"][train.rows], train.rows.tolist(), wanted, by)
+        rows = parts["train"][1]
+        marked = held_out(labels["train"][rows], rows.tolist(), wanted, by)
         if not marked.any():
             raise DataError(
                 f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
             )
-        parts[split] = SplitRows("train", train.rows[marked])
-        parts["train"] = SplitRows("train", train.rows[~marked])
+        parts[split], parts["train"] = ("train", rows[marked]), ("train", rows[~marked])
         notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
-    return Assignment(parts, tuple(notes))
+    return parts, tuple(notes)
+
+
+def validation_as_test_(parts: dict[str, Any]) -> list[str]:
+    """Uses the validation split as a missing test split; returns the notes about it.
+
+    Where there are train images, another validation split can be held out of them, so this one is removed.
+    """
+    if "test" in parts or "validation" not in parts:
+        return []
+    parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
+    return [VALIDATION_IS_TEST]
 
 
 def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
@@ -157,13 +212,15 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
                 f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
                 "Correct the labels, or leave the split out if its labels are hidden."
             )
-    if "train" not in labels:
-        return
-    trained = set(labels["train"].unique().tolist())
+    check_trained({split: numbers.unique().tolist() for split, numbers in labels.items()}, class_names, source)
+
+
+def check_trained(labels: Mapping[str, Collection[int]], class_names: tuple[str, ...], source: str) -> None:
+    """Refuses classes that only occur outside of train, from the labels that occur in each split."""
     for split, numbers in labels.items():
-        strange = sorted(set(numbers.unique().tolist()) - trained)
+        strange = set(numbers) - set(labels.get("train", numbers))
         if strange:
             raise DataError(
-                f"label mismatch between the splits of {source}: class {class_names[strange[0]]!r} occurs in {split} "
+                f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
                 "but never in train; check that both count the same classes."
             )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnrx.data.files import group_by_split, stamp
-from attnrx.data.stored import DatasetReader, Opened, StoredImages, numbered_classes
+from attnrx.data.splits import DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.errors import DataError, nearest
 from attnrx.optional import required_module
 from attnrx.runtime.hardware import cache_folder
@@ -35,30 +35,6 @@ class Columns:
     label_column: str = "label"
     split_column: str = "split"
     test_column: str | None = None
-
-
-class TableImages(StoredImages):
-    """Some rows of a dataset whose image column holds encoded bytes and, or, a path."""
-
-    def __init__(self, images: "datasets.Dataset", labels: Tensor, rows: Tensor, name_row: Callable[[int], str]):
-        self.labels = labels
-        self.sources = rows
-        self._images = images
-        self._name_row = name_row
-
-    def content(self, position: int) -> bytes:
-        """Returns the stored bytes of one image, or those of its file where only the path is stored."""
-        image = self._image(position)
-        if image["bytes"] is None and image["path"]:
-            return require_regular(image["path"], DataError).read_bytes()
-        return image["bytes"] or b""
-
-    def where(self, position: int) -> str:
-        path = self._image(position)["path"]
-        return self._name_row(int(self.sources[position])) + (f" ({path})" if path else "")
-
-    def _image(self, position: int) -> dict:
-        return next(iter(self._images[int(self.sources[position])].values())) or {"bytes": None, "path": None}
 
 
 @dataclass(frozen=True)
@@ -112,13 +88,24 @@ class ParquetReader(DatasetReader):
 
     def open(self) -> Opened:
         """Maps the files into memory and reads the labels."""
+        import pyarrow.parquet as parquet
+
         groups = group_by_split(self.files, self.root)
         columns = self._columns()
-        for name, files in groups.items():
-            if not sum(_row_counts(files)):
+        counts = {
+            name: {file: parquet.read_metadata(file).num_rows for file in files} for name, files in groups.items()
+        }
+        for name, own in counts.items():
+            if not any(own.values()):
                 raise DataError(f"the {name or 'train'} split of {self.root} is empty; give it images or remove it.")
+
+        def name_row(name: str, row: int) -> str:
+            """Returns `file, row n`, counting from 0 inside the file."""
+            ends = zip(counts[name].items(), accumulate(counts[name].values()), strict=True)
+            return next(f"{file}, row {row - end + count}" for (file, count), end in ends if row < end)
+
         tables = {name: _load_parquet(files) for name, files in groups.items()}
-        return _opened(tables, columns, str(self.root), lambda name, row: _name_row(groups[name], row))
+        return _opened(tables, columns, str(self.root), name_row)
 
     def _columns(self) -> Columns:
         """Returns the first candidate that fits; checks that every file has its columns and numbers the same classes.
@@ -152,38 +139,19 @@ def _features(file: Path) -> "datasets.Features":
 def _load_parquet(files: tuple[Path, ...]) -> "datasets.Dataset":
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
     datasets = required_module("datasets", "data", "parquet files")
+    parquet = required_module("pyarrow.parquet", "data", "parquet files")
     paths, cache = [str(file) for file in files], str(cache_folder() / "arrow")
     try:
         try:
             return datasets.Dataset.from_parquet(paths, cache_dir=cache)
         except OSError:  # the cache folder cannot be written: a full disk, a file of that name
-            return datasets.concatenate_datasets([_in_memory(path) for path in paths])
+            return datasets.concatenate_datasets([datasets.Dataset(parquet.ParquetFile(path).read()) for path in paths])
     except Exception as error:  # of pyarrow, fsspec and datasets: damaged pages, unlike columns
         cause = error.__cause__ or error
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
             f"{_first_line(cause)}. The files of a split must be whole and have the same columns."
         ) from error
-
-
-def _in_memory(path: str) -> "datasets.Dataset":
-    import datasets
-    import pyarrow.parquet as parquet
-
-    return datasets.Dataset(parquet.ParquetFile(path).read())
-
-
-def _row_counts(files: tuple[Path, ...]) -> list[int]:
-    import pyarrow.parquet as parquet
-
-    return [parquet.read_metadata(file).num_rows for file in files]
-
-
-def _name_row(files: tuple[Path, ...], row: int) -> str:
-    """Returns `file, row n`, counting from 0 inside the file."""
-    counts = _row_counts(files)
-    ends = accumulate(counts)
-    return next(f"{file}, row {row - end + n}" for file, n, end in zip(files, counts, ends, strict=True) if row < end)
 
 
 def _first_line(error: BaseException) -> str:
@@ -202,8 +170,29 @@ def _opened(
     for name, table in tables.items():
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
-            splits[split] = TableImages(images, labels[name][rows], rows, partial(name_row, name))
+            splits[split] = _stored(images, labels[name], rows, partial(name_row, name))
     return Opened(splits, class_names)
+
+
+def _stored(
+    images: "datasets.Dataset", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], name_row: Callable[[int], str]
+) -> StoredImages:
+    """Returns some rows of a table whose one column holds {bytes, path}, of which either may be missing."""
+
+    def image(position: int) -> dict:
+        return next(iter(images[int(rows[position])].values())) or {"bytes": None, "path": None}
+
+    def content(position: int) -> bytes:
+        found = image(position)
+        if found["bytes"] is None and found["path"]:
+            return require_regular(found["path"], DataError).read_bytes()
+        return found["bytes"] or b""
+
+    def where(position: int) -> str:
+        path = image(position)["path"]
+        return name_row(int(rows[position])) + (f" ({path})" if path else "")
+
+    return StoredImages(labels[rows], rows, content, where)
 
 
 def _check_columns(found: list[str], columns: Columns, source: str) -> None:

@@ -1,4 +1,4 @@
-"""The base class of training losses, and the context that they receive."""
+"""The base class of training losses, the context that they receive, and cross-entropy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.errors import InvalidInput
@@ -58,6 +59,10 @@ class Loss(ABC):
     reads_features: ClassVar[bool] = False
     weight: float
 
+    def __post_init__(self):
+        if not 0 < self.weight < float("inf"):
+            raise InvalidInput(f"{self}: weight must be positive and finite; omit the loss to disable it.")
+
     @abstractmethod
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         """Returns the value of the term, before its weight."""
@@ -68,7 +73,22 @@ class Loss(ABC):
         return "".join("_" + letter.lower() if letter.isupper() else letter for letter in type(self).__name__)[1:]
 
 
-def require_weight(loss: Loss) -> None:
-    """Raises InvalidInput for a weight that is zero, negative or not finite."""
-    if not 0 < loss.weight < float("inf"):
-        raise InvalidInput(f"{loss}: weight must be positive and finite; omit the loss to disable it.")
+@dataclass(frozen=True)
+class Task(Loss):
+    """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
+
+    reads_labels: ClassVar[bool] = True
+    label_smoothing: float = 0.1
+    weight: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1:
+            raise InvalidInput(f"{self}: label_smoothing is a share of the label and must lie in [0, 1).")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        own = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
+        if context.partners is None:
+            return own
+        other = F.cross_entropy(context.logits, context.partners, label_smoothing=self.label_smoothing)
+        return context.share * own + (1 - context.share) * other

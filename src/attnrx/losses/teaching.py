@@ -1,30 +1,132 @@
-"""Teachers: other, frozen models that run on the images of a step."""
+"""Learning from a teacher: another, frozen model that runs on the images of a step."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from attnrx.data import Normalization
-from attnrx.losses.loss import LossContext
-from attnrx.models import family_of, load_model, recording_blocks
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.losses.loss import Loss, LossContext
+from attnrx.model_data import normalization_of
+from attnrx.models import family_of, load_model, recording_blocks, reduction_of
 from attnrx.shapes import Float, Tensor
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The logits of a teacher, and the outputs of its blocks where the step needs features."""
+class Distillation(Loss):
+    """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
 
-    logits: Float[Tensor, "batch classes"]
-    features: Sequence[Float[Tensor, "batch tokens features"]]
+    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
+    timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
+    """
+
+    teacher: str
+    temperature: float = 1.0
+    weight: float = 0.5
+    weights: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.temperature < float("inf"):
+            raise InvalidInput(f"{self}: temperature must be positive and finite.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        teacher_logits, _ = taught(context, self.teacher, self.weights)
+        if teacher_logits.shape != context.logits.shape:
+            raise InvalidInput(
+                f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
+                f"{context.logits.shape[1]}; take a teacher of the same task."
+            )
+        target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
+        predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
+        # batchmean: "mean" would divide by the number of classes as well
+        return F.kl_div(predicted, target, log_target=True, reduction="batchmean") * self.temperature**2
+
+
+@dataclass(frozen=True)
+class FeatureDistillation(Loss):
+    """The mean squared difference between the output tokens of the model's blocks and the teacher's.
+
+    Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
+    (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times larger
+    than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last one;
+    None means all. The teacher must have equal depth, width and tokens.
+    """
+
+    reads_features: ClassVar[bool] = True
+    teacher: str
+    last: int | None = None
+    weight: float = 1.0
+    weights: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.last is not None and self.last < 1:
+            raise InvalidInput(f"{self}: last counts blocks from the last one; give 1 or more, or None for all.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        (_, theirs), own = taught(context, self.teacher, self.weights), context.features
+        shapes = [[tuple(tokens.shape[1:]) for tokens in features] for features in (own, theirs)]
+        if shapes[0] != shapes[1]:
+            raise InvalidInput(
+                f"the blocks of the teacher {self.teacher} have (tokens, width) {shapes[1]} and those of the model "
+                f"{shapes[0]}; take the model that this one was made from, or learn from its logits alone."
+            )
+        if self.last is not None and self.last > len(own):
+            raise InvalidInput(f"{self}: the model has {len(own)} blocks only.")
+        selected = slice(None) if self.last is None else slice(-self.last, None)
+        pairs = zip(own[selected], theirs[selected], strict=True)
+        return torch.stack([F.mse_loss(_whitened(mine), _whitened(other)) for mine, other in pairs]).mean()
+
+
+def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
+    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # bfloat16 rounds away small differences
+    return F.layer_norm(exact, exact.shape[-1:])
+
+
+@dataclass(frozen=True)
+class TokenSimilarity(Loss):
+    """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
+
+    The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
+    """
+
+    reads_features: ClassVar[bool] = True
+    teacher: str
+    weight: float = 10.0
+    weights: str | None = None
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        reduction = reduction_of(context.model)
+        if reduction is None or reduction.run.sizes is None or reduction.run.patch_indices is None:
+            raise NotSupported("TokenSimilarity needs token pruning, and this model has none; omit the loss.")
+        _, features = taught(context, self.teacher, self.weights)
+        theirs, own = features[-1], context.features[-1]
+        if theirs.shape != own.shape:
+            raise InvalidInput(
+                f"the teacher {self.teacher} ends with (tokens, width) {tuple(theirs.shape[1:])}, the model with "
+                f"{tuple(own.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
+            )
+        prefix = reduction.shape.layout.prefix
+        patch_indices = reduction.run.patch_indices  # an added (fused) token has no counterpart in the teacher
+        stay = ((reduction.run.sizes[:, prefix:] > 0) & (patch_indices >= 0)).to(own.dtype)
+        alike = F.cosine_similarity(own[:, prefix:], theirs[:, prefix:].to(own.dtype), dim=-1)
+        return (((1 - alike) * stay).sum(1) / stay.sum(1).clamp_min(1)).mean()  # an image may keep no patch
+
+
+Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tokens features"]]]
 
 
 def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
-    A teacher trained with another normalization receives the images on its own scale.
+    Returns its logits, and the outputs of its blocks where the step needs features. A teacher trained with another
+    normalization receives the images on its own scale.
     """
     key = (teacher, weights)
     if key not in context.memory:
@@ -34,19 +136,14 @@ def taught(context: LossContext, teacher: str, weights: str | None) -> Answer:
 
 @torch.no_grad()
 def _run(teacher: nn.Module, context: LossContext) -> Answer:
-    own, theirs = _scale(context.model), _scale(teacher)
+    own, theirs = normalization_of(context.model), normalization_of(teacher)
     images = context.images if own == theirs else theirs.apply(own.invert(context.images))
-    if not context.features:
-        return Answer(teacher(images).to(context.logits.dtype), ())
-    with recording_blocks(teacher, family_of(teacher)) as features:
+    recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
+    with recording as features:
         logits = teacher(images).to(context.logits.dtype)
-    return Answer(logits, tuple(features))
+    return logits, tuple(features)
 
 
 @lru_cache(maxsize=2)  # a frozen loss holds no model; loading it again for every step would be slow
 def _load(teacher: str, weights: str | None, device: torch.device, dtype: torch.dtype) -> nn.Module:
     return load_model(teacher, weights=weights).to(device, dtype).eval().requires_grad_(False)
-
-
-def _scale(model: nn.Module) -> Normalization:
-    return Normalization(*family_of(model).normalization(model))

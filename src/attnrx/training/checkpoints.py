@@ -1,5 +1,6 @@
-"""The stored state of a run: tensors, random states, settings, versions, and the checkpoints that hold them."""
+"""The stored state of a run: its checkpoints, its settings and versions, and the history of its epochs."""
 
+import json
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_json,
     write_tensors,
+    write_text,
 )
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 KIND, SCHEMA = "attnrx training state", 1
-KEPT = 2
+KEPT = 2  # one more than needed to resume, in case the last one is damaged
 
 
 class Checkpoints:
@@ -51,15 +53,14 @@ class Checkpoints:
         return sorted(self.folder.glob("step-*"))
 
     def path(self, step: int) -> Path:
-        """Returns the folder of a step."""
         return self.folder / f"step-{step:08d}"
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
+    def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Adds a checkpoint; raises an error for values that are not finite."""
         require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
         if path.exists():
-            return path
+            return
         partial = self.folder / f".{path.name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -71,7 +72,6 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         for old in self.all()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        return path
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Returns the newest checkpoint, or None; a damaged one raises CheckpointError and is never skipped."""
@@ -179,3 +179,31 @@ def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
     }
+
+
+class History:
+    """`history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "history.jsonl"
+        self.records: list[dict[str, Any]] = []
+
+    def restore(self, epochs: int, write: bool = True) -> None:
+        """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        try:
+            self.records = [json.loads(line) for line in lines[:epochs]]
+        except json.JSONDecodeError as error:
+            raise CheckpointError(
+                f"{self.path} is damaged ({error}); delete the run's folder and train again."
+            ) from error
+        if len(self.records) < epochs:
+            raise CheckpointError(
+                f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
+                "Put the file back, or delete the run's folder and train again."
+            )
+        if write:
+            self.write()
+
+    def write(self) -> None:
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

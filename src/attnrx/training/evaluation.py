@@ -1,31 +1,31 @@
-"""The numbers of an epoch: sums over processes, evaluation, and the history file."""
+"""The numbers of an epoch: accuracy and loss on a split, and the indicators of every head on the same images."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from attnrx.data import ImageSet
-from attnrx.errors import CheckpointError
-from attnrx.serialization.storage import write_text
+from attnrx.diagnostics.geometry import alignment, selectivity
+from attnrx.diagnostics.perturbation import noise_like, response
+from attnrx.diagnostics.spectral_shape import effective_rank, energy, entropy, sparsity
+from attnrx.models import family_of, observing
+from attnrx.observation import Observation
+from attnrx.shapes import Bool, Float, Tensor
 from attnrx.training.sharding import gathered_weights
 from attnrx.training.step import Learner
 
+Readings = dict[str, list[float]]
 
-@dataclass(frozen=True)
-class Score:
-    """Accuracy and cross-entropy of a model on a split."""
-
-    accuracy: float
-    loss: float
+IMAGES = 32
+NOISE = 0.1  # standard deviation of the perturbation, on the model's input scale
+RETAINED = 0.9  # the energy that `retained_rank` directions hold
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, images: ImageSet) -> Score:
-    """Evaluates the model on all images, distributed over the processes, possibly in unequal numbers."""
+def evaluate(learner: Learner, images: ImageSet) -> tuple[float, float]:
+    """Returns the accuracy and the cross-entropy on all images, which the processes share, possibly unequally."""
     accelerator, model = learner.accelerator, learner.model
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     model.eval()
@@ -37,35 +37,57 @@ def evaluate(learner: Learner, images: ImageSet) -> Score:
                 logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.labels, reduction="sum"
             )
             num_correct = (logits.argmax(-1) == batch.labels).sum()
+            # Sums, not means, because the last batch of a process may be smaller, or missing.
             sums += torch.stack([num_correct, losses, torch.tensor(len(batch)).to(losses)])
-    correct, loss, count = accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
-    return Score(correct / count, loss / count)
+    correct, loss, count = learner.summed(sums).tolist()
+    return correct / count, loss / count
 
 
-class History:
-    """`history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
+class Probe:
+    """A fixed batch and its noisy copy, on which the model is run in evaluation mode."""
 
-    def __init__(self, folder: Path):
-        self.path = folder / "history.jsonl"
-        self.records: list[dict[str, Any]] = []
+    def __init__(self, images: ImageSet, device: torch.device):
+        count = min(IMAGES, len(images))
+        clean = next(images.take(count).batches(count)).images
+        self._pairs = torch.cat([clean, clean + NOISE * noise_like(clean, first=0, seed=0)]).to(device)
 
-    def restore(self, epochs: int, write: bool = True) -> None:
-        """Reads the first `epochs` records and discards later ones, whose steps will be repeated."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        try:
-            self.records = [json.loads(line) for line in lines[:epochs]]
-        except json.JSONDecodeError as error:
-            raise CheckpointError(
-                f"{self.path} is damaged ({error}); delete the run's folder and train again."
-            ) from error
-        if len(self.records) < epochs:
-            raise CheckpointError(
-                f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
-                "Put the file back, or delete the run's folder and train again."
-            )
-        if write:
-            self.write()
+    @torch.no_grad()
+    def read(self, model: nn.Module) -> list[Readings]:
+        """Returns the indicators of every layer, each a list with one number per head."""
+        with gathered_weights(model):
+            family, was_training = family_of(model), model.training
+            spectra = [layer.spectrum() if layer.spec.has_norms else None for layer in family.attention(model)]
+            readings = [{} if found is None else _spectral(found.strength, found.used) for found in spectra]
 
-    def write(self) -> None:
-        """Writes the records to the file, atomically."""
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
+            def observe(index: int, observation: Observation) -> None:
+                readings[index] |= _geometric(observation)
+
+            model.eval()
+            with observing(model, family, observe):
+                model.forward(self._pairs.to(next(model.parameters()).dtype))
+            model.train(was_training)
+            return readings
+
+
+def _spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]) -> Readings:
+    """Returns the indicators of the strengths; `retained_rank` counts the directions that hold 90 % of the energy."""
+    shares = energy(strength, used).sort(dim=-1, descending=True).values
+    readings: Mapping[str, Tensor] = {
+        "entropy": entropy(strength, used),
+        "effective_rank": effective_rank(strength, used),
+        "sparsity": sparsity(strength, used=used),
+        "max_strength": strength.abs().amax(-1),
+        "retained_rank": ((shares.cumsum(-1) - shares < RETAINED) & (shares > 0)).sum(-1).double(),
+    }
+    return {name: reading.tolist() for name, reading in readings.items()}
+
+
+def _geometric(observation: Observation) -> Readings:
+    """Returns the indicators of the attention on the clean images, and its change under noise."""
+    clean, noisy = observation.attention.chunk(2)
+    readings = {
+        "alignment": alignment(observation.query.chunk(2)[0], observation.key.chunk(2)[0]),
+        "selectivity": selectivity(clean),
+        "perturbation_response": response(clean, noisy).mean(0),
+    }
+    return {name: reading.tolist() for name, reading in readings.items()}

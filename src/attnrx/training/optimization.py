@@ -1,18 +1,21 @@
-"""The optimizer: parameter groups, learning rate schedule, and its state as named tensors."""
+"""What changes the weights: the optimizer, the learning rate schedule, a constraint, and a running mean."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from attnrx.attention.forms import SvdaForm
-from attnrx.errors import CheckpointError, InvalidInput
+from attnrx.attention.forms import SharedForm, SvdaForm
+from attnrx.decompositions import nonnegative_units
+from attnrx.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.models import family_of, parameter_blocks
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.sharding import part_like
+from attnrx.training.sharding import full_tensor, own, part_like, put_
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 
@@ -35,8 +38,25 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:
     """Returns the share of the full learning rate at a step: linear over `warmup` steps, then a cosine to zero."""
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + 1)  # never 0, so that the first step trains
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run and the learning rate at each."""
+
+    config: TrainingConfig
+    steps_per_epoch: int
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.config.epochs
+
+    def rate(self, step: int) -> float:
+        warmup, full = round(self.config.warmup * self.steps_per_epoch), self.config.learning_rate
+        lowest = self.config.warmup_learning_rate if step < warmup else self.config.min_learning_rate
+        return lowest + (full - lowest) * learning_rate_share(step, self.steps, warmup)
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
@@ -44,7 +64,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
     With layer decay or gradual unfreezing every block has its own groups.
     """
-    strengths = {id(strength) for strength in strengths_of(model)}
+    strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
     by_block = config.layer_decay != 1 or config.joining > 0
     block_indices = parameter_blocks(model, family_of(model)) if by_block else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
@@ -67,7 +87,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         }
         for (kind, block), parameters in groups.items()
     ]
-    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)
+    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
@@ -77,7 +97,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: f
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the learned strengths of all layers."""
     layers = family_of(model).attention(model)
     return [layer.scores.strength for layer in layers if isinstance(layer.scores, SvdaForm)]
 
@@ -92,10 +111,82 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restores the state returned by `optimizer_tensors`."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, field = key.rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
         optimizer.state[parameters[name]][field] = part_like(value, parameters[name])
+
+
+@torch.no_grad()
+def constrain_(model: nn.Module) -> None:
+    """Projects every fusion matrix after each step onto the constraint set: nonnegative, columns of length one (IrrAtt,
+    Eq. 7). This is projected gradient descent.
+
+    A reparametrisation (e.g. by squares) would keep it nonnegative too, but values at zero would have no gradient.
+    """
+    for form in _shared_forms(model):
+        put_(form.strength, nonnegative_units(full_tensor(form.strength)))
+
+
+@torch.no_grad()
+def turn_(model: nn.Module) -> None:
+    """Moves sign and length of every column of the fusion into the query, so that the projection changes least."""
+    for form in _shared_forms(model):
+        fusion = form.strength
+        peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
+        factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
+        form.query.weight.mul_(factor[:, None])
+        if form.query.bias is not None:
+            form.query.bias.mul_(factor)
+        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays one
+
+
+def _shared_forms(model: nn.Module) -> list[SharedForm]:
+    forms = [layer.scores for layer in family_of(model).attention(model)]
+    found = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
+    if not found:
+        raise NotSupported(
+            "nonnegative_fusion was requested, but no heads of this model share directions; omit it, or realize a "
+            "prescription of the rule shared_rank first."
+        )
+    return found
+
+
+class WeightMean:
+    """The exponential moving average of a model's parameters, sharded like them; buffers are shared with the model."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._decay = decay
+        self._live = dict(model.named_parameters())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+
+    @torch.no_grad()
+    def update_(self, step: int) -> None:
+        """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        means, live = ([own(part) for part in parts.values()] for parts in (self.tensors, self._live))
+        torch._foreach_lerp_(means, live, 1 - decay)
+
+    def load_(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, mean in self.tensors.items():
+            put_(mean, tensors[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swaps the mean into the model inside the context."""
+        self.swap_()
+        try:
+            yield
+        finally:
+            self.swap_()
+
+    @torch.no_grad()
+    def swap_(self) -> None:
+        """Exchanges the mean and the weights of the model."""
+        for name, parameter in self._live.items():
+            live, mean = own(parameter), own(self.tensors[name])
+            saved = live.clone()
+            live.copy_(mean)
+            mean.copy_(saved)

@@ -1,23 +1,34 @@
-"""Prepares a learner from a model, data and a config."""
+"""Prepares a run: signals, determinism, checks of the data, and a learner from a model, data and a config."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from attnrx.data import Normalization, Splits
+from attnrx.data import Splits
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.model_data import normalization_of
 from attnrx.models import family_of, require_ordinary_weights
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.epoch_sums import Meter
-from attnrx.training.fusion import constrain_, turn_
-from attnrx.training.optimization import build_optimizer, freeze_, strengths_of
+from attnrx.training.optimization import (
+    Schedule,
+    WeightMean,
+    build_optimizer,
+    constrain_,
+    freeze_,
+    strengths_of,
+    turn_,
+)
 from attnrx.training.sharding import shard_
-from attnrx.training.step import Learner, Schedule
-from attnrx.training.weight_average import WeightMean
+from attnrx.training.step import Learner, Meter
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,11 +37,69 @@ NEVER = 2**62  # a step that no run reaches
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
 
 
-def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits:
-    """Returns the data on the model's input scale; raises InvalidInput if the model does not fit the data.
+@dataclass
+class Interruption:
+    """Whether a signal to stop was received."""
 
-    Without `labels` no loss uses them, and the data may have fewer classes than the model.
+    wanted: bool = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Handles Ctrl-C and termination at the end of a step instead of within one: the first SIGINT or SIGTERM is
+    recorded, and raises KeyboardInterrupt at the end of the context if it is still pending.
+
+    A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread, where signals
+    cannot be handled.
     """
+    interruption = Interruption()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interruption.wanted:
+            raise KeyboardInterrupt
+        interruption.wanted = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if interruption.wanted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Enables deterministic algorithms where they exist; restores the caller's settings and generators at the end."""
+    debugging: Any = torch.utils.deterministic  # its attribute is set at run time, unknown to type checkers
+    strict = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = debugging.fill_uninitialized_memory
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            debugging.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+            yield
+        finally:
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+            debugging.fill_uninitialized_memory = fill
+
+
+def require_fit(model: nn.Module, splits: Splits, config: TrainingConfig) -> Splits:
+    """Returns the data on the model's input scale; raises InvalidInput if the model or the batch size does not fit it.
+
+    Where no loss uses the labels, the data may have fewer classes than the model.
+    """
+    if config.batch_size > len(splits.train):
+        raise InvalidInput(
+            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
+            "give a smaller one."
+        )
     require_ordinary_weights(model)
     family = family_of(model)
     shape, found = family.input_shape(model), (splits.channels, splits.image_size, splits.image_size)
@@ -43,22 +112,13 @@ def require_fit(model: nn.Module, splits: Splits, labels: bool = True) -> Splits
         parameter = next(model.parameters())
         classes = model.forward(torch.zeros(1, *shape, dtype=parameter.dtype, device=parameter.device)).shape[-1]
     found = len(splits.class_names)
-    if classes < found or (labels and classes != found):
+    if classes < found or (config.reads_labels and classes != found):
         raise InvalidInput(
             f"the model has {classes} classes and {splits.name} has {found}; build the model for this data, or train "
             "with a teacher only, without the task loss."
         )
-    normalization = Normalization(*family.normalization(model))
+    normalization = normalization_of(model)
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
-
-
-def require_steps(splits: Splits, config: TrainingConfig) -> None:
-    """Raises InvalidInput for a batch larger than the training split."""
-    if config.batch_size > len(splits.train):
-        raise InvalidInput(
-            f"batch_size={config.batch_size} is more than the {len(splits.train)} training images of {splits.name}; "
-            "give a smaller one."
-        )
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
@@ -94,9 +154,12 @@ def prepare(
 
     `model` is the `target` itself, or a copy whose weights will be sharded.
     """
-    schedule = Schedule.of(config, len(splits.train))
     if config.strength_init is not None:
-        set_strength_(model, config.strength_init)
+        strengths = strengths_of(model)
+        if not strengths:
+            raise NotSupported("strength_init was given, but this model has no learned strengths; omit it.")
+        for strength in strengths:
+            nn.init.constant_(strength, config.strength_init)
     if config.nonnegative_fusion:
         turn_(model)
         constrain_(model)
@@ -115,16 +178,7 @@ def prepare(
         meter=Meter(names, accelerator.device),
         accelerator=accelerator,
         config=config,
-        schedule=schedule,
+        schedule=Schedule(config, len(splits.train) // config.batch_size),
         first_bad=torch.tensor(NEVER, device=accelerator.device),
         features=features,
     )
-
-
-@torch.no_grad()
-def set_strength_(model: nn.Module, value: float) -> None:
-    strengths = strengths_of(model)
-    if not strengths:
-        raise NotSupported("strength_init was given, but this model has no learned strengths; omit it.")
-    for strength in strengths:
-        strength.fill_(value)

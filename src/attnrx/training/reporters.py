@@ -2,10 +2,12 @@
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from attnrx.optional import required_module
 
 
 @dataclass(frozen=True)
@@ -18,44 +20,27 @@ class Outline:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.epochs * self.steps_per_epoch
 
 
-class Reporter(ABC):
-    """Callbacks for the events of a run, called in the first process only."""
+class Reporter:
+    """Callbacks for the events of a run, called in the first process only; each does nothing unless overridden."""
 
-    @abstractmethod
     def started(self, outline: Outline) -> None:
         """Called before the first step."""
 
-    @abstractmethod
     def stepped(self, step: int, loss: float) -> None:
         """Called after steps; `loss` is the mean of the epoch so far."""
 
-    @abstractmethod
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
         """Called after every epoch; `record` is its line of the history."""
 
-    @abstractmethod
     def ended(self) -> None:
         """Called at the end of the run, finished or not."""
 
 
 class Silent(Reporter):
     """A reporter without output."""
-
-    def started(self, outline: Outline) -> None:
-        pass
-
-    def stepped(self, step: int, loss: float) -> None:
-        pass
-
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
 
 
 class PlainLines(Reporter):
@@ -81,10 +66,7 @@ class PlainLines(Reporter):
             )
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        self._say(f"epoch {record['epoch']}/{self._outline.epochs}  {summary(record)}")
-
-    def ended(self) -> None:
-        pass
+        self._say(_epoch_line(record, self._outline))
 
     def _say(self, line: str) -> None:
         sys.stderr.write(line + "\n")
@@ -106,14 +88,9 @@ class ProgressBars(Reporter):
             TimeRemainingColumn,
         )
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        description = TextColumn("{task.description}")
+        self._progress = Progress(description, *columns, console=Console(stderr=True), refresh_per_second=4)
         self._outline = Outline(0, 0, 0)
         self._task = self._progress.add_task("training", total=None)
 
@@ -128,24 +105,20 @@ class ProgressBars(Reporter):
         self._progress.update(self._task, completed=step, description=label)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        self._progress.console.print(
-            f"epoch {record['epoch']}/{self._outline.epochs}  {summary(record)}", highlight=False
-        )
+        self._progress.console.print(_epoch_line(record, self._outline), highlight=False)
 
     def ended(self) -> None:
         self._progress.stop()
 
 
 def default_reporter() -> Reporter:
-    """Returns progress bars on a terminal, and plain lines elsewhere."""
     return ProgressBars() if sys.stderr.isatty() else PlainLines()
 
 
-def summary(record: Mapping[str, Any]) -> str:
-    """Returns the main numbers of an epoch's record as text."""
+def _epoch_line(record: Mapping[str, Any], outline: Outline) -> str:
     return (
-        f"loss {record['loss']:.4f}  train {record['accuracy']:.2%}  validation {record['validation_accuracy']:.2%}  "
-        f"{record['images_per_second']:.0f} images/s"
+        f"epoch {record['epoch']}/{outline.epochs}  loss {record['loss']:.4f}  train {record['accuracy']:.2%}  "
+        f"validation {record['validation_accuracy']:.2%}  {record['images_per_second']:.0f} images/s"
     )
 
 
@@ -170,3 +143,36 @@ class Several(Reporter):
     def ended(self) -> None:
         for reporter in self._reporters:
             reporter.ended()
+
+
+class TensorBoard(Reporter):
+    """Writes every number of every epoch as a curve to `folder/tensorboard`; resuming replaces repeated epochs."""
+
+    def __init__(self, folder: Path | str):
+        self._folder = Path(folder) / "tensorboard"
+        self._writer: Any = None
+
+    def started(self, outline: Outline) -> None:
+        writer = required_module("torch.utils.tensorboard.writer", "tensorboard", "a TensorBoard log")
+        # purge_step hides the points of epochs that will be repeated
+        self._writer = writer.SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        for name, value in curves(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def ended(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def curves(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
+    numbers: dict[str, float] = {
+        f"training/{name}": float(value) for name, value in record.items() if isinstance(value, int | float)
+    }
+    numbers |= {f"losses/{name}": value for name, value in record["losses"].items()}
+    for layer, readings in enumerate(record["layers"]):
+        for name, heads in readings.items():
+            numbers |= {f"layer {layer}/{name}/head {head}": value for head, value in enumerate(heads)}
+    return numbers

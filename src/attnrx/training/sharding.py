@@ -98,6 +98,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
+    # src_data_rank=None: every process has the whole tensor and cuts its own shard, nothing is sent
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 

@@ -1,10 +1,11 @@
-"""One optimization step: forward, losses, backward, clipping, update."""
+"""One optimization step: forward, losses, backward, clipping, update; and the sums over the steps of an epoch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,54 +13,41 @@ from attnrx.data import Batch
 from attnrx.losses import LossContext
 from attnrx.models import reduction_of
 from attnrx.shapes import Float, Int, Tensor
-from attnrx.training.config import TrainingConfig
-from attnrx.training.epoch_sums import Meter
-from attnrx.training.fusion import constrain_
-from attnrx.training.mixing import Mixed
-from attnrx.training.optimization import learning_rate_share, set_learning_rate
-from attnrx.training.randomness import MIXING, NOISE, STEP, derived_seed
+from attnrx.training.config import Mixed, TrainingConfig
+from attnrx.training.optimization import Schedule, WeightMean, constrain_, set_learning_rate
 from attnrx.training.sharding import collecting, full_tensor, release_
-from attnrx.training.weight_average import WeightMean
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of a run and the learning rate at each."""
-
-    full_rate: float
-    first_rate: float
-    last_rate: float
-    steps_per_epoch: int
-    steps: int
-    warmup: int
-
-    @classmethod
-    def of(cls, config: TrainingConfig, images: int) -> "Schedule":
-        """Returns the schedule for this number of training images."""
-        per_epoch = images // config.batch_size
-        rates = config.learning_rate, config.warmup_learning_rate, config.min_learning_rate
-        return cls(*rates, per_epoch, per_epoch * config.epochs, round(config.warmup * per_epoch))
-
-    def rate(self, step: int) -> float:
-        """Returns the learning rate of a step."""
-        lowest = self.first_rate if step < self.warmup else self.last_rate
-        return lowest + (self.full_rate - lowest) * learning_rate_share(step, self.steps, self.warmup)
+EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # the purpose is part of a seed, so that no two purposes share random numbers
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A micro-batch, with the fields of `LossContext`."""
+def derived_seed(*parts: int) -> int:
+    """Returns a seed that depends on every part; neighbouring parts give unrelated seeds.
 
-    images: Float[Tensor, "batch channels height width"]
-    labels: Int[Tensor, "batch"]
-    partners: Int[Tensor, "batch"] | None
-    share: float
-    seed: int
-    progress: float
-    shard: tuple[int, int]
+    So random numbers are a function of seed and step, and no generator state has to be saved to resume a run.
+    """
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+class Meter:
+    """Named sums in float64; checkpoints within an epoch include them."""
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self.names = tuple(names)
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
+    def add_(self, values: Sequence[Tensor | float]) -> None:
+        kind = {"dtype": self.sums.dtype, "device": self.sums.device}
+        # torch.full does not synchronize with the GPU; copying a number there would.
+        tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
+        self.sums += torch.stack([each.to(**kind) for each in tensors])
+
+    def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
+        """Returns sums, of this process or of all processes, by name."""
+        return dict(zip(self.names, sums.tolist(), strict=True))
 
 
 @dataclass
@@ -85,12 +73,15 @@ class Learner:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The index of this process and the number of processes."""
         return self.accelerator.process_index, self.accelerator.num_processes
 
     @property
+    def micro_size(self) -> int:
+        """The images of a micro-batch; not from the length of a batch, which may lack images that are corrupt."""
+        return self.config.batch_size // (self.shard[1] * self.config.accumulate)
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     def autocast(self) -> AbstractContextManager:
@@ -98,73 +89,75 @@ class Learner:
         device = self.accelerator.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
 
+    def summed(self, sums: Tensor) -> Tensor:
+        total: Any = self.accelerator.reduce(sums, "sum")  # Any: annotated as possibly None
+        return total
+
     def step_(self, batch: Batch, step: int) -> None:
-        """Runs one step with this process's share of the batch."""
-        torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
+        """Runs one step with this process's share of the batch, in micro-batches."""
+        config = self.config
+        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
+        torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
         self._set_temperature(step)
-        parts = self._parts(batch, step)
+        mixed = Mixed(batch.images, None, 1.0)
+        if config.mixing is not None:
+            mixed = config.mixing.apply(batch, derived_seed(config.seed, MIXING, step))
         values, correct = [], []
-        for number, part in enumerate(parts):
-            last = number + 1 == len(parts)
+        for start in range(0, len(batch), self.micro_size):
+            labels = batch.labels[start : start + self.micro_size]
+            last = start + len(labels) == len(batch)
             with nullcontext() if last else collecting(self.wrapped, self.accelerator):
-                terms, num_correct = self._forward_backward_(part)
-            values.append(terms * (len(part.labels) / len(batch)))
+                terms, num_correct = self._forward_backward_(mixed, labels, start, step)
+            values.append(terms * (len(labels) / len(batch)))
             correct.append(num_correct)
-        release_(self.model)
+        release_(self.model)  # the optimizer works on the shards
         norm = self._update_(step)
         self._record_(step, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
 
     def _set_temperature(self, step: int) -> None:
-        """Sets the sampling temperature of a learned token reducer."""
         reduction = reduction_of(self.model)
         if reduction is not None:
             first, last = self.config.temperatures
+            # steps - 1, so that the last step has the last temperature
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
-    def _parts(self, batch: Batch, step: int) -> "list[_Chunk]":
-        """Mixes the batch if the config requests it, then splits it into micro-batches."""
-        process, processes = self.shard
-        count = self.config.accumulate
-        mixed = Mixed(batch.images, None, 1.0)
-        if self.config.mixing is not None:
-            mixed = self.config.mixing.apply(batch, derived_seed(self.config.seed, MIXING, step))
-        size = self.config.batch_size // (processes * count)  # a batch may lack images that could not be decoded
-        slices = [slice(start, start + size) for start in range(0, len(batch), size)]
-        seed = derived_seed(self.config.seed, NOISE, step)
-        return [
-            _Chunk(
-                images=mixed.images[indices].to(self.dtype),
-                labels=batch.labels[indices],
-                partners=None if mixed.partners is None else mixed.partners[indices],
-                share=mixed.share,
-                seed=seed,
-                progress=step / self.schedule.steps,
-                shard=(process * count + number, processes * count),
-            )
-            for number, indices in enumerate(slices)
-        ]
-
-    def _forward_backward_(self, part: "_Chunk") -> tuple[Float[Tensor, "terms"], Tensor]:
-        """Runs one micro-batch forward and backward; returns every term, their weighted sum, and the number of correct
-        labels.
+    def _forward_backward_(
+        self, mixed: Mixed, labels: Int[Tensor, "labels"], start: int, step: int
+    ) -> tuple[Float[Tensor, "terms"], Tensor]:
+        """Runs the micro-batch that begins at image `start` forward and backward; returns every term, their weighted
+        sum, and the number of correct labels.
         """
         if self.features is not None:
             self.features.clear()
+        config, (process, processes) = self.config, self.shard
+        part = slice(start, start + len(labels))
+        number = start // self.micro_size
+        images = mixed.images[part].to(self.dtype)
         with self.autocast():
-            logits = self.wrapped(part.images)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            features = tuple(self.features or ())
-            context = LossContext(self.model, logits=logits, features=features, **vars(part))
-            terms = [loss(context) for loss in self.config.losses]
-        total = torch.stack([loss.weight * term for loss, term in zip(self.config.losses, terms, strict=True)]).sum()
+            logits = self.wrapped(images)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 is too coarse for a softmax
+            context = LossContext(
+                self.model,
+                images,
+                labels,
+                logits,
+                seed=derived_seed(config.seed, NOISE, step),
+                shard=(process * config.accumulate + number, processes * config.accumulate),
+                partners=None if mixed.partners is None else mixed.partners[part],
+                share=mixed.share,
+                features=tuple(self.features or ()),
+                progress=step / self.schedule.steps,
+            )
+            terms = [loss(context) for loss in config.losses]
+        total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()
         # A batch may lack images that could not be decoded: with this factor N processes still equal one.
-        self.accelerator.backward(total * (len(part.labels) * self.shard[1] / self.config.batch_size))
-        num_correct = (logits.detach().argmax(-1) == part.labels).sum()
+        self.accelerator.backward(total * (len(labels) * processes / config.batch_size))
+        num_correct = (logits.detach().argmax(-1) == labels).sum()
         return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
 
     def _update_(self, step: int) -> Tensor:
-        clip = self.config.gradient_clip
+        clip = self.config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
         if self.config.nonnegative_fusion:

@@ -2,16 +2,16 @@
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from attnrx.data import Batch, Splits
+from attnrx.data import Splits
 from attnrx.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, load_model, recording_blocks, require_model_folder, save_model
@@ -19,6 +19,7 @@ from attnrx.serialization.storage import check_schema, read_json, write_json
 from attnrx.shapes import Tensor
 from attnrx.training.checkpoints import (
     Checkpoints,
+    History,
     identity,
     load_state_,
     load_whole_,
@@ -27,14 +28,18 @@ from attnrx.training.checkpoints import (
     training_provenance,
 )
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import History, evaluate
-from attnrx.training.indicators import Probe
-from attnrx.training.interruption import Interruption, interruptible
-from attnrx.training.preparation import make_accelerator, prepare, require_fit, require_steps
-from attnrx.training.randomness import EPOCH, derived_seed, reproducible
+from attnrx.training.evaluation import Probe, evaluate
+from attnrx.training.preparation import (
+    Interruption,
+    interruptible,
+    make_accelerator,
+    prepare,
+    reproducible,
+    require_fit,
+)
 from attnrx.training.reporters import Outline, Reporter, Silent, default_reporter
 from attnrx.training.sharding import all_whole
-from attnrx.training.step import Learner
+from attnrx.training.step import EPOCH, Learner, derived_seed
 
 KIND, SCHEMA = "attnrx training run", 1
 CHECK_EVERY = 16  # steps between checks of a GPU or of other processes: each check synchronizes
@@ -67,8 +72,7 @@ def train(
     raises TrainingDiverged.
     """
     folder, splits = Path(folder), splits_for(model, data)
-    require_steps(splits, config)
-    splits = require_fit(model, splits, config.reads_labels)
+    splits = require_fit(model, splits, config)
     requested = identity(model, splits, config)
     if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
         raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
@@ -80,19 +84,12 @@ def train(
     # Sharding a model cannot be undone: a copy is sharded, and its weights are loaded into the model at the end.
     sharded = config.parallel == "fsdp" and accelerator.num_processes > 1
     own = copy.deepcopy(model) if sharded else model
-    with reproducible(), _features(own, config) as features, interruptible() as interruption:
-        learner = prepare(model, own, splits, config, accelerator, features)
-        if not learner.accelerator.is_main_process:
-            reporter = Silent()
-        run = _Run(learner, splits, folder, requested)
-        run.restore_()
-        return run.make(reporter or default_reporter(), interruption)
-
-
-def _features(model: nn.Module, config: TrainingConfig) -> AbstractContextManager[list[Tensor] | None]:
-    """Records the outputs of the model's blocks, if a loss needs them."""
     needs_features = any(loss.reads_features for loss in config.losses)
-    return recording_blocks(model, family_of(model)) if needs_features else nullcontext()
+    recording = recording_blocks(own, family_of(own)) if needs_features else nullcontext()
+    reporter = (reporter or default_reporter()) if accelerator.is_main_process else Silent()
+    with reproducible(), recording as features, interruptible() as interruption:
+        learner = prepare(model, own, splits, config, accelerator, features)
+        return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
 
 def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> TrainingRun | None:
@@ -113,17 +110,20 @@ class _Run:
     from it.
     """
 
-    def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any]):
+    def __init__(
+        self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], reporter: Reporter
+    ):
         self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
+        self.reporter, self.steps_per_epoch = reporter, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), History(folder)
         self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
         self.check_every = CHECK_EVERY if waits else 1
+        self._restore_()
 
-    def restore_(self) -> None:
-        """Loads the last checkpoint, if there is one."""
+    def _restore_(self) -> None:
         found = self.checkpoints.read()
         if found is None:
             return
@@ -131,40 +131,24 @@ class _Run:
         require_same_run(record["identity"], self.requested, self.folder)
         load_state_(self.learner, tensors)
         self.step, self.seconds = record["step"], record["seconds"]
-        epochs = self.step // self.learner.schedule.steps_per_epoch
-        self.history.restore(epochs, write=self.accelerator.is_main_process)
+        self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
 
-    def make(self, reporter: Reporter, interruption: Interruption) -> TrainingRun:
-        """Runs the remaining steps."""
-        schedule = self.learner.schedule
-        reporter.started(Outline(self.config.epochs, schedule.steps_per_epoch, self.step))
+    def complete(self, interruption: Interruption) -> TrainingRun:
+        self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
         try:
-            while self.step < schedule.steps:
+            while self.step < self.learner.schedule.steps:
                 began, before = time.perf_counter(), self.step
-                for _ in self._steps():
-                    self._check(reporter, interruption)
-                self._end_epoch(reporter, self.step - before, time.perf_counter() - began)
+                self._run_epoch(interruption)
+                self._end_epoch(self.step - before, time.perf_counter() - began)
             return self._finish()
         finally:
-            reporter.ended()
+            self.reporter.ended()
 
-    def _steps(self) -> Iterator[None]:
-        """Runs the remaining steps of the epoch, yielding after every step."""
-        epoch, start = divmod(self.step, self.learner.schedule.steps_per_epoch)
+    def _run_epoch(self, interruption: Interruption) -> None:
+        """Runs the remaining steps of the epoch."""
+        epoch, start = divmod(self.step, self.steps_per_epoch)
         self.learner.model.train()
-        for batch in self._batches(epoch, start):
-            self.learner.step_(batch, self.step)
-            self.step += 1
-            yield
-        if self.step != (epoch + 1) * self.learner.schedule.steps_per_epoch:
-            raise DataError(
-                f"epoch {epoch + 1} ended after {self.step} steps instead of "
-                f"{(epoch + 1) * self.learner.schedule.steps_per_epoch}: images of the training split are missing. "
-                "Restore them, or train in a new folder."
-            )
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        return self.splits.train.batches(
+        batches = self.splits.train.batches(
             self.config.batch_size,
             seed=derived_seed(self.config.seed, EPOCH, epoch),
             augmentation=self.config.augmentation or self.splits.augmentation,
@@ -172,10 +156,20 @@ class _Run:
             shard=self.learner.shard,
             start=start,
         )
+        for batch in batches:
+            self.learner.step_(batch, self.step)
+            self.step += 1
+            self._check(interruption)
+        expected = (epoch + 1) * self.steps_per_epoch
+        if self.step != expected:
+            raise DataError(
+                f"epoch {epoch + 1} ended after {self.step} steps instead of {expected}: images of the training split "
+                "are missing. Restore them, or train in a new folder."
+            )
 
-    def _check(self, reporter: Reporter, interruption: Interruption) -> None:
+    def _check(self, interruption: Interruption) -> None:
         """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
-        ended = self.step % self.learner.schedule.steps_per_epoch == 0
+        ended = self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
@@ -183,18 +177,23 @@ class _Run:
         if first_bad < self.step:
             raise self._diverged(first_bad)
         if stop and not ended:
-            self._interrupt()
+            path = self._save()
+            raise TrainingInterrupted(
+                f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
+                "Run the same command again to resume."
+            )
         if due and not ended:
             self._save()
         if self.accelerator.is_main_process:
             sums = self.learner.meter.named(self.learner.meter.sums)
-            reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
+            self.reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
     def _agree(self, interruption: Interruption) -> tuple[int, bool]:
         """Returns the first non-finite step and whether to stop, the same in every process."""
+        # Negated, because the maximum over the processes is taken and the first bad step is the smallest.
         signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.wanted)])
         if self.learner.shard[1] > 1:
-            signals = _tensor(self.accelerator.gather(signals[None])).amax(0)
+            signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
         first_bad, stop = signals.tolist()
         return -first_bad, bool(stop)
 
@@ -207,30 +206,23 @@ class _Run:
             "Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
         )
 
-    def _interrupt(self) -> None:
-        path = self._save()
-        raise TrainingInterrupted(
-            f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
-            "Run the same command again to resume."
-        )
-
-    def _end_epoch(self, reporter: Reporter, steps: int, seconds: float) -> None:
+    def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
         with learner.mean.in_place() if learner.mean else nullcontext():
-            score = evaluate(learner, self.splits.validation)
+            validation_accuracy, validation_loss = evaluate(learner, self.splits.validation)
             layers = self.probe.read(learner.model)
-        sums = learner.meter.named(_tensor(self.accelerator.reduce(learner.meter.sums, "sum")))
-        learner.meter.reset_()
+        sums = learner.meter.named(learner.summed(learner.meter.sums))
+        learner.meter.sums.zero_()
         record = {
-            "epoch": self.step // learner.schedule.steps_per_epoch,
+            "epoch": self.step // self.steps_per_epoch,
             "step": self.step,
             "learning_rate": learner.schedule.rate(self.step - 1),
             "loss": sums["loss"] / sums["steps"],
             "gradient_norm": sums["gradient_norm"] / sums["steps"],
             "losses": {loss.name: sums[loss.name] / sums["steps"] for loss in self.config.losses},
             "accuracy": sums["correct"] / sums["images"],
-            "validation_accuracy": score.accuracy,
-            "validation_loss": score.loss,
+            "validation_accuracy": validation_accuracy,
+            "validation_loss": validation_loss,
             "seconds": seconds,
             "images_per_second": steps * self.config.batch_size / seconds,
             "layers": layers,
@@ -238,14 +230,13 @@ class _Run:
         self.history.records.append(record)
         if self.accelerator.is_main_process:
             self.history.write()
-            reporter.epoch_ended(record)
+            self.reporter.epoch_ended(record)
         if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
             self._save()
 
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
-        sums = _tensor(self.accelerator.reduce(self.learner.meter.sums, "sum"))
-        tensors = state_tensors(self.learner, sums)
+        tensors = state_tensors(self.learner, self.learner.summed(self.learner.meter.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             self.checkpoints.write(self.step, tensors, {"identity": self.requested, "seconds": seconds})
@@ -256,11 +247,11 @@ class _Run:
         """Saves the model together with training.json, which marks the run as finished."""
         learner = self.learner
         if learner.mean is not None:
-            learner.mean.store_()
-        test = evaluate(learner, self.splits.test)
+            learner.mean.swap_()
+        test, _ = evaluate(learner, self.splits.test)
         best = max(self.history.records, key=lambda record: record["validation_accuracy"])
         accuracy = {
-            "test": test.accuracy,
+            "test": test,
             "validation": self.history.records[-1]["validation_accuracy"],
             "best_validation": best["validation_accuracy"],
             "best_epoch": best["epoch"],
@@ -285,8 +276,3 @@ class _Run:
             save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))
         self.accelerator.wait_for_everyone()
         return TrainingRun(model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
-
-
-def _tensor(value: Any) -> Tensor:
-    """Casts the result of an accelerate call to Tensor, for the type checker."""
-    return value

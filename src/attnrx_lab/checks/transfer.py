@@ -13,7 +13,7 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import mean_change, mean_estimate
 from attnrx.data import ImageSet, own_labels
-from attnrx.data.passes import generator
+from attnrx.data.images import generator
 from attnrx.errors import DataError, InvalidInput
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of, head_features

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from attnrx.data.decoding import decode, threads
+from attnrx.data.pixels import decode, threads
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Int, Tensor
 from attnrx_lab.corruptions.filters import (

@@ -1,0 +1,263 @@
+"""From the bytes of an image file to the pixels that a model reads: decoding, fitting, augmentation, normalization."""
+
+import io
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from attnrx.errors import DataError, InvalidInput
+from attnrx.optional import required_module
+from attnrx.shapes import Bool, Float, Int, Tensor, UInt8
+
+Policy = Literal["raise", "skip"]
+Fit = Literal["pad", "fill", "photo"]
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
+MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
+SMALL = 96  # sets whose pictures have no shorter side above this are resized as they are
+ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
+RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
+
+
+def threads() -> int:
+    """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
+    # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
+    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+@dataclass
+class CorruptImages:
+    """The policy for images that cannot be decoded (`raise` or `skip`), and the messages of those found."""
+
+    policy: Policy = "raise"
+    found: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        if self.policy not in ("raise", "skip"):
+            raise InvalidInput(f"on_corrupt={self.policy!r}: choose 'raise' or 'skip'.")
+
+    def report(self, error: DataError) -> None:
+        if self.policy == "raise":
+            raise DataError(
+                f"{error} Repair or remove it, or pass on_corrupt='skip' to leave such images out."
+            ) from error
+        self.found.append(str(error))
+
+
+def decode(content: bytes | bytearray | memoryview, channels: int | None) -> UInt8[Tensor, "channels height width"]:
+    """Decodes an image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
+
+    Raises ValueError with the reason when that cannot be done; a truncated file cannot be decoded.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content)) as file:
+            if file.mode == "I;16":  # Pillow's own conversion to 8 bits clips at 255 instead of dividing
+                grey = torch.from_numpy((np.array(file) >> 8).astype(np.uint8))[None]
+                return grey.expand(channels or 1, -1, -1)
+            if file.mode in ("I", "F"):
+                raise ValueError(f"its pixels are of kind {file.mode!r}, not 8 or 16 bits a channel")
+            mode = "L" if channels == 1 or (channels is None and file.mode in ("1", "L", "LA")) else "RGB"
+            pixels = np.array(file if file.mode == mode else file.convert(mode))
+    except UnidentifiedImageError:
+        raise ValueError("it is empty, or no image of a known format") from None
+    except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
+        raise ValueError(str(error) or type(error).__name__) from error
+    return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)
+
+
+def decode_all(
+    picture: Callable[[int], UInt8[Tensor, "channels height width"]],
+    count: int,
+    shape: tuple[int, int, int],
+    corrupt: CorruptImages,
+) -> tuple[UInt8[Tensor, "kept channels height width"], list[int]]:
+    """Decodes `count` images into one tensor, several at once; returns it with the positions that could be decoded."""
+    pixels = torch.empty(count, *shape, dtype=torch.uint8)
+
+    def work(first: int) -> dict[int, DataError]:
+        broken = {}
+        for position in range(first, min(first + CHUNK, count)):
+            try:
+                pixels[position] = picture(position)
+            except DataError as error:
+                broken[position] = error
+        return broken
+
+    broken: dict[int, DataError] = {}
+    pool = ThreadPoolExecutor(threads())
+    try:
+        for task in [pool.submit(work, first) for first in range(0, count, CHUNK)]:
+            for position, error in task.result().items():
+                corrupt.report(error)  # here and not in the threads, so that the messages are in order
+                broken[position] = error
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C and the first corrupt image stop the rest
+    kept = [position for position in range(count) if position not in broken]
+    return (pixels[kept] if broken else pixels), kept
+
+
+@dataclass(frozen=True)
+class ImageGeometry:
+    """The square `size` of the model's input and how a picture is fitted to it.
+
+    `pad` puts smaller pictures between black borders (28x28 into 32x32: no pixel changes); `fill` resizes the shorter
+    side to `size`; `photo` resizes it to 256/224 of that, unless the picture is smaller, so that the crop drops a rim.
+    A centre crop makes it square.
+    """
+
+    size: int
+    channels: int
+    fit: Fit
+
+    def still(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels size size"]:
+        """Fits a picture as evaluation does, without randomness."""
+        height, width = picture.shape[-2:]
+        short, wanted = min(height, width), self.size
+        if self.fit == "pad" and max(height, width) <= self.size:
+            top, left = (self.size - height) // 2, (self.size - width) // 2
+            borders = (left, self.size - width - left, top, self.size - height - top)
+            return torch.nn.functional.pad(picture, borders)
+        if self.fit == "photo":
+            wanted = min(max(short, self.size), round(MARGIN * self.size))
+        if short != wanted:
+            size = [max(wanted, round(side * wanted / short)) for side in (height, width)]
+            # antialiased bilinear, as torchvision resizes
+            resized = torch.nn.functional.interpolate(picture[None], size, mode="bilinear", antialias=True)
+            picture = resized[0]
+        top, left = ((side - self.size) // 2 for side in picture.shape[-2:])
+        return picture[:, top : top + self.size, left : left + self.size]
+
+    def window(self, picture: UInt8[Tensor, "channels height width"], box: Box) -> UInt8[Tensor, "channels size size"]:
+        transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
+        return transforms.resized_crop(picture, *box, [self.size, self.size], antialias=True)
+
+
+def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | None) -> ImageGeometry:
+    """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
+    channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
+    sides = [min(picture.shape[-2:]) for picture in pictures]
+    if max(sides) > SMALL:
+        return ImageGeometry(size or 224, channels, "photo")
+    return ImageGeometry(size or Counter(sides).most_common(1)[0][0], channels, "fill")
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one batch: drawn on the CPU, so that every device and every process sees the same."""
+
+    shift: Int[Tensor, "batch 2"]
+    mirror: Bool[Tensor, "batch"]
+    window: Float[Tensor, "batch attempts 4"]
+
+    def part(self, images: slice | list[int]) -> "Draws":
+        return Draws(self.shift[images], self.mirror[images], self.window[images])
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random crop from `padding` black pixels around the image, and mirroring of half the images.
+
+    With `area` the crop is instead a random window holding that share of the picture, resized to the model's input;
+    it needs the whole pictures, so only splits that stream can do it.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    area: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        if self.padding < 0:
+            raise InvalidInput(f"Augmentation(padding={self.padding}): padding counts pixels and cannot be negative.")
+        if self.area is not None and not 0 < self.area[0] <= self.area[1] <= 1:
+            raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
+
+    def draw(self, count: int, generator: torch.Generator) -> Draws:
+        """Draws the random numbers of `count` images; every knob draws, so that none changes the numbers of another."""
+        return Draws(
+            shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
+            mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
+            window=torch.rand(count, ATTEMPTS if self.area else 0, 4, generator=generator, dtype=torch.float32),
+        )
+
+    def apply(
+        self, images: UInt8[Tensor, "batch channels height width"], draws: Draws
+    ) -> UInt8[Tensor, "batch channels height width"]:
+        """Crops and mirrors a batch on its own device by one gather."""
+        batch, channels, height, width = images.shape
+        device = images.device
+        shift, mirror = draws.shift.to(device), draws.mirror.to(device)
+        padded = torch.nn.functional.pad(images, (self.padding,) * 4)
+        down = shift[:, :1] + torch.arange(height, device=device)
+        across = torch.arange(width, device=device).expand(batch, width)
+        across = shift[:, 1:] + torch.where(mirror[:, None], across.flip(1), across)
+        image = torch.arange(batch, device=device)[:, None, None, None]
+        channel = torch.arange(channels, device=device)[None, :, None, None]
+        return padded[image, channel, down[:, None, :, None], across[:, None, None, :]]
+
+    def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
+        """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
+        low, high = self.area or (1.0, 1.0)
+        for share, ratio, down, across in window.tolist():
+            area = height * width * (low + share * (high - low))
+            # uniform in the logarithm, so that 3/4 and 4/3 are equally likely
+            shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
+            rows, columns = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
+            if 0 < rows <= height and 0 < columns <= width:
+                return int(down * (height - rows + 1)), int(across * (width - columns + 1)), rows, columns
+        rows = min(height, round(width / RATIO[0]))
+        columns = min(width, round(height * RATIO[1]))
+        return (height - rows) // 2, (width - columns) // 2, rows, columns
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Subtracts the mean and divides by the standard deviation of each channel.
+
+    The law: `invert(apply(x)) == x` to rounding.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self):
+        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
+            raise InvalidInput(
+                f"Normalization(mean={self.mean}, std={self.std}): give one mean and one positive std per channel."
+            )
+
+    @classmethod
+    def half(cls, channels: int) -> "Normalization":
+        """Returns mean = std = 0.5, the choice for data without published statistics."""
+        return cls((0.5,) * channels, (0.5,) * channels)
+
+    def apply(
+        self, images: Float[Tensor, "*batch channels height width"]
+    ) -> Float[Tensor, "*batch channels height width"]:
+        """Takes pixels in [0, 1] to the model's scale."""
+        mean, std = self._columns(images)
+        return (images - mean) / std
+
+    def invert(
+        self, images: Float[Tensor, "*batch channels height width"]
+    ) -> Float[Tensor, "*batch channels height width"]:
+        """Takes the model's scale back to pixels in [0, 1]."""
+        mean, std = self._columns(images)
+        return images * std + mean
+
+    def _columns(self, images: Tensor) -> Tensor:
+        if images.shape[-3] != len(self.mean):
+            raise InvalidInput(
+                f"images of {images.shape[-3]} channels were given to a normalization of {len(self.mean)}; "
+                "use the one of the dataset they came from."
+            )
+        return torch.tensor([self.mean, self.std], dtype=images.dtype, device=images.device)[..., None, None]

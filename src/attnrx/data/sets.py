@@ -1,0 +1,173 @@
+"""Splits whose rows can be read in any order: decoded once and held as uint8, or decoded batch by batch ahead of the
+model where they do not fit in memory or their augmentation crops whole pictures."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from attnrx.data.images import Batch, Pass, RowImages
+from attnrx.data.pixels import Augmentation, CorruptImages, Draws, ImageGeometry, Normalization, threads
+from attnrx.data.splits import StoredImages
+from attnrx.errors import DataError, InvalidInput
+from attnrx.shapes import Int, Tensor, UInt8
+
+AHEAD = 2  # batches that are being decoded while the model works on another
+CPU = torch.device("cpu")
+
+Picture = Callable[[], UInt8[Tensor, "channels height width"]]
+
+
+class PixelStore:
+    """The decoded images of a source: held once however many splits look at them, copied once to each device.
+
+    `sources` are the rows that the images had in the file.
+    """
+
+    def __init__(
+        self,
+        pixels: UInt8[Tensor, "stored channels height width"],
+        labels: Int[Tensor, "stored"],
+        sources: Int[Tensor, "stored"],
+    ):
+        self.labels = labels
+        self._copies = {CPU: (pixels, labels, sources)}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the pixels, labels and source rows on a device, copying them the first time."""
+        if device not in self._copies:
+            pixels, labels, sources = self._copies[CPU]
+            self._copies[device] = (pixels.to(device), labels.to(device), sources.to(device))
+        return self._copies[device]
+
+    def content(self, row: int) -> bytes:
+        return self._copies[CPU][0][row].numpy().tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryImages(RowImages):
+    """Some rows of a pixel store, cropped and mirrored in batches on the device."""
+
+    store: PixelStore
+    normalization: Normalization
+
+    def renormalized(self, normalization: Normalization) -> "MemoryImages":
+        return replace(self, normalization=normalization)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        if order.augmentation is not None and order.augmentation.area is not None:
+            raise InvalidInput(
+                f"Augmentation(area={order.augmentation.area}) crops whole pictures, but {self.name} is held decoded; "
+                "use padding instead."
+            )
+        pixels, labels, sources = self.store.on(order.device)
+        for positions, draws in order.steps(len(self)):
+            rows = self.rows[positions].to(order.device)
+            yield Batch(order.finish(pixels[rows], draws, self.normalization), labels[rows], sources[rows])
+
+
+def from_tensors(
+    name: str,
+    pixels: UInt8[Tensor, "images channels height width"],
+    labels: Int[Tensor, "images"],
+    normalization: Normalization,
+) -> MemoryImages:
+    """Makes an image set of pixels that are in memory already."""
+    if len(pixels) != len(labels) or not len(pixels):
+        raise InvalidInput(
+            f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
+        )
+    rows = torch.arange(len(labels))
+    return MemoryImages(name, PixelStore(pixels, labels, rows), rows, normalization)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch before decoding."""
+
+    pictures: list[Picture]
+    labels: Int[Tensor, "batch"]
+    index: Int[Tensor, "batch"]
+    draws: Draws | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How encoded images become batches; shared by every kind of split that streams."""
+
+    geometry: ImageGeometry
+    normalization: Normalization
+    corrupt: CorruptImages = field(default_factory=CorruptImages)
+
+    def batches(self, works: Iterable[Work], order: Pass) -> Iterator[Batch]:
+        """Decodes with a pool of threads, keeping the order; images that cannot be decoded are skipped or raised."""
+        waiting: deque[tuple[Work, list[Future]]] = deque()
+        pool = ThreadPoolExecutor(threads())
+        try:
+            for work in works:
+                waiting.append((work, self._submit(pool, work, order.augmentation)))
+                if len(waiting) > AHEAD:
+                    yield self._collect(*waiting.popleft(), order)
+            while waiting:
+                yield self._collect(*waiting.popleft(), order)
+        finally:  # also when the consumer stops early
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Work, augmentation: Augmentation | None) -> list[Future]:
+        if work.draws is None or augmentation is None or augmentation.area is None:
+            return [pool.submit(lambda picture: self.geometry.still(picture()), picture) for picture in work.pictures]
+
+        def window(picture: Picture, numbers: Tensor) -> Tensor:
+            pixels = picture()
+            return self.geometry.window(pixels, augmentation.box(pixels.shape[1], pixels.shape[2], numbers))
+
+        return [pool.submit(window, *pair) for pair in zip(work.pictures, work.draws.window, strict=True)]
+
+    def _collect(self, work: Work, tasks: list[Future], order: Pass) -> Batch:
+        pixels, kept = [], []
+        for position, task in enumerate(tasks):
+            try:
+                pixels.append(task.result())
+                kept.append(position)
+            except DataError as error:
+                self.corrupt.report(error)
+        if not pixels:
+            raise DataError(
+                f"none of the {len(tasks)} images of a batch can be decoded; the first: "
+                f"{self.corrupt.found[-len(tasks)]}"
+            )
+        images = torch.stack(pixels)
+        if order.device.type == "cuda":
+            images = images.pin_memory()  # without it the copy below waits for the GPU
+        images = images.to(order.device, non_blocking=True)
+        draws = None if work.draws is None else work.draws.part(kept)
+        images = order.finish(images, draws, self.normalization)
+        return Batch(images, work.labels[kept].to(order.device), work.index[kept].to(order.device))
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedImages(RowImages):
+    """Some rows of encoded images."""
+
+    store: StoredImages
+    stream: Stream
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Messages of the images that could not be decoded so far."""
+        return tuple(self.stream.corrupt.found)
+
+    def renormalized(self, normalization: Normalization) -> "StreamedImages":
+        return replace(self, stream=replace(self.stream, normalization=normalization))
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        return self.stream.batches(self._works(order), order)
+
+    def _works(self, order: Pass) -> Iterator[Work]:
+        for positions, draws in order.steps(len(self)):
+            rows = self.rows[positions]
+            pictures = [partial(self.store.picture, row, self.stream.geometry.channels) for row in rows.tolist()]
+            yield Work(pictures, self.store.labels[rows], self.store.sources[rows], draws)

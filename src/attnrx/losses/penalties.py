@@ -1,0 +1,117 @@
+"""Penalties on the attention, the strengths and the tokens of the model in training."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.attention.forms import SharedForm, SvdaForm
+from attnrx.decompositions import ownership_penalty
+from attnrx.diagnostics.spectral_shape import effective_rank
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.losses.loss import Loss, LossContext
+from attnrx.models import family_of, observing, reduction_of
+from attnrx.observation import Observation
+from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class TargetRank(Loss):
+    """The squared distance of a head's effective rank to `rank` (Eq. 28), averaged over the heads of all layers.
+
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped.
+    """
+
+    rank: float
+    weight: float = 0.01
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.rank >= 1:
+            raise InvalidInput(f"{self}: an effective rank is at least 1.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        layers = family_of(context.model).attention(context.model)
+        ranks = [
+            effective_rank(strength)
+            for layer in layers
+            if isinstance(layer.scores, SvdaForm)
+            for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
+            if strength.numel()
+        ]
+        if not ranks:
+            raise NotSupported("TargetRank needs learned strengths, and this model has none: train an SVDA model.")
+        return (torch.stack(ranks) - self.rank).square().mean()
+
+
+@dataclass(frozen=True)
+class PerturbationRobustness(Loss):
+    """The squared Frobenius change of the attention maps under Gaussian noise (Eq. 34).
+
+    Averaged over images, heads and layers. `scale` is the standard deviation of the noise in normalized units. Images
+    and noisy images pass once more, through the eager attention, so a step costs about three times as much.
+    """
+
+    scale: float = 0.05
+    weight: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.scale < float("inf"):
+            raise InvalidInput(f"{self}: scale is the deviation of the noise and must be positive and finite.")
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        changes: list[Tensor] = []
+
+        def observe(_: int, observation: Observation) -> None:
+            clean, noisy = observation.attention.chunk(2)
+            changes.append((clean - noisy).square().sum((-2, -1)).mean())
+
+        images = torch.cat([context.images, context.images + self.scale * context.noise()])
+        with observing(context.model, family_of(context.model), observe):
+            context.model.forward(images)  # the bare module, in which the hooks see every layer
+        if not changes:
+            raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
+        return torch.stack(changes).mean()
+
+
+@dataclass(frozen=True)
+class FusionOwnership(Loss):
+    """The distance of the shared directions from having one head each: the constraint S S^T = I of Eq. 7, as a penalty.
+
+    (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
+    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
+    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
+    constraint, S >= 0, holds as well; `fusion_owner` then cuts the model into irregular heads.
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        layers = family_of(context.model).attention(context.model)
+        forms = [layer.scores for layer in layers if isinstance(layer.scores, SharedForm)]
+        fusions = [form.strength for form in forms if form.strength.numel()]
+        if not fusions:
+            raise NotSupported(
+                "FusionOwnership needs directions that heads share, and this model has none: realize a prescription of "
+                "the rule shared_rank first."
+            )
+        total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
+        return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
+
+
+@dataclass(frozen=True)
+class KeepRatio(Loss):
+    """The squared distance of the share of kept patches from the policy's, over images and stages (Eq. 12)."""
+
+    weight: float = 2.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        reduction = reduction_of(context.model)
+        if reduction is None or not reduction.run.sampled:
+            raise NotSupported(
+                "KeepRatio needs a learned token reducer (spot, dynamicvit), and this model has none; attach a policy "
+                "or omit the loss."
+            )
+        wanted = reduction.policy.keep
+        found = torch.stack([keep.mean(1) for keep in reduction.run.sampled], dim=1)
+        return (found - found.new_tensor(wanted[: found.shape[1]])).square().mean()
