@@ -26,7 +26,7 @@ OTHERS = ("", "qk=total_rank:0.5", "vo=total_rank:0.5", "qk=uniform_rank:0.5 vo=
 
 @pytest.fixture(scope="module")
 def subjects() -> dict[str, tuple[nn.Module, rx.Diagnosis, Tensor]]:
-    own = {form: cases.model(cases.ViTConfig.uniform(form, **SHAPE)) for form in FORMS[:2]}
+    own: dict[str, nn.Module] = {form: cases.model(cases.ViTConfig.uniform(form, **SHAPE)) for form in FORMS[:2]}
     own["timm"] = rx.load(of_timm(VIT, img_size=8, patch_size=4, depth=3, embed_dim=16, num_heads=4, num_classes=3))
     found = {}
     for form, model in own.items():
@@ -129,6 +129,7 @@ def test_a_duplicated_head_is_removed_at_no_cost(subjects) -> None:
     with torch.no_grad():
         for part in (attention.scores.query, attention.scores.key, attention.value):
             part.weight[4:8] = part.weight[:4]
+            assert part.bias is not None
             part.bias[4:8] = part.bias[:4]
     data = pixels(model.config, 24)
     diagnosis = rx.diagnose(model, data, diagnostics=(rx.diagnostics.Moments(),))

@@ -208,7 +208,7 @@ def test_controls_keep_as_much_of_a_dense_model_as_the_rule_and_something_else(n
 
 
 def _ranks(prescription: Prescription, name: str) -> list[tuple[int, ...]]:
-    return [layer.decisions[name].ranks for layer in prescription.layers]
+    return [layer.outputs[name].ranks if name in layer.outputs else layer.qk.ranks for layer in prescription.layers]
 
 
 def test_a_control_draws_by_its_seed() -> None:
