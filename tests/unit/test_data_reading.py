@@ -11,7 +11,7 @@ import torch
 from attnrx.data import DATASETS, Columns, load_data
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import locate
-from attnrx.data.splits import Opened
+from attnrx.data.splits import DatasetReader, Opened
 from attnrx.data.tables import ParquetReader
 from attnrx.errors import DataError
 from pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
@@ -228,7 +228,9 @@ def test_the_catalogue_is_complete() -> None:
 @pytest.mark.data
 @pytest.mark.parametrize(("name", "counts"), [("fashion_mnist", (60000, 10000)), ("cifar10", (50000, 10000))])
 def test_the_real_files(real_data: Path, name: str, counts: tuple[int, int]) -> None:
-    opened = locate(real_data / f"{name}.parquet", None).reader.open()
+    reader = locate(real_data / f"{name}.parquet", None).reader
+    assert isinstance(reader, DatasetReader)
+    opened = reader.open()
     assert isinstance(opened, Opened)
     assert tuple(len(opened.splits[split]) for split in ("train", "test")) == counts
     card = DATASETS[name]
