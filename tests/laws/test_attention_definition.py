@@ -7,7 +7,7 @@ import torch
 
 from attnrx.attention import AttentionCapture, Backend, Eager, Explicit, Flex, Fused, Native, Observed
 from attnrx.attention.backends import generated
-from attnrx.attention.kernels.compilation import native_library
+from attnrx.kernels.compilation import native_library
 from attnrx.observation import Observation
 from layers import LAYERS, Case, by_definition
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.attention import Backend, Eager, Explicit, Fused, Observed, using
-from attnrx.attention.kernels.compilation import native_library
 from attnrx.errors import NotSupported, UnknownName
+from attnrx.kernels.compilation import native_library
 from attnrx.models import family_of, observing
 from attnrx.observation import Observation
 from attnrx.realization import realize

@@ -10,10 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
-from attnrx.attention.kernels import compilation
-from attnrx.attention.kernels.native import native_attention
 from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, KernelWarning, NotSupported
+from attnrx.kernels import compilation
+from attnrx.kernels.native_attention import native_attention
 from attnrx.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.attention.kernels.ragged_launch import ragged_attention
+from attnrx.kernels.ragged_launch import ragged_attention
 
 pytest.importorskip("triton")
 

@@ -13,8 +13,8 @@ from attnrx.attention.backends.backend import Backend, Eager
 from attnrx.attention.backends.explicit import Explicit
 from attnrx.attention.backends.generated import Flex, Ragged
 from attnrx.attention.factors import AttentionContext
-from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import NotSupported, UnknownName
+from attnrx.kernels.compilation import required_library
 from attnrx.runtime.hardware import Measurements, may_measure
 from attnrx.shapes import Tensor, TokenBatch
 from attnrx.spec import AttentionSpec

@@ -203,7 +203,7 @@ class HeatMap:
             for column, value in enumerate(row):
                 x = left + column * across
                 step = "absent" if value is None or not math.isfinite(value) else f"level-{self.level(value)}"
-                # Cells are 1.5 units apart and have rounded corners.
+                # Cells have gaps of 1.5 units and rounded corners.
                 box = {"x": x + 0.75, "y": y + 0.75, "width": across - 1.5, "height": height - 1.5, "rx": 3}
                 drawing.add("rect", f"cell {step}", f"layer {layer}, {tips[layer][column]}", **box)
                 if value is not None:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from attnrx.tokens.merging import Merging
+from attnrx.kernels.native_merging import Merged, native_merge
+from attnrx.shapes import Float, Tensor
+from attnrx.tokens.merging import Merging, Tables
 
 
 @dataclass(frozen=True)
@@ -13,3 +15,6 @@ class ToMe(Merging):
     patches' keys, weighted by size. As published a few patches are merged in every layer, between attention and MLP,
     never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
     """
+
+    def in_one_round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], count: int) -> Merged | None:
+        return native_merge(tables["patches"], sizes, tables["keys"], count)

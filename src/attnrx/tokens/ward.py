@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnrx.kernels.native_merging import Merged, native_merge
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.merging import Merging, Tables
 from attnrx.tokens.reducer import Shape
@@ -28,8 +29,14 @@ class Ward(Merging):
         return shape.width
 
     def tables(self, state: TokenState) -> Tables:
-        lengths = {"lengths": state.patches.norm(dim=-1, keepdim=True)} if self.lengths else {}
-        return {"patches": state.patches, **lengths}
+        return {"patches": state.patches}
+
+    def in_one_round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], count: int) -> Merged | None:
+        return native_merge(tables["patches"], sizes, None, count, self.lengths)
+
+    def first_tables(self, tables: Tables) -> Tables:
+        lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}
+        return {**tables, **lengths}
 
     def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
         patches = tables["patches"]

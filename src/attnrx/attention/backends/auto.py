@@ -16,8 +16,8 @@ from attnrx.attention.factors import (
     ValueBatch,
     padded_buckets,
 )
-from attnrx.attention.kernels.compilation import native_library
-from attnrx.attention.kernels.native import native_attention
+from attnrx.kernels.compilation import native_library
+from attnrx.kernels.native_attention import native_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 

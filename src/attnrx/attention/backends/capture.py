@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attnrx.attention.backends.auto import FEW_QUERIES, faster, runs_on
 from attnrx.attention.backends.backend import Backend, scores
 from attnrx.attention.factors import AttentionContext, Bucket, HeadLayout, ScoreFactors, ValueBatch
-from attnrx.attention.kernels.native import native_attention
+from attnrx.kernels.native_attention import native_attention
 from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
@@ -81,8 +81,10 @@ class AttentionCapture(Backend):
         if learned or "attention" in self.wanted:
             return self._unfused(factors, value, sizes)
         if self.wanted:
-            first = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
-            self.pass_on(sized_softmax(first, sizes), factors, value)
+            first = None
+            if "class_attention" in self.wanted:
+                first = sized_softmax((query[:, :, :1] * factors.scale) @ key.transpose(-1, -2), sizes)
+            self.pass_on(first, factors, value)
         if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             read = native_attention([query], [key], [value], sizes, factors.scale)
             return read.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
@@ -105,13 +107,13 @@ class AttentionCapture(Backend):
 
     def pass_on(
         self,
-        attention: Float[Tensor, "part heads queries tokens"],
+        attention: Float[Tensor, "part heads queries tokens"] | None,
         factors: ScoreFactors,
         value: ValueBatch,
         part: Part | None = None,
     ) -> None:
         """Passes the requested quantities to `show`; the first row of the attention is that of the class token."""
-        found = {"attention": attention, "class_attention": attention[:, :, 0]}
+        found = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             found["keys"] = factors.key[images_of(part)].mean(2)
         if "value_norms" in self.wanted:

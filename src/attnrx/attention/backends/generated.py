@@ -17,7 +17,7 @@ from attnrx.attention.factors import (
     exact_buckets,
     padded_buckets,
 )
-from attnrx.attention.kernels.ragged_launch import ragged_attention
+from attnrx.kernels.ragged_launch import ragged_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 

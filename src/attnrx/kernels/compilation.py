@@ -24,7 +24,8 @@ from attnrx.serialization.storage import check_schema, json_text
 
 KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp"))
+HEADERS = (Path(__file__).with_name("vectors.hpp"),)
 COMPILERS = ("c++", "g++", "clang++")
 # Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
@@ -103,7 +104,7 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
     # be shared by machines with equal names.
     defined = _output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    source = SOURCE.read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
     key = _sha256("\n".join((source, *command, defined)))[:16]
     record = cache_folder() / "kernels" / f"native-{key}.json"
     _create_private(record.parent)
@@ -126,7 +127,7 @@ def _sha256(text: str) -> str:
 
 
 def _build(command: list[str], path: Path) -> None:
-    _output_of([*command, str(SOURCE), "-o", str(path)])
+    _output_of([*command, *map(str, SOURCES), "-o", str(path)])
 
 
 def _output_of(command: list[str]) -> str:
@@ -192,6 +193,8 @@ def _loaded(record: Path) -> ctypes.CDLL:
     whole, pointer = ctypes.c_int, ctypes.c_void_p
     library.attnrx_attention.argtypes = [pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole]
     library.attnrx_attention.restype = whole
+    library.attnrx_merge.argtypes = [pointer, whole]
+    library.attnrx_merge.restype = whole
     return library
 
 

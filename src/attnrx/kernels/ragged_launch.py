@@ -47,7 +47,7 @@ def ragged_attention(
 def kernels() -> ModuleType:
     """Imports the kernels, and Triton with them."""
     try:
-        return importlib.import_module("attnrx.attention.kernels.ragged")
+        return importlib.import_module("attnrx.kernels.ragged")
     except ImportError as error:
         raise NotSupported(f"ragged attention needs Triton ({error}): pip install triton.") from error
 

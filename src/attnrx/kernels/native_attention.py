@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from attnrx.attention.kernels.compilation import required_library
 from attnrx.errors import InvalidInput
+from attnrx.kernels.compilation import required_library
 from attnrx.shapes import Float, Tensor
 
 # The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank

@@ -1,0 +1,222 @@
+// One round of bipartite token merging on a CPU (Bolya et al., 2023).
+//
+// Patches at even positions are matched with the most similar ones at odd positions; the most similar pairs are merged
+// into means weighted by size. Similarities of a tile of rows stay in registers; no matrix of them is written.
+#include <algorithm>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "vectors.hpp"
+
+namespace {
+
+// The arguments, passed from Python: start addresses, and strides of images and patches in floats.
+struct Merge {
+  int64_t patches, patches_image, patches_row, width;
+  int64_t compared, compared_image, compared_row, features;
+  int64_t images, count, merged;
+  int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
+  int64_t sizes, output, output_sizes, kept;
+};
+
+// What the similarity needs of one set besides its products: squares and inverse sizes, or inverse norms. `added` is
+// infinite for the columns that pad the last vector, which are never the most similar.
+struct Side {
+  std::vector<float> packed, squares, weights, added;
+};
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// Squared norms are summed in the order of `multiply`, so that the distance of equal patches is exactly zero.
+void sum_squares(const Side& side, int count, int length, float* to) {
+  const int padded = up(count, WIDTH);
+  for (int first = 0; first < padded; first += WIDTH) {
+    const int panel = first / PANEL * PANEL, wide = padded - panel < PANEL ? WIDTH : PANEL;
+    const float* from = side.packed.data() + (int64_t)panel * length + (first - panel);
+    Vector sum = {};
+    for (int i = 0; i < length; i++, from += wide) sum += load(from) * load(from);
+    store(to + first, sum);
+  }
+}
+
+void prepare(const Merge& merge, int image, int parity, Side& side) {
+  const int count = (int)(merge.count + 1 - parity) / 2, padded = up(count, WIDTH), length = (int)merge.features;
+  const float* rows = (const float*)merge.compared + image * merge.compared_image + parity * merge.compared_row;
+  const float* sizes = (const float*)merge.sizes + image * merge.count + parity;
+  side.packed.resize((size_t)padded * length);
+  for (auto* own : {&side.squares, &side.weights, &side.added}) own->resize(padded);
+  pack_keys(rows, 2 * merge.compared_row, count, length, 1.f, side.packed.data());
+  sum_squares(side, count, length, side.squares.data());
+  for (int i = 0; i < padded; i++) {
+    side.added[i] = i < count ? 0.f : -INFINITE;
+    if (i >= count) side.weights[i] = 1.f;
+    else if (merge.distances) side.weights[i] = 1.f / sizes[2 * i];
+    else side.weights[i] = 1.f / std::max(std::sqrt(side.squares[i]), 1e-12f);
+  }
+}
+
+// For N patches of the first set, starting at `row`: the most similar one of the second, the first one if several are.
+template <int N, bool DISTANCES>
+void match(const float* rows, int64_t stride, int length, int row, const Side& first, const Side& second, int count,
+           float* best, int32_t* nearest) {
+  const int padded = up(count, WIDTH);
+  Vector most[N];
+  Integers where[N] = {}, lanes;
+  for (int lane = 0; lane < WIDTH; lane++) lanes[lane] = lane;
+  for (int n = 0; n < N; n++) most[n] = all(-INFINITE);
+  const auto see = [&](int n, int column, Vector product) {
+    Vector close = load(&second.added[column]);
+    if constexpr (DISTANCES) {
+      Vector distance = first.squares[row + n] + load(&second.squares[column]) - 2.f * product;
+      close -= larger(distance, Vector{}) / (first.weights[row + n] + load(&second.weights[column]));
+    } else {
+      close += product * first.weights[row + n] * load(&second.weights[column]);
+    }
+    Integers closer = close > most[n];
+    most[n] = closer ? close : most[n];
+    where[n] = closer ? lanes + column : where[n];
+  };
+  for (int column = 0; column < padded; column += PANEL) {
+    const float* panel = second.packed.data() + (int64_t)column * length;
+    if (padded - column < PANEL) {
+      Vector sums[N][1] = {};
+      multiply(rows, stride, panel, length, sums);
+      UNROLLED for (int n = 0; n < N; n++) see(n, column, sums[n][0]);
+    } else {
+      Vector sums[N][2] = {};
+      multiply(rows, stride, panel, length, sums);
+      UNROLLED for (int n = 0; n < N; n++) see(n, column, sums[n][0]);
+      UNROLLED for (int n = 0; n < N; n++) see(n, column + WIDTH, sums[n][1]);
+    }
+  }
+  for (int n = 0; n < N; n++) {
+    int lane = 0;
+    for (int other = 1; other < WIDTH; other++)
+      if (most[n][other] > most[n][lane] || (most[n][other] == most[n][lane] && where[n][other] < where[n][lane]))
+        lane = other;
+    best[n] = most[n][lane];
+    nearest[n] = where[n][lane];
+  }
+}
+
+typedef void (*Match)(const float*, int64_t, int, int, const Side&, const Side&, int, float*, int32_t*);
+
+template <bool DISTANCES, int... N>
+Match matching(int rows, std::integer_sequence<int, N...>) {
+  static constexpr Match known[] = {match<N + 1, DISTANCES>...};
+  return known[rows - 1];
+}
+
+// Matches the patches `begin` to `end` of the first set of one image.
+void match_rows(const Merge& merge, int image, int begin, int end, const Side& first, const Side& second, float* best,
+                int32_t* nearest) {
+  constexpr auto rows = std::make_integer_sequence<int, ROWS>{};
+  const float* from = (const float*)merge.compared + image * merge.compared_image;
+  for (int row = begin; row < end; row += ROWS) {
+    const int own = std::min(ROWS, end - row);
+    const Match function = merge.distances ? matching<true>(own, rows) : matching<false>(own, rows);
+    function(from + 2 * row * merge.compared_row, 2 * merge.compared_row, (int)merge.features, row, first, second,
+             (int)merge.count / 2, best + row, nearest + row);
+  }
+}
+
+float sum_of_squares(const float* row, int width) {
+  Vector sum = {};
+  int i = 0;
+  for (; i + WIDTH <= width; i += WIDTH) sum += load(row + i) * load(row + i);
+  float total = 0;
+  for (int lane = 0; lane < WIDTH; lane++) total += sum[lane];
+  for (; i < width; i++) total += row[i] * row[i];
+  return total;
+}
+
+// Merges the `merged` most similar pairs of one image and writes what remains, in order.
+void merge_image(const Merge& merge, int image, const Side& first, const Side& second, const float* best,
+                 const int32_t* nearest) {
+  const int count = (int)merge.count, width = (int)merge.width, left = count - (int)merge.merged;
+  const float* patches = (const float*)merge.patches + image * merge.patches_image;
+  const float* sizes = (const float*)merge.sizes + image * merge.count;
+  float* output = (float*)merge.output + (int64_t)image * left * width;
+  float* output_sizes = (float*)merge.output_sizes + (int64_t)image * left;
+  int64_t* kept = (int64_t*)merge.kept + (int64_t)image * left;
+  std::vector<int> order((count + 1) / 2), place(count);
+  for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
+  std::stable_sort(order.begin(), order.end(), [best](int a, int b) { return best[a] > best[b]; });
+  order.resize(merge.merged);
+  std::vector<float> total(sizes, sizes + count), length(merge.lengths ? count : 0);
+  for (int source : order) {
+    total[2 * nearest[source] + 1] += sizes[2 * source];
+    place[2 * source] = -1;
+  }
+  for (int i = 0, next = 0; i < count; i++) {
+    if (place[i] < 0) continue;
+    place[i] = next;
+    kept[next] = i;
+    output_sizes[next] = total[i];
+    memcpy(output + (int64_t)next++ * width, patches + i * merge.patches_row, width * sizeof(float));
+  }
+  const auto norm = [&](int i) { return std::sqrt((i % 2 ? second : first).squares[i / 2]); };
+  for (int source : order) {
+    const int goal = 2 * nearest[source] + 1;
+    const float share = sizes[2 * source] / total[goal];
+    const float *from = patches + 2 * source * merge.patches_row, *old = patches + goal * merge.patches_row;
+    float* to = output + (int64_t)place[goal] * width;
+    for (int i = 0; i < width; i++) to[i] += (from[i] - old[i]) * share;
+    if (merge.lengths) length[goal] += (norm(2 * source) - norm(goal)) * share;
+  }
+  if (!merge.lengths) return;
+  for (int source : order) {
+    const int goal = 2 * nearest[source] + 1;
+    if (place[goal] < 0) continue;
+    float* to = output + (int64_t)place[goal] * width;
+    // A mean of opposite patches can be zero, and stays zero.
+    const float factor = (norm(goal) + length[goal]) / std::max(std::sqrt(sum_of_squares(to, width)), 1e-6f);
+    for (int i = 0; i < width; i++) to[i] *= factor;
+    place[goal] = -1;  // several sources may have the same goal, which is scaled once
+  }
+}
+
+// Merges one image; `threads` of them match its patches.
+void merge_one(const Merge& merge, int image, int threads) {
+  thread_local Side sides[2];
+  thread_local std::vector<float> most_similar;
+  thread_local std::vector<int32_t> most_similar_at;
+  Side &first = sides[0], &second = sides[1];  // by reference: a thread-local name is another object in each thread
+  const int rows = (int)(merge.count + 1) / 2;
+  most_similar.resize(rows);
+  most_similar_at.resize(rows);
+  float* best = most_similar.data();
+  int32_t* nearest = most_similar_at.data();
+  prepare(merge, image, 0, first);
+  prepare(merge, image, 1, second);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int part = 0; part < threads; part++)
+    match_rows(merge, image, rows * part / threads, rows * (part + 1) / threads, first, second, best, nearest);
+  merge_image(merge, image, first, second, best, nearest);
+}
+
+}  // namespace
+
+// Merges `merged` pairs of patches in every image; at most as many as there are at even positions. Returns 0, or 1 if
+// out of memory. Threads share the images, or the patches of one image if there are fewer images than threads.
+extern "C" int attnrx_merge(const int64_t* described, int threads) {
+  const Merge& merge = *(const Merge*)described;
+  const int images = (int)merge.images;
+  int failed = 0;
+  const auto merge_image_by = [&](int image, int within) {
+    try {
+      merge_one(merge, image, within);
+    } catch (const std::bad_alloc&) {
+      return 1;
+    }
+    return 0;
+  };
+  if (images < threads) {  // not nested in the loop below: nested regions start new threads every time
+    for (int image = 0; image < images; image++) failed |= merge_image_by(image, threads);
+    return failed;
+  }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(| : failed)
+  for (int image = 0; image < images; image++) failed |= merge_image_by(image, 1);
+  return failed;
+}
