@@ -26,10 +26,11 @@ from attnrx.models import VisionTransformer, chunked_forward, family_of, load_mo
 from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Target, plan
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
+from attnrx.planning.effort import EFFORTS
 from attnrx.planning.plan_search import VARIATIONS, Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers, softened_divergence
-from attnrx.planning.sensitivity import PROBED, Sensitivities, measure_sensitivities, recorded, resumed
+from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities, recorded, resumed
 from attnrx.planning.space import RANKS, Choices, Space
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -65,7 +66,7 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
     own, answers = replace(space, reducer=reducer), Answers.of(space.model, images, 5)
     found = measure_sensitivities(own, answers, lambda told: None)
     nothing = Choices.nothing(3)
-    for axis, level, layer in itertools.product(RANKS, PROBED, range(3)):
+    for axis, level, layer in itertools.product(RANKS, EFFORTS["thorough"].probed, range(3)):
         if level in own.available(axis):
             alone = answers.measure(made(own, nothing.with_level(axis, layer, level)))
             for name, sensitivities in found.items():
@@ -304,7 +305,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
     study = optuna.create_study()
-    knobs, step = _Proposals(space, budget, start, broad=0, seed=0).next(study.ask())
+    knobs, step = _Proposals(space, budget, start, even=(), broad=0, seed=0).next(study.ask())
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= VARIATIONS and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}

@@ -170,7 +170,7 @@ class Onnx(Format):
             raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program; the exporter folds constants."""
+        """Translates the program, folds constants and removes repeated and unused nodes."""
         _library("onnx")  # the exporter imports both, and its own message names no extra of attnrx
         op = _library("onnxscript").opset18
 
@@ -188,7 +188,12 @@ class Onnx(Format):
             output_names=[OUTPUT],
             custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
             verbose=False,
+            optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
         )
+        _library("onnxscript.optimizer").fold_constants(translated.model)
+        passes = _library("onnx_ir.passes.common")
+        for name in ("DeduplicateInitializers", "CommonSubexpressionElimination", "RemoveUnusedNodes"):
+            getattr(passes, f"{name}Pass")()(translated.model)
         size = sum(tensor.nbytes for tensor in program.state_dict.values())
         translated.save(str(path), external_data=size > MOST_BYTES)
 

@@ -1,9 +1,11 @@
 """Cost tables of measured latency: the time of a block by rank and number of tokens on this machine."""
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,17 @@ from torch import nn
 
 from attnrx.costs import Conditions, LatencyProtocol, interleave
 from attnrx.costs.conditions import PRECISIONS
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.models import TokenReduction, attach_tokens_, block_names, family_of
+from attnrx.optional import installed_versions
 from attnrx.planning.cost_correction import never_slower, never_slower_mlp
 from attnrx.planning.cost_table import CostTable
-from attnrx.planning.space import TOKENS, Choices, Space
+from attnrx.planning.effort import ALL_LEVELS, EFFORTS
+from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.progress import Log
 from attnrx.realization import realize
+from attnrx.runtime.hardware import cache_folder, device_name, may_measure
+from attnrx.serialization.storage import read_tensors, write_tensors
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import TokenPolicy
 
@@ -27,13 +33,16 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 # The stage before this layer and the following block are timed: it is the first block that may have merged tokens with
 # sizes. The keep ratio does not matter, because the block is called with the number of tokens to be timed.
 AFTER, SOME = 2, 0.75
-ROUNDS, WARMUP = 7, 2
+WARMUP = 2
 REFERENCE, ALL = "original", "all"
 
 
 @dataclass(frozen=True)
 class TimingSettings:
     """The batch size, the conditions and a clock of `costs.CLOCKS` for latency measurements.
+
+    Blocks are timed at the levels `timed` (indices into `space.LEVELS`), for `rounds` rounds; the times of other levels
+    are interpolated.
 
     `in_subprocess` measures in a new process that keeps freed memory (`attnrx.runtime.subprocess_runner`), because the
     speed of memory allocation depends on the history of the process.
@@ -42,22 +51,49 @@ class TimingSettings:
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     name: str = "wall"
-    rounds: int = ROUNDS
+    rounds: int = EFFORTS["thorough"].rounds
     in_subprocess: bool = True
+    timed: tuple[int, ...] = ALL_LEVELS
 
     def __post_init__(self):
         if self.batch < 1 or self.rounds < 2:
             raise InvalidInput(f"batches of {self.batch}, {self.rounds} rounds: give an image and two rounds or more.")
 
-    @property
-    def protocol(self) -> LatencyProtocol:
-        """The protocol for whole models, with four times as many rounds, because a plan promises its result."""
-        return LatencyProtocol(self.conditions, 4 * self.rounds, clock=self.name)
+    def protocol(self, rounds: int) -> LatencyProtocol:
+        """Returns the protocol for whole models."""
+        return LatencyProtocol(self.conditions, rounds, warmup=min(WARMUP, rounds), clock=self.name)
 
-    def images(self, space: Space) -> torch.Tensor:
+    def images(self, space: Space, batch: int | None = None) -> torch.Tensor:
         """Returns a batch of noise: latency depends on the number of images, not on their content."""
         shape = family_of(space.model).input_shape(space.model)
-        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
+        return torch.randn(batch or self.batch, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def cached_cost_table(
+    space: Space, timing: TimingSettings, effort: str, measure: Callable[[], CostTable], log: Log
+) -> CostTable:
+    """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
+
+    It is kept in the cache folder, for this hardware and this version of torch.
+    """
+    family = family_of(space.model)
+    shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
+    linear = [[tuple(one.weight.shape) for one in pair if hasattr(one, "weight")] for pair in family.mlp(space.model)]
+    facts = (device_name(str(timing.conditions.device)), torch.__version__, installed_versions("attnrx"))
+    request = (facts, shape, linear, timing, effort, space.axes, str(space.reducer), space.form, space.multiple)
+    path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
+    if may_measure() and path.exists():
+        with suppress(AttnrxError, TypeError):  # a damaged file is measured again
+            stored: dict[str, Any] = {
+                name: one.numpy() if one.ndim else one.item() for name, one in read_tensors(path).items()
+            }
+            log(f"cost table of an earlier plan: {path}")
+            return CostTable("latency", "blocks", **stored)
+    found = measure()
+    numbers = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in ("of", "unit")}
+    with suppress(AttnrxError):  # without a cache the next plan measures again
+        write_tensors(path, {name: torch.as_tensor(own) for name, own in numbers.items()})
+    return found
 
 
 def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostTable:
@@ -79,15 +115,17 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
     grid = sorted({max(space.shape.layout.prefix + 1, round(share * tokens)) for share in TIMED})
     timer = _Timer(space, timing, grid)
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
-    for qk in (0, *space.available("qk")):
-        for vo in (0, *space.available("vo")):
-            attention[qk, vo] = timer.block({"qk": qk, "vo": vo})
-        log(f"cost table: qk at {space.levels[qk]:g}")
+    qk, vo, mlp_levels = ((0, *space.measured(axis, timing.timed)) for axis in RANKS)
+    for level in qk:
+        for other in vo:
+            attention[level, other] = timer.block({"qk": level, "vo": other})
+        log(f"cost table: qk at {space.levels[level]:g}")
+    attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
     attention = never_slower(attention, space)
     mlp = np.zeros((len(space.levels), len(grid) + 1))
-    for level in space.available("mlp"):
+    for level in mlp_levels[1:]:
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
-    mlp = never_slower_mlp(mlp, space)
+    mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
     last = timer.last() / attention[0, 0]
     counts = np.arange(tokens + 1)
     all_attention = _with_last(
@@ -95,6 +133,20 @@ def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostT
     )
     all_mlp = _with_last(_interpolated(counts, grid, mlp), _interpolated(counts, grid, last * mlp), space.depth)
     return timer.whole(all_attention, all_mlp)
+
+
+def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
+    """Interpolates times linearly in the kept share, between the `known` levels of an axis, along dimension `dim`.
+
+    Below the last known level the line through the last two is continued.
+    """
+    found, shares = np.moveaxis(times.copy(), dim, 0), np.array(space.levels)
+    for level in set(space.available(axis)) - set(known):
+        later = next((index for index, one in enumerate(known) if one > level), len(known) - 1)
+        first, second = known[later - 1], known[later]
+        weight = (shares[first] - shares[level]) / (shares[first] - shares[second])
+        found[level] = found[first] + weight * (found[second] - found[first])
+    return np.moveaxis(found, 0, dim)
 
 
 def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:

@@ -18,10 +18,10 @@ from attnrx.planning.allocation import Step, even_weights
 from attnrx.planning.sensitivity import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
 
-# The share (BROAD) and minimum (BROAD_LEAST) of trials with sampled knobs; the others vary the best plan by at most
-# MOST_VARIED choices. Of VARIATIONS new variations, from at most ATTEMPTS, the one with the lowest predicted
-# divergence is measured.
-BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 1 / 3, 8, 3, 8, 40
+# The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others, at least
+# BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of VARIATIONS new
+# variations, from at most ATTEMPTS, the one with the lowest predicted divergence is measured.
+EVEN, BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 6, 1 / 4, 3, 3, 8, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES = "knobs", "choices"
@@ -101,24 +101,20 @@ class PlanBuilder(Protocol):
 
 
 def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
-    """Builds and measures further plans, and returns all trials in order, `first` included.
-
-    The first third of them samples knobs around those of `first`, the others vary the best plan so far.
-    """
+    """Builds and measures further plans, and returns all trials in order, `first` included (see `_Proposals`)."""
     if search.trials < 2:
         return (first,)
     optuna = required_module("optuna", "plan", "refining a plan (with trials above 0)")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=_address(search.storage),
-        study_name=f"attnrx 5 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
+        study_name=f"attnrx 6 {hashlib.sha256(requested.encode()).hexdigest()[:16]}",
         sampler=optuna.samplers.TPESampler(seed=search.seed, multivariate=True, n_startup_trials=8),
         load_if_exists=True,
     )
-    if not study.get_trials(deepcopy=False):
-        study.enqueue_trial(first.knobs)
-    broad = max(BROAD_LEAST, round(BROAD * search.trials))
-    proposals = _Proposals(space, budget, first, broad, search.seed)
+    even = space.even_schedules()[:EVEN]
+    broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
+    proposals = _Proposals(space, budget, first, even, broad, search.seed)
     made = [first]
 
     def objective(trial: Any) -> float:
@@ -139,18 +135,25 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
 
 @dataclass(frozen=True)
 class _Proposals:
-    """Proposes the next plan: for `broad` trials with knobs sampled by Optuna, then variations of the best plan."""
+    """Proposes the next plan: from every `even` schedule, then for `broad` trials with knobs sampled by Optuna, then
+    variations of the best plan.
+    """
 
     space: Space
     budget: PlanBuilder
     start: Trial
+    even: tuple[Choices, ...]
     broad: int
     seed: int
 
     def next(self, trial: Any) -> tuple[dict[str, float], Step]:
-        if trial.number >= self.broad:
-            return self._near(trial)
         start = self.start.knobs
+        if trial.number < len(self.even):
+            with suppress(NotSupported):  # nothing near this schedule is cheap enough
+                return start, self.budget.step(start, self.even[trial.number])
+            return start, self.start.step
+        if trial.number >= len(self.even) + self.broad:
+            return self._near(trial)
         spans = {name: (start[name] - span, start[name] + span) for name, span in search_ranges(self.space).items()}
         knobs = {name: trial.suggest_float(name, *span) for name, span in spans.items()}
         return knobs, self.budget.step(knobs)

@@ -1,7 +1,7 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
 from attnrx.planning.cost_correction import corrected
 from attnrx.planning.cost_table import CostTable, exact_cost_table
-from attnrx.planning.measured_costs import TimingSettings, measured_cost_table
+from attnrx.planning.effort import EFFORTS, Effort, effort_of
+from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, measured_cost_table
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
 from attnrx.planning.plan_search import Search, Trial, refine_plan, search_ranges, weights_of
 from attnrx.planning.reference_outputs import Answers, Deviation
@@ -29,12 +30,11 @@ from attnrx.realization import realize
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, parse_reducer
 
-# A plan for latency is repeated up to ATTEMPTS times until the measured latency is between NEAR and 1 times the target;
-# each attempt aims at CARE times the target.
-ATTEMPTS, NEAR, CARE = 4, 0.98, 0.993
-# The numbers of images for single choices (there are many) and for the plans of the search (by the softened divergence,
-# which varies little between images); the FINALISTS best plans are measured on all images by the divergence.
-FOR_SENSITIVITIES, FOR_TRIALS, FINALISTS = 96, 128, 6
+# A plan for latency is repeated until the measured latency is between NEAR and 1 times the target, or the attempts are
+# used up; each attempt aims at CARE times the target.
+NEAR, CARE = 0.98, 0.993
+# The number of images that calibrate the cost table if it is corrected later.
+CHUNK = 8
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # The number of plans of the front, from the original to the target.
@@ -45,9 +45,10 @@ HALVINGS = 6
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The settings of a plan: axes, token reducer, search and timing.
+    """The settings of a plan: axes, token reducer, search, timing and the amount of measurement.
 
-    `batch_size` is the batch size for measuring outputs; `log` is called with progress messages.
+    `batch_size` is the batch size for measuring outputs; `log` is called with progress messages. `PlanSettings.of`
+    makes the settings of a preset.
     """
 
     axes: tuple[str, ...] = AXES
@@ -56,6 +57,14 @@ class PlanSettings:
     timing: TimingSettings = field(default_factory=TimingSettings)
     batch_size: int = 32
     log: Log = no_log
+    effort: Effort = EFFORTS["thorough"]
+
+    @classmethod
+    def of(cls, effort: str, timing: TimingSettings | None = None, **changes: Any) -> "PlanSettings":
+        """Returns the settings of a preset of `EFFORTS`: "quick", "normal" or "thorough"."""
+        preset, timing = effort_of(effort), timing or TimingSettings()
+        timing = replace(timing, rounds=preset.rounds, timed=preset.timed)
+        return cls(timing=timing, effort=preset, **{"search": Search(preset.trials), **changes})
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
@@ -105,7 +114,8 @@ class Planner:
     def __init__(self, space: Space, settings: PlanSettings, target: Target, images: ImageSet):
         self.space, self.settings, self.target, self.log = space, settings, target, settings.log
         self.answers = Answers.of(space.model, images, settings.batch_size)
-        self.fewer = self.answers.first(FOR_TRIALS)
+        self.effort = settings.effort
+        self.fewer = self.answers.first(self.effort.trial_images)
         self.timed: dict[str, Any] | None = None
         self.trials: tuple[Trial, ...] = ()
         self.known: dict[tuple[int, Choices], Deviation] = {}
@@ -116,6 +126,10 @@ class Planner:
         if self.target.spend != "latency":
             return exact_cost_table(self.space, self.target.spend)
         timing = self.settings.timing
+        return cached_cost_table(self.space, timing, f"{self.effort}", self._timed_costs, self.log)
+
+    def _timed_costs(self) -> CostTable:
+        timing = self.settings.timing
         log = partial(print, flush=True) if timing.in_subprocess else self.log
         cost_table = call_in_subprocess_if(
             measured_cost_table, self.space, timing, log, in_subprocess=timing.in_subprocess, on_line=self.log
@@ -124,7 +138,8 @@ class Planner:
 
     @cached_property
     def alone(self) -> dict[str, Sensitivities]:
-        return measure_sensitivities(self.space, self.answers.first(FOR_SENSITIVITIES), self.log)
+        answers = self.answers.first(self.effort.sensitivity_images)
+        return measure_sensitivities(self.space, answers, self.log, self.effort)
 
     @property
     def sensitivities(self) -> Sensitivities:
@@ -173,18 +188,17 @@ class Planner:
     def _by_timing(self, most: float) -> tuple[Trial, float]:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
-
-        The first attempt measures the plan of the closed form, without a search, to find the error of the cost table.
         """
-        allowed, ratios, best = most, [], None
-        for attempt in range(ATTEMPTS):
-            trial = self._searched(allowed) if attempt else self._best((self._first(allowed),))
+        allowed, ratios, best, trial = most, [], None, None
+        for attempt in range(self.effort.attempts):
+            trial = self._attempt(attempt, allowed, trial)
             timed = self._clocked(trial)
             ratios.append(timed["ratio"])
-            self.log(f"measured {ratios[-1]:.3f} where {trial.step.cost:.3f} was predicted")
+            self.log(f"measured {1 / ratios[-1]:.2f}x faster where {1 / trial.step.cost:.2f}x was predicted")
             if ratios[-1] <= most and (best is None or trial.divergence < best[0].divergence):
                 best = trial, allowed, timed
-            if NEAR * most <= ratios[-1] <= most and (attempt or self.settings.search.trials < 2):
+            searched = attempt or self.effort.adjusts or self.settings.search.trials < 2
+            if NEAR * most <= ratios[-1] <= most and searched:
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
         if best is None:
@@ -195,6 +209,13 @@ class Planner:
             )
         self.timed = best[2]
         return best[0], best[1]
+
+    def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
+        """Returns the plan to be timed next: searched, or the last one adjusted to a corrected cost."""
+        if last is not None and self.effort.adjusts:
+            return self.tried(last.knobs, self.step(most, last.knobs, last.step.choices), self.answers)
+        # Else the first attempt measures the plan of the closed form, to correct the cost before a search.
+        return self._searched(most) if attempt or self.effort.adjusts else self._best((self._first(most),))
 
     def _first(self, most: float) -> Trial:
         budget = _Budget(self, most)
@@ -209,9 +230,9 @@ class Planner:
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
-        """Returns the trial with the lowest divergence on all images among the FINALISTS on fewer images."""
+        """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
-        first = list(order.values())[:FINALISTS]
+        first = list(order.values())[: self.effort.finalists]
         found = [self.tried(trial.knobs, trial.step, self.answers) for trial in first]
         best = min(found, key=lambda trial: trial.divergence)
         self.log(f"the best of {len(found)} on {len(self.answers)} images: {best.divergence:.4f} nats")
@@ -226,7 +247,7 @@ class Planner:
         """Returns the latency of a plan relative to the library's reference implementation."""
         timing, found = (
             self.settings.timing,
-            self._beside_library_model({"plan": self.realized(trial.step.choices)})["plan"],
+            self._beside_library_model({"plan": self.realized(trial.step.choices)}, self.settings.timing.batch)["plan"],
         )
         return {
             "ratio": found.ratio.value,
@@ -243,11 +264,17 @@ class Planner:
         }
 
     def _shares(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
-        return {name: found.ratio.value for name, found in self._beside_library_model(models).items()}
+        # On a CPU a large batch runs in chunks of a few images, which give the same shares in less time; what they
+        # miss is corrected when the plan itself is timed.
+        timing = self.settings.timing
+        few = self.effort.adjusts and not timing.conditions.on_cuda
+        found = self._beside_library_model(models, min(timing.batch, CHUNK) if few else timing.batch)
+        return {name: own.ratio.value for name, own in found.items()}
 
-    def _beside_library_model(self, models: Mapping[str, nn.Module]) -> dict[str, LatencyComparison]:
+    def _beside_library_model(self, models: Mapping[str, nn.Module], batch: int) -> dict[str, LatencyComparison]:
         timing, library_model = self.settings.timing, family_of(self.space.model).library_model(self.space.model)
-        sides = models, library_model, timing.images(self.space), timing.protocol
+        protocol = timing.protocol(self.effort.whole_rounds)
+        sides = models, library_model, timing.images(self.space, batch), protocol
         return call_in_subprocess_if(compare_latencies, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
 
     def for_drop(self) -> tuple[Trial, float]:

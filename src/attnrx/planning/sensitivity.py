@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from attnrx.checks.fidelity import divergence
 from attnrx.models import Family, attach_tokens_, block_names, evaluating, family_of
+from attnrx.planning.effort import EFFORTS, Effort
 from attnrx.planning.reference_outputs import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision
@@ -76,9 +77,6 @@ def as_output(tokens: Tensor, output: Any) -> Any:
 Weights = Mapping[str, np.ndarray]
 Measure = Callable[[Float[Tensor, "images classes"], Float[Tensor, "images classes"]], Float[Tensor, "images"]]
 
-# The levels (indices into LEVELS) and the shares of pruned patches at which the outputs are measured.
-PROBED = (2, 4)
-PRUNED_SHARES = (1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12)
 LEAST = 1e-9
 # The measures of the deviation of outputs from the original's, as in `Deviation`.
 MEASURES: dict[str, Measure] = {"divergence": divergence, "softened": softened_divergence}
@@ -126,23 +124,27 @@ class Sensitivities:
         return found
 
 
-def measure_sensitivities(space: Space, answers: Answers, log: Log) -> dict[str, Sensitivities]:
-    """Measures every axis at the levels PROBED in one layer at a time, for every one of MEASURES.
+def measure_sensitivities(
+    space: Space, answers: Answers, log: Log, effort: Effort = EFFORTS["thorough"]
+) -> dict[str, Sensitivities]:
+    """Measures every axis at the probed levels in one layer at a time, for every one of MEASURES.
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
-    energy of the pruned directions in the metric of the data, as recorded in the prescriptions.
+    energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
+    measured (`Effort.every`), the divergence per removed energy, or per pruned patch, is interpolated over the layers.
     """
     probes = {
         (axis, level): realize(space.model, piece)
         for axis in RANKS
-        for level in PROBED
-        if level in space.available(axis) and (piece := space.piece(axis, level)) is not None
+        for level in space.measured(axis, effort.probed)
+        if (piece := space.piece(axis, level)) is not None
     }
-    counts = sorted({max(space.step, round(share * space.patches)) for share in PRUNED_SHARES})
+    counts = sorted({max(space.step, round(share * space.patches)) for share in effort.pruned_shares})
     counts = counts if TOKENS in space.axes else []
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
-    probe_batch = _BatchProbe(space, family_of(space.model))
+    layers = measured_layers(space.depth, effort.every)
+    probe_batch = _BatchProbe(space, family_of(space.model), layers)
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
             probe_batch.take(images, logs)
@@ -154,17 +156,27 @@ def measure_sensitivities(space: Space, answers: Answers, log: Log) -> dict[str,
     log_counts, found = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):
         by_level = {key: sums[:, index] for key, sums in measured.items()}
-        ranks = {axis: _curves(space, axis, by_level, len(answers)) for axis in RANKS}
-        logs = np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST))
+        ranks = {axis: _curves(space, axis, by_level, len(answers), layers) for axis in RANKS}
+        logs = over_layers(np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST)), layers)
         found[name] = Sensitivities(ranks, log_counts, logs, space.patches)
     return found
 
 
-class _BatchProbe:
-    """One batch with the recorded inputs of every block, from which changed blocks are evaluated."""
+def measured_layers(depth: int, every: int) -> tuple[int, ...]:
+    """Returns every `every`-th layer and the last one."""
+    return tuple(sorted({*range(0, depth, every), depth - 1}))
 
-    def __init__(self, space: Space, family: Family):
-        self.space, self.family = space, family
+
+def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    """Interpolates logarithms [layer, _] linearly between the measured layers."""
+    return np.stack([np.interp(range(len(logs)), layers, column[list(layers)]) for column in logs.T], axis=1)
+
+
+class _BatchProbe:
+    """One batch with the recorded inputs of every block, from which changed blocks are evaluated at some layers."""
+
+    def __init__(self, space: Space, family: Family, layers: Sequence[int]):
+        self.space, self.family, self.layers = space, family, layers
 
     def take(self, images: Pixels, logs: Float[Tensor, "batch classes"]) -> None:
         self.images, self.logs = images, logs
@@ -176,8 +188,9 @@ class _BatchProbe:
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
         found = np.zeros((len(self.inputs), len(MEASURES)))
-        for layer, name in enumerate(block_names(other, self.family)):
-            output = other.get_submodule(name)(self.inputs[layer])
+        names = block_names(other, self.family)
+        for layer in self.layers:
+            output = other.get_submodule(names[layer])(self.inputs[layer])
             found[layer] = self._from(self.space.model, output, layer + 1)
         return found
 
@@ -186,13 +199,16 @@ class _BatchProbe:
         found, reducer = np.zeros((len(self.inputs), len(MEASURES))), self.space.reducer
         assert reducer is not None
         needs = set(reducer.needs)
-        for layer in range(1, len(self.inputs)):
-            changed = copy.deepcopy(self.space.model)
+        # A stage before the first layer is not possible: its place is measured before the second.
+        for layer in {max(layer, 1) for layer in self.layers}:
+            # The copy shares the weights.
+            changed = copy.deepcopy(self.space.model, {id(own): own for own in self.space.model.parameters()})
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
             found[layer] = self._from(changed, as_output(self.inputs[start], self.kind), start)
+        found[0] = found[min(max(self.layers[0], 1), len(found) - 1)]
         return found
 
     def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
@@ -201,18 +217,21 @@ class _BatchProbe:
         return [float(measure(self.logs, logs).sum()) for measure in MEASURES.values()]
 
 
-def _curves(space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int) -> np.ndarray:
+def _curves(
+    space: Space, axis: str, measured: Mapping[tuple[str, int], np.ndarray], images: int, layers: Sequence[int]
+) -> np.ndarray:
     """Returns the sensitivities [layer, level], log-log interpolated by removed energy between the measured levels."""
     found = np.zeros((space.depth, len(space.levels)))
-    known = {level: sums / images for (measured_axis, level), sums in measured.items() if measured_axis == axis}
-    if not known:
+    levels = [level for measured_axis, level in measured if measured_axis == axis]
+    if not levels:
         return found
-    errors = {level: _errors(space, axis, level) for level in space.available(axis)}
+    energies = {level: np.log(np.maximum(_errors(space, axis, level), 1e-30)) for level in space.available(axis)}
+    log_errors = np.stack([energies[level] for level in levels], axis=1)
+    logs = np.log(np.maximum(np.stack([measured[axis, level] for level in levels], axis=1) / images, LEAST))
+    logs = log_errors + over_layers(logs - log_errors, layers)
     for layer in range(space.depth):
-        log_errors = np.log([max(errors[level][layer], 1e-30) for level in known])
-        logs = np.log([max(means[layer], LEAST) for means in known.values()])
-        for level, per_layer in errors.items():
-            found[layer, level] = math.exp(_on_line(math.log(max(per_layer[layer], 1e-30)), log_errors, logs))
+        for level, per_layer in energies.items():
+            found[layer, level] = math.exp(_on_line(float(per_layer[layer]), log_errors[layer], logs[layer]))
     return np.maximum.accumulate(found, axis=1)
 
 

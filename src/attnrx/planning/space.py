@@ -1,6 +1,6 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -125,6 +125,11 @@ class Space:
             return ()
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
+    def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
+        """Returns those of `levels` that are available; the middle one where none is, or none without any."""
+        available = self.available(axis)
+        return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
+
     def piece(self, axis: str, level: int) -> Prescription | None:
         """Returns the prescription of one level of one axis in all layers, cached; None for a no-op."""
         key = (axis, level)
@@ -163,6 +168,17 @@ class Space:
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
         return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})
+
+    def even_schedules(self) -> tuple[Choices, ...]:
+        """Returns plans without ranks that prune equal numbers of patches before every layer but the first, most
+        first.
+        """
+        if TOKENS not in self.axes or self.depth < 2:
+            return ()
+        most = self.patches // (self.depth - 1) // self.step * self.step
+        nothing = Choices.nothing(self.depth)
+        counts = range(most, 0, -self.step)
+        return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
 
     def ways_back(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""

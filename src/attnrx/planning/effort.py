@@ -1,0 +1,91 @@
+"""How much is measured for a plan: presets of images, choices, timings and trials."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attnrx.errors import UnknownName
+
+ALL_LEVELS = tuple(range(7))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The amount of measurement for a plan.
+
+    Sensitivities of single choices are measured on `sensitivity_images`, at the levels `probed` (indices into
+    `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `every`-th layer; in between they are
+    interpolated. Blocks are
+    timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`. `trials` plans are measured
+    on `trial_images`, the best `finalists` of them on all `images`. A plan for latency is repeated up to `attempts`
+    times; with `adjusts`, only its cost is corrected after the first one, without a new search.
+    """
+
+    sensitivity_images: int
+    trial_images: int
+    images: int
+    trials: int
+    finalists: int
+    probed: tuple[int, ...]
+    pruned_shares: tuple[float, ...]
+    timed: tuple[int, ...]
+    rounds: int
+    whole_rounds: int
+    attempts: int
+    every: int
+    adjusts: bool
+
+
+EFFORTS: Mapping[str, Effort] = {
+    "quick": Effort(
+        sensitivity_images=32,
+        trial_images=96,
+        images=192,
+        trials=24,
+        finalists=3,
+        probed=(4,),
+        pruned_shares=(1 / 12, 1 / 3),
+        timed=(0, 4),
+        rounds=5,
+        whole_rounds=6,
+        attempts=3,
+        every=2,
+        adjusts=True,
+    ),
+    "normal": Effort(
+        sensitivity_images=64,
+        trial_images=96,
+        images=512,
+        trials=32,
+        finalists=4,
+        probed=(2, 4),
+        pruned_shares=(1 / 24, 1 / 6, 1 / 2),
+        timed=(0, 2, 4),
+        rounds=5,
+        whole_rounds=12,
+        attempts=3,
+        every=1,
+        adjusts=False,
+    ),
+    "thorough": Effort(
+        sensitivity_images=96,
+        trial_images=128,
+        images=1024,
+        trials=48,
+        finalists=6,
+        probed=(2, 4),
+        pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
+        timed=ALL_LEVELS,
+        rounds=7,
+        whole_rounds=28,
+        attempts=4,
+        every=1,
+        adjusts=False,
+    ),
+}
+
+
+def effort_of(name: str) -> Effort:
+    """Returns the preset of this name."""
+    if name not in EFFORTS:
+        raise UnknownName("effort", name, EFFORTS)
+    return EFFORTS[name]
