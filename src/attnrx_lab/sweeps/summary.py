@@ -2,17 +2,28 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
 from attnrx.checks.statistics import t_interval
-from attnrx.errors import CheckpointError
 from attnrx.reports.numbers import MISSING, interval, quantity
-from attnrx_lab.sweeps.grid import Label, Result
-from attnrx_lab.sweeps.study import SweepStudy
+from attnrx_lab.sweeps.jobs import Label
 
 SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number of a job, with its 95 % interval and count where they are known."""
+
+    metric: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    unit: str = ""
+    labels: Mapping[str, Label] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,43 +46,22 @@ class Mean:
         return f"{quantity(self.value, self.unit, self.low, self.high)} {interval(self.low, self.high)}".strip()
 
 
-@dataclass(frozen=True)
-class SweepSummary:
-    """All numbers of a sweep, averaged over their seeds."""
-
-    means: tuple[Mean, ...]
-
-    @classmethod
-    def of(cls, study: SweepStudy) -> "SweepSummary":
-        """Averages the results of a study.
-
-        Raises:
-            CheckpointError: No job has finished yet.
-        """
-        means = over_seeds(study.results())
-        if not means:
-            counts = ", ".join(f"{count} {state}" for state, count in study.counts().items() if count) or "no jobs"
-            raise CheckpointError(f"{study.place} holds no number yet ({counts}); let `attnrx sweep run` go on.")
-        return cls(means)
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Returns the names of all columns, and one line of texts for every combination of labels."""
-        axes = tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
-        metrics = tuple(dict.fromkeys(mean.metric for mean in self.means))
-        lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
-        for mean in self.means:
-            lines[tuple(mean.labels.get(name) for name in axes)][mean.metric] = mean
-        rows = []
-        for labels, found in lines.items():
-            seeds = max(mean.runs for mean in found.values())
-            numbers = (str(found.get(metric, MISSING)) for metric in metrics)
-            rows.append((*map(_word, labels), str(seeds), *numbers))
-        return (*axes, "seeds", *metrics), rows
-
-    def to_markdown(self) -> str:
-        columns, rows = self.table()
-        lines = [columns, ("---",) * len(columns), *rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+def means_table(means: Sequence[Mean]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Returns the names of all columns, and one line of texts for every combination of labels."""
+    axes = tuple(dict.fromkeys(name for mean in means for name in mean.labels))
+    metrics = tuple(dict.fromkeys(mean.metric for mean in means))
+    lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
+    for mean in means:
+        lines[tuple(mean.labels.get(name) for name in axes)][mean.metric] = mean
+    rows = (
+        (
+            *(MISSING if label is None else str(label) for label in labels),
+            str(max(mean.runs for mean in found.values())),
+            *(str(found.get(metric, MISSING)) for metric in metrics),
+        )
+        for labels, found in lines.items()
+    )
+    return (*axes, "seeds", *metrics), tuple(rows)
 
 
 def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
@@ -102,10 +92,6 @@ def _by_seed(own: Sequence[Result], name: str) -> list[float]:
         if (value := getattr(result, name)) is not None:
             found[result.labels.get(SEED)].append(value)
     return [fmean(values) for values in found.values()]
-
-
-def _word(label: Label) -> str:
-    return MISSING if label is None else f"{label:g}" if isinstance(label, float) else str(label)
 
 
 TRIAL = {"accuracy": "%", "change": "points", "agreement": "%", "divergence": "nats"}
