@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,18 +108,15 @@ class SweepStudy:
         state = self._optuna.trial.TrialState
         self.study.tell(trial, 0.0 if error is None else None, state=state.COMPLETE if error is None else state.FAIL)
 
-    def requeue(self, trial: "Trial | FrozenTrial") -> None:
-        """Adds the job of a trial again, which then counts as failed."""
-        with suppress(ValueError):  # another sweep was faster
-            self.study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
-            self._enqueue(_job(trial))
-
-    def requeue_abandoned(self) -> None:
-        """Adds the jobs again whose sweep on this machine has ended without a result."""
-        for trial in self.study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.RUNNING,)):
+    def requeue_abandoned(self, own: bool = False) -> None:
+        """Adds the jobs again whose sweep on this machine has ended without a result; with `own`, those of this one."""
+        running = self._optuna.trial.TrialState.RUNNING
+        for trial in self.study.get_trials(deepcopy=False, states=(running,)):
             host, process = trial.user_attrs.get("owner", (None, None))
-            if host == platform.node() and not process_runs(process):
-                self.requeue(trial)
+            if host == platform.node() and (process == os.getpid() if own else not process_runs(process)):
+                with suppress(ValueError):  # another sweep was faster
+                    self.study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
+                    self._enqueue(_job(trial))
 
     def requeue_failed(self) -> int:
         """Adds the jobs again whose last attempt failed; returns their number."""
@@ -172,7 +169,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
     After an interruption the running jobs wait again; if the sweep is killed, their processes end by themselves.
     """
     study.requeue_abandoned()
-    running: dict[Connection, tuple[SpawnProcess, Trial, Job]] = {}
+    running: dict[Connection, tuple[BaseProcess, Trial, Job]] = {}
     try:
         while True:
             while len(running) < workers and (taken := study.take()):
@@ -189,19 +186,21 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
                 ended = f"done, {len(results)} numbers" if error is None else f"FAILED: {error}"
                 log(f"{counts['done'] + counts['failed']} of {sum(counts.values())}: {job.title}: {ended}")
     finally:
-        for process, trial, _ in running.values():
+        for process, _, _ in running.values():
             process.kill()
-            study.requeue(trial)
+        study.requeue_abandoned(own=True)
 
 
-def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, SpawnProcess]:
+def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, BaseProcess]:
     own = (folder / job.id).resolve()
     try:
         own.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot create the folder {own}: {error.strerror or error}.") from error
     words = tuple(word.replace(f"{{{OUT}}}", str(own)) for word in job.words)
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that torch's threads hold
+    # A plain fork would copy locks that torch's threads hold; the server imports torch once for all jobs.
+    context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    context.set_forkserver_preload(["attnrx.api"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_job, args=(sender, work, words, threads, str(own / "log.txt")))
     process.start()
@@ -231,7 +230,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _received(pipe: Connection, process: SpawnProcess) -> tuple[tuple[Result, ...], str | None]:
+def _received(pipe: Connection, process: BaseProcess) -> tuple[tuple[Result, ...], str | None]:
     with pipe:
         try:
             return pipe.recv()
