@@ -1,6 +1,7 @@
 """Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM): maps, statistics, and factored models."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,10 +17,28 @@ from attnrx.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.costs import ModelCosts, PartCosts, linear_costs
 from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
-from attnrx.errors import DataError, InvalidInput, NotSupported, UnknownName
+from attnrx.errors import InvalidInput, NotSupported
 from attnrx.models import LowRankLinear, evaluating, family_of, rank_of
+from attnrx.planning.budget import GRID
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.baselines.baseline import ModelCompressor
+
+
+class ModelCompressor(ABC):
+    """A way of compressing one model to any share in (0, 1]; larger shares never cost less."""
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be requested."""
+        return 1 / GRID
+
+    @abstractmethod
+    def costs(self, share: float) -> ModelCosts:
+        """Parameters and MACs at this share."""
+
+    @abstractmethod
+    def make(self, share: float) -> nn.Module:
+        """The model at this share."""
+
 
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
 MAPS = (*ATTENTION_MAPS, *MLP_MAPS)
@@ -78,13 +97,9 @@ def map_addresses(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[MapAdd
     """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
 
     Raises:
-        UnknownName: for a name that is none of MAPS.
         NotSupported: where a map is factored already.
         InvalidInput: where the model has none of them.
     """
-    for name in names:
-        if name not in MAPS:
-            raise UnknownName("linear map", name, MAPS)
     family = family_of(model)
     mlps = family.mlp(model)
     there = [name for name in MAPS if name in names and (name in ATTENTION_MAPS or mlps)]
@@ -222,8 +237,6 @@ class MapStatistics:
             with evaluating([self.model]), using(layers, [Eager()] * len(layers)):
                 for batch in self.images.batches(self.batch_size, device=weight.device):
                     self.model(batch.images.to(weight.dtype))
-        if not sums:
-            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
         return {
             address: InputMoments(magnitude.cpu() / rows, moment.cpu() / rows)
             for address, (magnitude, moment, rows) in sums.items()
@@ -242,8 +255,6 @@ class MapStatistics:
             for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
                 total += gradient.double().square()
             count += 1
-        if not count:
-            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
         return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
 
 

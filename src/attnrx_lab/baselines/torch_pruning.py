@@ -16,7 +16,7 @@ from attnrx.models import LIBRARIES, family_of
 from attnrx.models.adopted import Adopted
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
-from attnrx_lab.baselines.baseline import ModelCompressor
+from attnrx_lab.baselines.factoring import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):

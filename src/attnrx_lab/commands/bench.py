@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
-from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_backend, add_methods, add_model, add_out, device
+from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_methods, add_model, add_out, device
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -35,7 +35,6 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--rounds", type=ROUNDS, default=20, metavar="N", help="rounds in which all take turns (20)")
     parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
-    add_backend(parser)
     parser.add_argument("--device", type=device, help="cpu, cuda or cuda:N (cuda where there is one)")
     parser.add_argument("--seed", type=SEED, default=0, help="feeds fresh weights and every random draw (0)")
 
@@ -57,9 +56,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
-    rates = comparison.Rates(
-        numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime, arguments.backend
-    )
+    rates = comparison.Rates(numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime)
     bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
     speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)
     latency = speeds.speeds[0].latency
