@@ -17,7 +17,7 @@ from attnrx.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.costs import ModelCosts, PartCosts, linear_costs
 from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
-from attnrx.errors import InvalidInput, NotSupported
+from attnrx.errors import NotSupported
 from attnrx.models import LowRankLinear, evaluating, family_of, rank_of
 from attnrx.planning.budget import GRID
 from attnrx.shapes import Float, Tensor
@@ -93,19 +93,15 @@ PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
 }
 
 
-def map_addresses(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[MapAddress, ...]:
-    """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
+def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
+    """Returns the layer and name of every map; those of the MLP only if it has two linear maps.
 
     Raises:
         NotSupported: where a map is factored already.
-        InvalidInput: where the model has none of them.
     """
     family = family_of(model)
-    mlps = family.mlp(model)
-    there = [name for name in MAPS if name in names and (name in ATTENTION_MAPS or mlps)]
-    if not there:
-        raise InvalidInput(f"this model has none of the maps {', '.join(names)}: its MLPs are not two linear maps.")
-    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in there)
+    names = MAPS if family.mlp(model) else ATTENTION_MAPS
+    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in names)
     for address in found:
         if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
             raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
@@ -278,15 +274,15 @@ FACTORS: Mapping[str, Factor] = {
 
 
 class FactoringBaseline(ModelCompressor):
-    """Factors all linear maps, or the named ones, each at the same share of its own MACs.
+    """Factors all linear maps, each at the same share of its own MACs.
 
     A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
     compression ratio. The attention itself is unchanged: these methods do not distinguish heads.
     """
 
-    def __init__(self, model: nn.Module, kind: str, names: Sequence[str], statistics: MapStatistics):
+    def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
-        self.map_addresses = map_addresses(model, names or MAPS)
+        self.map_addresses = map_addresses(model)
         self._whole: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:

@@ -21,7 +21,6 @@ from attnrx.rules import SHARE, Template
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
-    MAPS,
     FactoringBaseline,
     MapStatistics,
     ModelCompressor,
@@ -35,45 +34,35 @@ class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
     `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards. A
-    `baseline` is one of BASELINES, and `maps` the linear maps that it factors (all by default).
+    `baseline` is one of BASELINES.
     """
 
     name: str
     rules: str = ""
     refined: int = 0
     baseline: str | None = None
-    maps: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.baseline is None:
             self.template  # noqa: B018, refuses maps that do not exist
         elif self.baseline not in BASELINES:
             raise UnknownName("baseline", self.baseline, BASELINES)
-        for own in set(self.maps) - set(MAPS):
-            raise UnknownName("linear map", own, MAPS)
-        if (self.baseline is not None and (self.rules or self.refined)) or (self.maps and self.baseline not in FACTORS):
-            raise InvalidInput(
-                f"{self.name}: a baseline takes no rules and no refinement, and maps= goes with one of "
-                f"{', '.join(FACTORS)}."
-            )
+        elif self.rules or self.refined:
+            raise InvalidInput(f"{self.name}: a baseline takes no rules and no refinement; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE
-        [maps=MAP,MAP]`.
-        """
+        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE`."""
         name, _, rest = text.partition("=")
         words = rest.split()
-        if not name.strip() or not words:
-            raise InvalidInput(f"the method {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
-        extras = dict(word.split("=", 1) for word in words if word.startswith(("refine=", "maps=")))
-        rules = [word for word in words if not word.startswith(("refine=", "maps="))]
-        steps = extras.get("refine", "0")
-        if not (steps.isascii() and steps.isdigit()):
-            raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
-        maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
-        baseline = rules.pop(0).removeprefix("baseline:") if rules and rules[0].startswith("baseline:") else None
-        return cls(name.strip(), " ".join(rules), int(steps), baseline, maps)
+        steps = [word.removeprefix("refine=") for word in words if word.startswith("refine=")]
+        rules = " ".join(word for word in words if not word.startswith("refine="))
+        if not name.strip() or not rules or len(steps) > 1 or not all(each.isdecimal() for each in steps):
+            raise InvalidInput(f"the method {text!r} is not NAME=RULES [refine=STEPS], e.g. mix=qk=total_rank:{SHARE}.")
+        if rules.startswith("baseline:"):
+            baseline, _, rules = rules.removeprefix("baseline:").partition(" ")
+            return cls(name.strip(), rules, sum(map(int, steps)), baseline)
+        return cls(name.strip(), rules, sum(map(int, steps)))
 
     @property
     def template(self) -> Template:
@@ -101,7 +90,7 @@ class MethodBench:
         if method.baseline is None:
             return RuleCompressor(self, method)
         if method.baseline in FACTORS:
-            return FactoringBaseline(self.model, method.baseline, method.maps, self._statistics)
+            return FactoringBaseline(self.model, method.baseline, self._statistics)
         return TorchPruningBaseline(self.model, self.calibration)
 
     @cached_property
