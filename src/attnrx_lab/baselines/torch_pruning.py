@@ -36,8 +36,7 @@ class TorchPruningBaseline(ModelCompressor):
         self.package = required_module("torch_pruning", "lab", "the baseline torch_pruning")
         self.model, self.calibration, self.batch_size = model, calibration, batch_size
         self.family = LIBRARIES["timm"]
-        if not _is_whole(model):
-            raise NotSupported("torch_pruning prunes the attention of timm: give an uncompressed timm:NAME.")
+        _as_timm(model)  # refuses other models
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
@@ -109,20 +108,11 @@ def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
     return replace(layer, **{name: getattr(fewer, name) for name in names})
 
 
-def _is_whole(model: nn.Module) -> bool:
-    if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
-        return False
-    with torch.device("meta"):
-        fresh = LIBRARIES["timm"].create(model.origin)
-    # A compressed model has fewer parameters than the one its name creates.
-    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
-    return sizes[0] == sizes[1]
-
-
 def _as_timm(model: nn.Module) -> nn.Module:
     """Returns the adopted timm model with its current weights."""
-    assert isinstance(model, Adopted)
-    family = LIBRARIES["timm"]
+    family, refused = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
+    if not (isinstance(model, Adopted) and family.matches(model)):
+        raise NotSupported(refused)
     theirs = family.create(model.origin)
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
@@ -136,7 +126,10 @@ def _as_timm(model: nn.Module) -> nn.Module:
         state |= {f"blocks.{index}.attn.proj.{name}": own for name, own in attention.output.state_dict().items()}
     parameter = next(model.parameters())
     theirs = theirs.to(parameter.device, parameter.dtype)
-    theirs.load_state_dict(state)
+    try:
+        theirs.load_state_dict(state)
+    except RuntimeError as error:  # compressed: other names or shapes
+        raise NotSupported(refused) from error
     for layer in family.layers(theirs):
         attention: Any = layer.get_submodule("attn")
         attention.fused_attn = False  # unfused, so that the library can trace it
