@@ -14,11 +14,11 @@ from torch import nn
 
 from attnrx.attention import Eager, using
 from attnrx.attention.head_linear import HeadLinear, OutputProjection
-from attnrx.costs import ModelCosts, PartCosts, linear_costs
+from attnrx.costs import ModelCosts, PartCosts
 from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
 from attnrx.errors import NotSupported
-from attnrx.models import LowRankLinear, evaluating, family_of, rank_of
+from attnrx.models import LowRankLinear, evaluating, family_of
 from attnrx.planning.budget import GRID
 from attnrx.shapes import Float, Tensor
 
@@ -41,7 +41,11 @@ class ModelCompressor(ABC):
 
 
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
-MAPS = (*ATTENTION_MAPS, *MLP_MAPS)
+PARTS = {  # of the costs of a layer, by map
+    "query": "query_key", "key": "query_key", "value": "value_output", "output": "value_output",
+    "fc1": "mlp", "fc2": "mlp",
+}
+MAPS = tuple(PARTS)
 
 MapAddress = tuple[int, str]
 """A layer, and the name of one of its maps."""
@@ -85,14 +89,6 @@ class FactoredOutputProjection(OutputProjection):
         return self(features) if reads == self.reads else self.second(super().padded(features, reads))
 
 
-# The paths of the first matrix, the second and the bias in each kind of module.
-PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
-    FactoredHeads: ("first.weight", "weight", "bias"),
-    FactoredOutputProjection: ("weight", "second.weight", "second.bias"),
-    LowRankLinear: ("first.weight", "second.weight", "second.bias"),
-}
-
-
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
     """Returns the layer and name of every map; those of the MLP only if it has two linear maps.
 
@@ -126,35 +122,22 @@ def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "ou
 
 def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.Module:
     changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for address, low_rank in factors.items():
-            _replace_(changed, address, low_rank)
+    for address, low_rank in factors.items():
+        _replace_(changed, address, low_rank)
     return changed
 
 
 def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
     """Returns the costs of the model with these maps factored; the attention itself costs the same."""
-    family = family_of(model)
-    mlp = tuple(
-        tuple(ranks.get((layer, name), rank_of(linear)) for name, linear in zip(MLP_MAPS, pair, strict=True))
-        for layer, pair in enumerate(family.mlp(model))
-    )
-    costs = family.costs(model, mlp_ranks=tuple((first, second) for first, second in mlp))
-    layers = []
-    for index, layer in enumerate(costs.layers):
-        parts = {name: _map_costs(model, (index, name), layer.tokens, ranks) for name in ATTENTION_MAPS}
-        query_key, value_output = parts["query"] + parts["key"], parts["value"] + parts["output"]
-        layers.append(replace(layer, query_key=query_key, value_output=value_output))
+    costs = family_of(model).costs(model)
+    layers = list(costs.layers)
+    for (index, name), rank in ranks.items():
+        outputs, inputs = linear_at(model, (index, name)).get_parameter("weight").shape
+        more = rank * (outputs + inputs) - outputs * inputs  # negative where it pays
+        part, layer = PARTS[name], layers[index]
+        changed = getattr(layer, part) + PartCosts(more, layer.tokens * more)
+        layers[index] = replace(layer, **{part: changed})
     return replace(costs, layers=tuple(layers))
-
-
-def _map_costs(model: nn.Module, address: MapAddress, tokens: int, ranks: Ranks) -> PartCosts:
-    linear = linear_at(model, address)
-    outputs, inputs = linear.get_parameter("weight").shape
-    bias, rank = linear.bias is not None, ranks.get(address)
-    if rank is None:
-        return linear_costs(inputs, outputs, tokens, bias=bias)
-    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens, bias=bias)
 
 
 def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
@@ -163,27 +146,24 @@ def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
 
 
 def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
-    layer, name = address
+    (layer, name), rank = address, low_rank.rank
     linear = linear_at(model, address)
-    new = _factored(linear, low_rank.rank).to(linear.get_parameter("weight")).train(linear.training)
-    first, second, bias = PARAMETERS[type(new)]
-    new.get_parameter(first).copy_(low_rank.first)
-    new.get_parameter(second).copy_(low_rank.second)
-    if low_rank.bias is not None:
-        new.get_parameter(bias).copy_(low_rank.bias)
+    # The names are those of the first matrix, the second and the bias.
+    if isinstance(linear, HeadLinear):
+        new, names = FactoredHeads(linear, rank), ("first.weight", "weight", "bias")
+    elif isinstance(linear, OutputProjection):
+        new, names = FactoredOutputProjection(linear, rank), ("weight", "second.weight", "second.bias")
+    else:
+        outputs, inputs = linear.get_parameter("weight").shape
+        new = LowRankLinear(inputs, outputs, rank, linear.bias is not None)
+        names = ("first.weight", "second.weight", "second.bias")
+    tensors = (low_rank.first, low_rank.second, low_rank.bias)
+    new.load_state_dict({key: tensor for key, tensor in zip(names, tensors, strict=True) if tensor is not None})
+    new = new.to(linear.get_parameter("weight")).train(linear.training)
     if name in MLP_MAPS:
         family_of(model).set_mlp_(model, layer, MLP_MAPS.index(name), new)
     else:
         setattr(_owner(model, layer, name), name, new)
-
-
-def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredOutputProjection | LowRankLinear:
-    if isinstance(linear, HeadLinear):
-        return FactoredHeads(linear, rank)
-    if isinstance(linear, OutputProjection):
-        return FactoredOutputProjection(linear, rank)
-    assert isinstance(linear, nn.Linear)
-    return LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
 
 
 # Maps with the same inputs share the statistics of this one.
