@@ -38,7 +38,7 @@ def model_of(name: str) -> VisionTransformer:
 
 
 def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:
-    return MapStatistics(model, map_addresses(model), images, 4)
+    return MapStatistics(model, images, 4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -42,8 +42,12 @@ class ModelCompressor(ABC):
 
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
 PARTS = {  # of the costs of a layer, by map
-    "query": "query_key", "key": "query_key", "value": "value_output", "output": "value_output",
-    "fc1": "mlp", "fc2": "mlp",
+    "query": "query_key",
+    "key": "query_key",
+    "value": "value_output",
+    "output": "value_output",
+    "fc1": "mlp",
+    "fc2": "mlp",
 }
 MAPS = tuple(PARTS)
 
@@ -166,10 +170,6 @@ def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
         setattr(_owner(model, layer, name), name, new)
 
 
-# Maps with the same inputs share the statistics of this one.
-SAME_INPUTS = {"query": "value", "key": "value"}
-
-
 @dataclass(frozen=True)
 class InputMoments:
     """The inputs x of one map over all tokens of all images: the mean of |x|, and E[x x^T]."""
@@ -179,13 +179,14 @@ class InputMoments:
 
 
 class MapStatistics:
-    """The statistics of some maps of a model on calibration images, each kind measured on first use."""
+    """The statistics of all maps of a model on calibration images, each kind measured on first use."""
 
-    def __init__(self, model: nn.Module, map_addresses: Sequence[MapAddress], images: ImageSet, batch_size: int = 32):
-        self.model, self.map_addresses, self.images, self.batch_size = model, tuple(map_addresses), images, batch_size
+    def __init__(self, model: nn.Module, images: ImageSet, batch_size: int = 32):
+        self.model, self.images, self.batch_size = model, images, batch_size
+        self.map_addresses = map_addresses(model)
 
     def moments(self, address: MapAddress) -> InputMoments:
-        return self._moments[_watched(address)]
+        return self._moments[address]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
@@ -206,7 +207,7 @@ class MapStatistics:
 
         layers, weight = family_of(self.model).attention(self.model), next(self.model.parameters())
         with ExitStack() as hooks:
-            for address in {_watched(address) for address in self.map_addresses}:
+            for address in self.map_addresses:
                 hook = linear_at(self.model, address).register_forward_pre_hook(partial(take, address))
                 hooks.callback(hook.remove)
             # The eager backend pads nothing, so every projection is called as a module and its hooks run.
@@ -232,11 +233,6 @@ class MapStatistics:
                 total += gradient.double().square()
             count += 1
         return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
-
-
-def _watched(address: MapAddress) -> MapAddress:
-    layer, name = address
-    return layer, SAME_INPUTS.get(name, name)
 
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
@@ -273,11 +269,8 @@ class FactoringBaseline(ModelCompressor):
         return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
 
     def ranks(self, share: float) -> dict[MapAddress, int]:
-        found = {}
-        for address in self.map_addresses:
-            outputs, inputs = linear_at(self.model, address).get_parameter("weight").shape
-            found[address] = max(1, floor(share * break_even_rank(outputs, inputs)))
-        return found
+        shapes = {at: linear_at(self.model, at).get_parameter("weight").shape for at in self.map_addresses}
+        return {at: max(1, floor(share * break_even_rank(*shape))) for at, shape in shapes.items()}
 
     def _at(self, address: MapAddress) -> LowRank:
         if address not in self._whole:

@@ -25,7 +25,6 @@ from attnrx_lab.baselines import (
     MapStatistics,
     ModelCompressor,
     TorchPruningBaseline,
-    map_addresses,
 )
 
 
@@ -96,7 +95,7 @@ class MethodBench:
     @cached_property
     def _statistics(self) -> MapStatistics:
         # Small batches: the inputs of every map are converted to float64.
-        return MapStatistics(self.model, map_addresses(self.model), self.calibration, min(self.batch_size, 32))
+        return MapStatistics(self.model, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
         described = [asdict(method) for method in methods]
