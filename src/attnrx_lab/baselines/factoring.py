@@ -238,13 +238,12 @@ class MapStatistics:
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
 # svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
-# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W;
-# fwsvd_outputs: of each output's. svd_llm: whitened inputs, without its updates of the layers that follow.
+# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W.
+# svd_llm: whitened inputs, without its updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
     "svd": lambda model, at, data: plain_svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
     "fwsvd": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="inputs"),
-    "fwsvd_outputs": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="outputs"),
     "svd_llm": lambda model, at, data: svd_llm(*weights_at(model, at), data.moments(at).moment),
 }
 

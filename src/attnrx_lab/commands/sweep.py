@@ -28,7 +28,8 @@ def add(parser: Parser) -> None:
         "place",
         metavar="FILE",
         help="run: TOML with `command`, in which {AXIS} stands for a value and {out} for a folder of the job, and "
-        "[grid], whose axes are lists of values, or tables of names and values; status, results: the store",
+        "[grid], whose axes are lists of values, or tables of names and values (quote '{AXIS}' if they have spaces); "
+        "status, results: the store",
     )
     run = parser.add_argument_group("run")
     option(run, "--store", "FILE", "an SQLite file on a disk of this machine, or the URL of a database")

@@ -115,8 +115,6 @@ class Rates:
         require_points(self.shares, self.macs)
         if not self.batches or not self.protocols or min(self.batches) < 1:
             raise InvalidInput(f"batches={self.batches}, protocols={self.protocols}: give at least one of each.")
-        if self.runtime is not None and any(each.conditions.compiled for each in self.protocols):
-            raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:

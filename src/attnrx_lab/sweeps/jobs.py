@@ -58,50 +58,42 @@ def load_jobs(path: Path | str) -> tuple[Job, ...]:
 def grid_jobs(command: str, grid: Mapping[str, Any]) -> tuple[Job, ...]:
     """Fills a command of attnrx with every combination of values, the last axis changing fastest.
 
-    {AXIS} is replaced by a value of that axis, {out} by a folder of the job. A word that is {AXIS} alone becomes all
-    the words of the value. Literal braces are doubled: {{share}} in a command is the {share} of a rule. An axis is a
-    list of values, or a table of names and values; a value is a text, a number, or (in a table) a list of words.
+    {AXIS} is replaced by a value of that axis, {out} by a folder of the job; then the command is cut into words, so
+    '{AXIS}' in quotes stays one word. Literal braces are doubled: {{share}} in a command is the {share} of a rule. An
+    axis is a list of texts and numbers, or a table of names and such values.
     """
     axes = {name: _values(name, given) for name, given in grid.items()}
+    count = math.prod(map(len, axes.values()))
+    if not command.strip() or not 0 < count <= MOST_JOBS:
+        raise InvalidInput(
+            f"a sweep has a command and 1 to {MOST_JOBS:,} combinations of values, not {count:,}: {FORM}."
+        )
+    jobs = []
     try:
-        words = shlex.split(command.strip().removeprefix("attnrx "))
-        used = {name for word in words for _, name, _, _ in Formatter().parse(word) if name is not None}
+        used = {name for _, name, _, _ in Formatter().parse(command) if name is not None}
+        for name in used - axes.keys() - {OUT}:
+            doubled = f"{{{{{name}}}}}"
+            raise UnknownName(f"axis in the command (braces of its own are doubled, {doubled})", name, [*axes, OUT])
+        for name in axes.keys() - used:
+            raise InvalidInput(f"the axis {name} is nowhere in the command; write {{{name}}} where its values go.")
+        for chosen in itertools.product(*(values.items() for values in axes.values())):
+            values = {name: value for name, (_, value) in zip(axes, chosen, strict=True)}
+            words = shlex.split(command.format_map({OUT: f"{{{OUT}}}", **values}))
+            labels = {name: label for name, (label, _) in zip(axes, chosen, strict=True)}
+            jobs.append(Job(tuple(words[1:] if words[0] == "attnrx" else words), labels))
     except ValueError as error:  # a quote or a brace that is not closed
         raise InvalidInput(f"the command {command!r} cannot be cut into words: {str(error).lower()}.") from error
-    if not words or not all(axes.values()):
-        raise InvalidInput(f"a sweep has a command and at least one value for every axis: {FORM}.")
-    for name in used - axes.keys() - {OUT}:
-        raise UnknownName(f"axis in the command (braces of its own are doubled, {{{{{name}}}}})", name, [*axes, OUT])
-    for name in axes.keys() - used:
-        raise InvalidInput(f"the axis {name} is nowhere in the command; write {{{name}}} where its values go.")
-    count = math.prod(map(len, axes.values()))
-    if count > MOST_JOBS:
-        raise InvalidInput(f"the axes have {count:,} combinations; a sweep has at most {MOST_JOBS:,} jobs.")
-    jobs = []
-    for chosen in itertools.product(*(values.items() for values in axes.values())):
-        labels = {name: label for name, (label, _) in zip(axes, chosen, strict=True)}
-        values = {name: own for name, (_, own) in zip(axes, chosen, strict=True)}
-        jobs.append(Job(tuple(part for word in words for part in _filled(word, values)), labels))
     return tuple(jobs)
 
 
-def _values(name: str, given: Any) -> dict[Label, Words]:
-    table = given if isinstance(given, Mapping) else None
-    if table is None:
-        if not isinstance(given, list) or not all(isinstance(value, str | int | float) for value in given):
-            raise InvalidInput(
-                f"the axis {name} is {given!r}; give a list of texts and numbers, or a table of names and values."
-            )
-        table = {value: value for value in given}
-    return {label: _words(value) for label, value in table.items()}
+def _values(name: str, given: Any) -> dict[Label, str]:
+    table = {value: value for value in given} if _plain(given) else given
+    if not isinstance(table, Mapping) or not _plain(list(table.values())):
+        raise InvalidInput(
+            f"the axis {name} is {given!r}; give a list of texts and numbers, or a table of names and such values."
+        )
+    return {label: str(value).lower() if isinstance(value, bool) else str(value) for label, value in table.items()}
 
 
-def _words(value: Any) -> Words:
-    parts = value if isinstance(value, list) else [value]
-    return tuple(str(part).lower() if isinstance(part, bool) else str(part) for part in parts)
-
-
-def _filled(word: str, values: Mapping[str, Words]) -> Words:
-    if word[:1] == "{" and word[1:-1] in values:
-        return values[word[1:-1]]
-    return (word.format_map({OUT: f"{{{OUT}}}", **{name: " ".join(own) for name, own in values.items()}}),)
+def _plain(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str | int | float) for value in values)

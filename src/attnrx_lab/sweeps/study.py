@@ -193,10 +193,7 @@ def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log
 
 def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, BaseProcess]:
     own = (folder / job.id).resolve()
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot create the folder {own}: {error.strerror or error}.") from error
+    own.mkdir(parents=True, exist_ok=True)
     words = tuple(word.replace(f"{{{OUT}}}", str(own)) for word in job.words)
     # A plain fork would copy locks that torch's threads hold; the server imports torch once for all jobs.
     context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
@@ -216,11 +213,9 @@ def _run_job(pipe: Connection, work: Work, words: Words, threads: int, log: str)
         os.dup2(file.fileno(), 2)
     try:
         pipe.send((rows_of(work(words, threads)), None))
-    except AttnrxError as error:
-        pipe.send(((), str(error)))
     except Exception as error:
         traceback.print_exc()
-        pipe.send(((), f"{type(error).__name__}: {error}"))
+        pipe.send(((), str(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"))
 
 
 def _exit_with_parent() -> None:
