@@ -16,7 +16,7 @@ from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Finding
 from attnrx.models import evaluating, family_of
 from attnrx.runtime import processes
-from attnrx.shapes import Bool, Int, Tensor
+from attnrx.shapes import Int, Tensor
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # Pixels may lie this far outside [0, 1] after the normalization is inverted: rounding.
@@ -27,7 +27,7 @@ FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 LABELS = "labels of the images"  # beside the names of the models
 
 Way = tuple[str, int]  # a corruption and its severity
-Right = Mapping[Way, Bool[Tensor, "images"]]  # which images are classified as labelled
+Classes = Mapping[str, Int[Tensor, "images"]]  # that every model predicts, and the LABELS
 Part = tuple[str, tuple[str, ...], tuple[int, ...]]  # in words, and the corruptions and severities that are averaged
 
 
@@ -72,20 +72,17 @@ class Robustness(Check):
         """Returns the findings of several candidates; images are corrupted and the reference is run only once."""
         comparison = comparison.taking(self.images)
         models = {"": comparison.reference, **candidates}
-        findings: dict[str, list[Finding]] = {name: [] for name in candidates}
-        right: dict[str, dict[Way, Tensor]] = {name: {} for name in models}
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
-        for way, classes in zip(ways, _predicted(models, ways, comparison), strict=True):
-            for name in models:
-                right[name][way] = classes[name] == classes[LABELS]
-            for name, own in findings.items():
-                own.append(_finding(way, name, classes, comparison.seed))
-        parts = self._parts()
-        for name, own in findings.items():
-            for part in parts:  # the last is over everything, and may be a claim
-                limit = self.most_drop if part is parts[-1] else None
-                own.append(_mean(part, right[""], right[name], limit, comparison.seed))
-        return {name: tuple(own) for name, own in findings.items()}
+        classes = dict(zip(ways, _predicted(models, ways, comparison), strict=True))
+        *parts, whole = self._parts()
+        limits = [*((part, None) for part in parts), (whole, self.most_drop)]
+        return {
+            name: (
+                *(_finding(way, name, found, comparison.seed) for way, found in classes.items()),
+                *(_mean(part, name, classes, limit, comparison.seed) for part, limit in limits),
+            )
+            for name in candidates
+        }
 
     def _parts(self) -> list[Part]:
         """Returns the groups to average over: everything and, where they differ, its common part and each severity."""
@@ -101,13 +98,8 @@ class Robustness(Check):
         return parts
 
 
-def _predicted(
-    models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison
-) -> Iterator[dict[str, Int[Tensor, "images"]]]:
-    """Returns the classes that every model predicts, and the LABELS, for each corruption and severity.
-
-    Several processes share the corruptions.
-    """
+def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison) -> Iterator[Classes]:
+    """Returns the predictions for each corruption and severity; several processes share the corruptions."""
     process, count = comparison.place
     own = [_predict(models, way, comparison) for way in ways[process::count]]
     parts = processes.all_gathered(own) if comparison.together else [own]
@@ -115,7 +107,7 @@ def _predicted(
         yield parts[number % count][number // count]
 
 
-def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) -> dict[str, Int[Tensor, "images"]]:
+def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) -> Classes:
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))
     # One stream of random numbers on the CPU for the whole pass: the same noise in batches of any size, on any device.
@@ -135,7 +127,7 @@ def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) 
     return {role: torch.cat(parts) for role, parts in classes.items()}
 
 
-def _finding(way: Way, name: str, classes: Mapping[str, Int[Tensor, "images"]], seed: int) -> Finding:
+def _finding(way: Way, name: str, classes: Classes, seed: int) -> Finding:
     before, after = classes[""] == classes[LABELS], classes[name] == classes[LABELS]
     agreement = proportion(int((classes[""] == classes[name]).sum()), len(before)).scaled(100.0)
     details = {
@@ -153,12 +145,12 @@ def _finding(way: Way, name: str, classes: Mapping[str, Int[Tensor, "images"]], 
     return replace(finding, seed=seed, details=details)
 
 
-def _mean(part: Part, before: Right, after: Right, most_drop: float | None, seed: int) -> Finding:
+def _mean(part: Part, name: str, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
     """Averages image by image, so that the interval is over images."""
     where, corruptions, severities = part
-    keys = [(corruption, severity) for corruption in corruptions for severity in severities]
+    found = [classes[corruption, severity] for corruption in corruptions for severity in severities]
     # [corruptions, images] -> images
-    first, then = (torch.stack([own[key] for key in keys]).double().mean(0) for own in (before, after))
+    first, then = (torch.stack([own[role] == own[LABELS] for own in found]).double().mean(0) for role in ("", name))
     details = {
         "quantity": "mean accuracy change",
         "corruptions": list(corruptions),

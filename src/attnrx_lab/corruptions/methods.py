@@ -183,8 +183,8 @@ def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
 
 def _relief(drops: np.ndarray) -> Layer:
     """Lights drops, [height, width], from one side: their distance to the edge, equalized, as a height map."""
-    edges = drops & ~np.asarray(ndimage.binary_erosion(drops, border_value=1))
-    distance = np.asarray(ndimage.distance_transform_edt(~edges)).clip(max=FARTHEST)
+    inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
+    distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
     levels = ndimage.uniform_filter(distance, 3, mode="mirror").astype(np.uint8)
     below = np.bincount(levels.ravel()).cumsum()
     first = below[levels.min()]
