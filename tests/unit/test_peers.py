@@ -19,15 +19,18 @@ from attnrx.models import VisionTransformer, family_of
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
-    MAPS,
     FactoringBaseline,
     MapStatistics,
     TorchPruningBaseline,
+)
+from attnrx_lab.baselines.factoring import (
+    MAPS,
     factored_model_costs,
+    linear_at,
     map_addresses,
+    weights_at,
     with_factors,
 )
-from attnrx_lab.baselines.factoring import linear_at, weights_at
 from comparisons import logits, pixels
 
 CONFIGS = ("dense", "svda")
