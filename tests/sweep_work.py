@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.errors import InvalidInput
-from attnrx_lab.sweeps import JobWorkers, Sweep, SweepStudy
+from attnrx_lab.sweeps import Job, SweepStudy, grid_jobs, run_jobs
 
 SLOW = 0.4  # seconds
 
@@ -44,12 +44,12 @@ def notes(folder: Path, number: object) -> list[str]:
     return (folder / f"{number}.txt").read_text().split()
 
 
-def sweep(folder: Path, what: str = "slow", count: int = 6) -> Sweep:
-    return Sweep.of(["{what}", "{seed}", str(folder)], {"what": [what], "seed": list(range(count))})
+def sweep(folder: Path, what: str = "slow", count: int = 6) -> tuple[Job, ...]:
+    return grid_jobs(f"{{what}} {{seed}} {folder}", {"what": [what], "seed": list(range(count))})
 
 
 def run(store: Path, workers: int) -> dict[str, int]:
-    return JobWorkers(SweepStudy(store), work, workers, threads=1).run(lambda _: None)
+    return run_jobs(SweepStudy(store), work, workers, 1, lambda _: None)
 
 
 if __name__ == "__main__":

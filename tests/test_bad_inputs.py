@@ -29,7 +29,7 @@ from attnrx.exporting import Program
 from attnrx.exporting.exported import SCHEMA
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import SEAL, file_sha256, read_json, sealed, write_json
-from attnrx_lab.sweeps import Sweep
+from attnrx_lab.sweeps import grid_jobs
 from edits import ABSENT, edited
 from pictures import encoded, rows, write_folder, write_parquet
 
@@ -489,12 +489,8 @@ LINES = (
     "sweep run {sweep}", "sweep run {pipe} --store {out}", "sweep run {plain} --store {out}",
     "sweep run {deep} --store {out}", "sweep run {sweep} --store {pipe}",
     "sweep run {sweep} --store {out} --workers 0",
-    "sweep run {sweep} --over a=1 --store {out}",
-    "sweep run {sweep} --command costs --store {out}", "sweep run --command costs --over a --store {out}",
-    "sweep run --command costs --over a=1 --store {out}",
     "sweep run --store {out}", "sweep run {sweep} --store sqlite:///nowhere/x.db",
-    "sweep run --command nothing --store {out}", "sweep run --command costs --store {out}",
-    "sweep run --command {{{{model --store {out}", "sweep run {sweep} --store nothing://x",
+    "sweep run {sweep} --store nothing://x",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip
@@ -508,29 +504,25 @@ def test_a_line_that_makes_no_sense_is_refused(files: Path, tmp_path: Path, word
     check(words, files, tmp_path)
 
 
-@pytest.mark.parametrize("command", ["costs 'svda:digits", 'costs "', "", "costs {nothing}"])
+@pytest.mark.parametrize("command", ["costs 'svda:digits", 'costs "', "", "costs {nothing}", "costs {model", "nothing"])
 def test_a_command_of_a_sweep_that_cannot_be_cut_into_words_is_refused(tmp_path: Path, command: str) -> None:
-    words = ["sweep", "run", "--command", command, "--over", "model=svda:digits", "--store", str(tmp_path / "s.sqlite")]
-    refused(words)
+    (tmp_path / "grid.toml").write_text(f"command = {json.dumps(command)}\n[grid]\nmodel = ['svda:digits']\n")
+    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s.sqlite")])
     assert not list(tmp_path.glob("s*"))
 
 
 GRIDS = (
-    [], {}, 3, {"command": 5}, {"command": []}, {"command": [1, 2]}, {"command": "costs", "grid": 3},
-    {"command": "costs", "more": 1},
-    {"command": "costs {a}", "grid": {"a": []}}, {"command": "costs {a}", "grid": {"a": 3}}, {"command": "costs {a}",
-    "grid": {"a": [{}]}},
-    {"command": "costs {a}", "grid": {}}, {"command": "costs '{a}", "grid": {"a": [1]}}, {"command": "costs {a}",
-    "grid": {"a": [[]]}},
-    {"command": "costs {a} {b} {c}", "grid": {name: list(range(1000)) for name in "abc"}},
+    "[]", "", "3", "command = 5", "command = []", "command = 'costs'\ngrid = 3", "command = 'costs'\nmore = 1",
+    "command = 'costs {a}'\ngrid.a = []", "command = 'costs {a}'\ngrid.a = 3", "command = 'costs {a}'\ngrid.a = [{}]",
+    "command = 'costs {a}'", "command = \"costs '{a}\"\ngrid.a = [1]", "command = 'costs {a}'\ngrid.a = [[]]",
+    "command = 'costs {a} {b} {c}'\n" + "".join(f"grid.{name} = {list(range(1000))}\n" for name in "abc"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: Any) -> None:
-    path = write_json(tmp_path / "grid.json", grid) if isinstance(grid, dict) else tmp_path / "grid.json"
-    path.write_text(json.dumps(grid))
-    refused(["sweep", "run", str(path), "--store", str(tmp_path / "s.sqlite")])
+@pytest.mark.parametrize("grid", GRIDS, ids=range(len(GRIDS)))
+def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: str) -> None:
+    (tmp_path / "grid.toml").write_text(grid)
+    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s.sqlite")])
 
 
 # Files that were edited ------------------------------------------------------------------------------------------
@@ -860,7 +852,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "std": (lambda: rx.ViTConfig.uniform(std=(0.0, 1.0, 1.0)), "std"),
     "budget": (lambda: rx.Budget(NAN), "macs=nan"),
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
-    "sweep": (lambda: Sweep.of("costs 'a", {}), "cannot be cut into words"),
+    "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 
 
@@ -869,23 +861,3 @@ def test_a_call_with_a_bad_argument_is_refused(name: str) -> None:
     call, expected = CALLS[name]
     with pytest.raises(AttnrxError, match=re.escape(expected)):
         call()
-
-
-# Tables ----------------------------------------------------------------------------------------------------------
-
-
-def test_cells_of_csv_that_begin_like_a_formula_are_written_as_text(tmp_path: Path) -> None:
-    from attnrx_lab.commands.sweep import results_csv
-    from attnrx_lab.sweeps import Job, Result, SweepStudy
-
-    study = SweepStudy(tmp_path / "s.sqlite")
-    job = Job(
-        ("costs", "x"), {"=axis": "=HYPERLINK(1)", "plain": "a", "plus": "+1", "minus": "-1", "at": "@a", "tab": "\ta"}
-    )
-    study.add([job])
-    taken = study.take()
-    assert taken is not None
-    study.finish(taken[0], 1.0, [Result("-metric", -1.5, -2.0, 3.0, 4, "@unit")], None, {})
-    header, row = results_csv(study).splitlines()
-    assert header.startswith("'=axis,plain,plus")
-    assert row == "'=HYPERLINK(1),a,'+1,'-1,'@a,'\ta,'-metric,-1.5,-2.0,3.0,4,'@unit"

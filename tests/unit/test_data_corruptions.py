@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.ndimage import gaussian_filter, map_coordinates, zoom
+from scipy.ndimage import gaussian_filter, zoom
 
 from attnrx.data.images import generator
 from attnrx.errors import InvalidInput, UnknownName
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
-from attnrx_lab.corruptions.filters import landscapes, streaked
+from attnrx_lab.corruptions.methods import landscape, streaked
 
 # One amount that rises. The others trade several against each other, or hang on what the image shows.
 RISING = ("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "gaussian_blur", "brightness", "contrast")
@@ -118,25 +118,14 @@ def test_glass_moves_pixels_no_farther_than_it_may() -> None:
     assert 0.3 < float((moved.round() == -1).double().mean()) < 0.6
 
 
-def test_glass_copies_as_the_benchmark_does() -> None:
-    from attnrx_lab.corruptions.methods import _copied
-
-    pixels = np.arange(12.0).reshape(4, 3).copy()
-    targets, sources = [3, 2, 1, 3], [2, 1, 3, 0]
-    for target, source in zip(targets, sources, strict=True):
-        pixels[target], pixels[source] = pixels[source], pixels[target]  # rows are views: no swap, as published
-    order = _copied(torch.tensor(targets), torch.tensor(sources), 4)
-    assert np.arange(12.0).reshape(4, 3)[order.numpy()].tolist() == pixels.tolist()
-
-
 def test_motion_smears_in_its_own_direction() -> None:
-    point = torch.zeros(2, 1, 33, 33)
-    point[..., 16, 16] = 1
-    along, down = streaked(point, 3, 1.5, torch.tensor([0.0, 90.0]))[:, 0]
-    weights = torch.exp(-0.5 * (torch.arange(7) / 1.5) ** 2)
+    point = np.zeros((1, 33, 33))
+    point[0, 16, 16] = 1
+    along, down = (streaked(point, 3, 1.5, degrees)[0] for degrees in (0.0, 90.0))
+    weights = np.exp(-0.5 * (np.arange(7) / 1.5) ** 2)
     weights = weights / weights.sum()
-    assert torch.allclose(along[16, 10:17].flip(0), weights) and float(along.sum()) == pytest.approx(1)
-    assert torch.allclose(down[10:17, 16].flip(0), weights)
+    assert np.allclose(along[16, 10:17][::-1], weights) and float(along.sum()) == pytest.approx(1)
+    assert np.allclose(down[10:17, 16][::-1], weights)
 
 
 def test_zoom_is_that_of_scipy() -> None:
@@ -174,18 +163,6 @@ def test_contrast_keeps_the_mean_and_scales_the_rest() -> None:
     assert torch.allclose(corrupted.std((2, 3)), 0.4 * images.std((2, 3)))
 
 
-def test_elastic_reads_between_pixels_as_scipy_does() -> None:
-    from attnrx_lab.corruptions.methods import _sampled
-
-    images = smooth(20)[:1]
-    coordinates = 26 * torch.rand(1, 400, 2, generator=generator(4)) - 3  # beyond the border too
-    for corners, mode in ((False, "reflect"), (True, "mirror")):
-        where = [coordinates[0, :, 1].numpy(), coordinates[0, :, 0].numpy()]
-        expected = [map_coordinates(plane.numpy(), where, order=1, mode=mode) for plane in images[0]]
-        found = _sampled(images, coordinates, corners).flatten(2)[0]
-        assert np.abs(found.numpy() - np.stack(expected)).max() < 1e-9
-
-
 def test_elastic_moves_the_plane_with_its_three_points() -> None:
     # Severity 1 of CIFAR-C has no small moves, so a plane of brightness stays one.
     down, right = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
@@ -208,10 +185,11 @@ def test_pixels_are_those_of_pillow(side: int) -> None:
 
 
 def test_fog_comes_in_landscapes_from_0_to_1_that_are_rougher_the_slower_they_decay() -> None:
-    rough, even = (landscapes(smooth(64), decay, generator(1)) for decay in (1.4, 3.0))
-    assert rough.shape == (6, 1, 64, 64)
-    assert torch.equal(rough.amax((1, 2, 3)), torch.ones(6)) and torch.equal(even.amin((1, 2, 3)), torch.zeros(6))
-    assert float(rough.diff(dim=-1).abs().mean()) > 2 * float(even.diff(dim=-1).abs().mean())
+    images = smooth(64).numpy()
+    rough, even = (landscape(images[0], decay, np.random.default_rng(1)) for decay in (1.4, 3.0))
+    assert rough.shape == (1, 64, 64)
+    assert rough.max() == 1 and even.min() == 0
+    assert np.abs(np.diff(rough)).mean() > 2 * np.abs(np.diff(even)).mean()
 
 
 def test_snow_and_frost_brighten_and_mud_darkens() -> None:
@@ -220,7 +198,7 @@ def test_snow_and_frost_brighten_and_mud_darkens() -> None:
         change = CORRUPTIONS[name](images, severity, generator(8)) - images
         assert sign * float(change.mean()) > 0.005, name
     water = CORRUPTIONS["spatter"](images, 2, generator(8)) - images
-    assert float(water.min()) >= 0 and 0.05 < float((water > 0).double().mean()) < 0.95
+    assert float(water.min()) > -1e-12 and 0.05 < float((water > 1e-12).double().mean()) < 0.95
 
 
 @pytest.mark.parametrize("channels", [1, 3])

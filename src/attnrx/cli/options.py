@@ -185,8 +185,7 @@ def add_methods(parser: Parser, shares: str) -> None:
     syntax = (
         "each 'NAME=RULES [refine=STEPS]', with the rules of `attnrx prescribe`, e.g. 'both=qk=total_rank:{share} "
         "tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule without a map is that of qk), or "
-        "'NAME=baseline:BASELINE [maps=MAP,MAP]': svd, asvd, fwsvd, fwsvd_outputs or svd_llm on all linear maps or "
-        "on some of query, key, value, output, fc1 and fc2, or torch_pruning"
+        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or torch_pruning"
     )
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
     points = parser.add_mutually_exclusive_group()

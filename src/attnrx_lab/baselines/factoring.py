@@ -1,7 +1,8 @@
 """Baselines that factor linear maps (SVD, ASVD, FWSVD, SVD-LLM): maps, statistics, and factored models."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,16 +14,42 @@ from torch import nn
 
 from attnrx.attention import Eager, using
 from attnrx.attention.head_linear import HeadLinear, OutputProjection
-from attnrx.costs import ModelCosts, PartCosts, linear_costs
+from attnrx.costs import ModelCosts, PartCosts
 from attnrx.data import ImageSet
 from attnrx.decompositions import LowRank, asvd, break_even_rank, fwsvd, plain_svd, svd_llm
-from attnrx.errors import DataError, InvalidInput, NotSupported, UnknownName
-from attnrx.models import LowRankLinear, evaluating, family_of, rank_of
+from attnrx.errors import NotSupported
+from attnrx.models import LowRankLinear, evaluating, family_of
+from attnrx.planning.budget import GRID
 from attnrx.shapes import Float, Tensor
-from attnrx_lab.baselines.baseline import ModelCompressor
+
+
+class ModelCompressor(ABC):
+    """A way of compressing one model to any share in (0, 1]; larger shares never cost less."""
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be requested."""
+        return 1 / GRID
+
+    @abstractmethod
+    def costs(self, share: float) -> ModelCosts:
+        """Parameters and MACs at this share."""
+
+    @abstractmethod
+    def make(self, share: float) -> nn.Module:
+        """The model at this share."""
+
 
 ATTENTION_MAPS, MLP_MAPS = ("query", "key", "value", "output"), ("fc1", "fc2")
-MAPS = (*ATTENTION_MAPS, *MLP_MAPS)
+PARTS = {  # of the costs of a layer, by map
+    "query": "query_key",
+    "key": "query_key",
+    "value": "value_output",
+    "output": "value_output",
+    "fc1": "mlp",
+    "fc2": "mlp",
+}
+MAPS = tuple(PARTS)
 
 MapAddress = tuple[int, str]
 """A layer, and the name of one of its maps."""
@@ -66,31 +93,15 @@ class FactoredOutputProjection(OutputProjection):
         return self(features) if reads == self.reads else self.second(super().padded(features, reads))
 
 
-# The paths of the first matrix, the second and the bias in each kind of module.
-PARAMETERS: Mapping[type[nn.Module], tuple[str, str, str]] = {
-    FactoredHeads: ("first.weight", "weight", "bias"),
-    FactoredOutputProjection: ("weight", "second.weight", "second.bias"),
-    LowRankLinear: ("first.weight", "second.weight", "second.bias"),
-}
-
-
-def map_addresses(model: nn.Module, names: Sequence[str] = MAPS) -> tuple[MapAddress, ...]:
-    """Returns the layer and name of every requested map; those of the MLP only if it has two linear maps.
+def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
+    """Returns the layer and name of every map; those of the MLP only if it has two linear maps.
 
     Raises:
-        UnknownName: for a name that is none of MAPS.
         NotSupported: where a map is factored already.
-        InvalidInput: where the model has none of them.
     """
-    for name in names:
-        if name not in MAPS:
-            raise UnknownName("linear map", name, MAPS)
     family = family_of(model)
-    mlps = family.mlp(model)
-    there = [name for name in MAPS if name in names and (name in ATTENTION_MAPS or mlps)]
-    if not there:
-        raise InvalidInput(f"this model has none of the maps {', '.join(names)}: its MLPs are not two linear maps.")
-    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in there)
+    names = MAPS if family.mlp(model) else ATTENTION_MAPS
+    found = tuple((layer, name) for layer in range(len(family.attention(model))) for name in names)
     for address in found:
         if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
             raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
@@ -115,35 +126,22 @@ def weights_at(model: nn.Module, address: MapAddress) -> tuple[Float[Tensor, "ou
 
 def with_factors(model: nn.Module, factors: Mapping[MapAddress, LowRank]) -> nn.Module:
     changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for address, low_rank in factors.items():
-            _replace_(changed, address, low_rank)
+    for address, low_rank in factors.items():
+        _replace_(changed, address, low_rank)
     return changed
 
 
 def factored_model_costs(model: nn.Module, ranks: Ranks) -> ModelCosts:
     """Returns the costs of the model with these maps factored; the attention itself costs the same."""
-    family = family_of(model)
-    mlp = tuple(
-        tuple(ranks.get((layer, name), rank_of(linear)) for name, linear in zip(MLP_MAPS, pair, strict=True))
-        for layer, pair in enumerate(family.mlp(model))
-    )
-    costs = family.costs(model, mlp_ranks=tuple((first, second) for first, second in mlp))
-    layers = []
-    for index, layer in enumerate(costs.layers):
-        parts = {name: _map_costs(model, (index, name), layer.tokens, ranks) for name in ATTENTION_MAPS}
-        query_key, value_output = parts["query"] + parts["key"], parts["value"] + parts["output"]
-        layers.append(replace(layer, query_key=query_key, value_output=value_output))
+    costs = family_of(model).costs(model)
+    layers = list(costs.layers)
+    for (index, name), rank in ranks.items():
+        outputs, inputs = linear_at(model, (index, name)).get_parameter("weight").shape
+        more = rank * (outputs + inputs) - outputs * inputs  # negative where it pays
+        part, layer = PARTS[name], layers[index]
+        changed = getattr(layer, part) + PartCosts(more, layer.tokens * more)
+        layers[index] = replace(layer, **{part: changed})
     return replace(costs, layers=tuple(layers))
-
-
-def _map_costs(model: nn.Module, address: MapAddress, tokens: int, ranks: Ranks) -> PartCosts:
-    linear = linear_at(model, address)
-    outputs, inputs = linear.get_parameter("weight").shape
-    bias, rank = linear.bias is not None, ranks.get(address)
-    if rank is None:
-        return linear_costs(inputs, outputs, tokens, bias=bias)
-    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens, bias=bias)
 
 
 def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
@@ -152,31 +150,24 @@ def _owner(model: nn.Module, layer: int, name: str) -> nn.Module:
 
 
 def _replace_(model: nn.Module, address: MapAddress, low_rank: LowRank) -> None:
-    layer, name = address
+    (layer, name), rank = address, low_rank.rank
     linear = linear_at(model, address)
-    new = _factored(linear, low_rank.rank).to(linear.get_parameter("weight")).train(linear.training)
-    first, second, bias = PARAMETERS[type(new)]
-    new.get_parameter(first).copy_(low_rank.first)
-    new.get_parameter(second).copy_(low_rank.second)
-    if low_rank.bias is not None:
-        new.get_parameter(bias).copy_(low_rank.bias)
+    # The names are those of the first matrix, the second and the bias.
+    if isinstance(linear, HeadLinear):
+        new, names = FactoredHeads(linear, rank), ("first.weight", "weight", "bias")
+    elif isinstance(linear, OutputProjection):
+        new, names = FactoredOutputProjection(linear, rank), ("weight", "second.weight", "second.bias")
+    else:
+        outputs, inputs = linear.get_parameter("weight").shape
+        new = LowRankLinear(inputs, outputs, rank, linear.bias is not None)
+        names = ("first.weight", "second.weight", "second.bias")
+    tensors = (low_rank.first, low_rank.second, low_rank.bias)
+    new.load_state_dict({key: tensor for key, tensor in zip(names, tensors, strict=True) if tensor is not None})
+    new = new.to(linear.get_parameter("weight")).train(linear.training)
     if name in MLP_MAPS:
         family_of(model).set_mlp_(model, layer, MLP_MAPS.index(name), new)
     else:
         setattr(_owner(model, layer, name), name, new)
-
-
-def _factored(linear: nn.Module, rank: int) -> FactoredHeads | FactoredOutputProjection | LowRankLinear:
-    if isinstance(linear, HeadLinear):
-        return FactoredHeads(linear, rank)
-    if isinstance(linear, OutputProjection):
-        return FactoredOutputProjection(linear, rank)
-    assert isinstance(linear, nn.Linear)
-    return LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
-
-
-# Maps with the same inputs share the statistics of this one.
-SAME_INPUTS = {"query": "value", "key": "value"}
 
 
 @dataclass(frozen=True)
@@ -188,13 +179,14 @@ class InputMoments:
 
 
 class MapStatistics:
-    """The statistics of some maps of a model on calibration images, each kind measured on first use."""
+    """The statistics of all maps of a model on calibration images, each kind measured on first use."""
 
-    def __init__(self, model: nn.Module, map_addresses: Sequence[MapAddress], images: ImageSet, batch_size: int = 32):
-        self.model, self.map_addresses, self.images, self.batch_size = model, tuple(map_addresses), images, batch_size
+    def __init__(self, model: nn.Module, images: ImageSet, batch_size: int = 32):
+        self.model, self.images, self.batch_size = model, images, batch_size
+        self.map_addresses = map_addresses(model)
 
     def moments(self, address: MapAddress) -> InputMoments:
-        return self._moments[_watched(address)]
+        return self._moments[address]
 
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
@@ -215,15 +207,13 @@ class MapStatistics:
 
         layers, weight = family_of(self.model).attention(self.model), next(self.model.parameters())
         with ExitStack() as hooks:
-            for address in {_watched(address) for address in self.map_addresses}:
+            for address in self.map_addresses:
                 hook = linear_at(self.model, address).register_forward_pre_hook(partial(take, address))
                 hooks.callback(hook.remove)
             # The eager backend pads nothing, so every projection is called as a module and its hooks run.
             with evaluating([self.model]), using(layers, [Eager()] * len(layers)):
                 for batch in self.images.batches(self.batch_size, device=weight.device):
                     self.model(batch.images.to(weight.dtype))
-        if not sums:
-            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
         return {
             address: InputMoments(magnitude.cpu() / rows, moment.cpu() / rows)
             for address, (magnitude, moment, rows) in sums.items()
@@ -242,40 +232,32 @@ class MapStatistics:
             for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
                 total += gradient.double().square()
             count += 1
-        if not count:
-            raise DataError(f"{self.images.fingerprint} gave no image to calibrate on; give at least one.")
         return {address: total.cpu() / count for address, total in zip(self.map_addresses, sums, strict=True)}
-
-
-def _watched(address: MapAddress) -> MapAddress:
-    layer, name = address
-    return layer, SAME_INPUTS.get(name, name)
 
 
 Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 
 # svd: nearest in the Frobenius norm. asvd: inputs scaled by the root of their mean magnitude; without its search for
-# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W;
-# fwsvd_outputs: of each output's. svd_llm: whitened inputs, without its updates of the layers that follow.
+# the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W.
+# svd_llm: whitened inputs, without its updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
     "svd": lambda model, at, data: plain_svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
     "fwsvd": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="inputs"),
-    "fwsvd_outputs": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="outputs"),
     "svd_llm": lambda model, at, data: svd_llm(*weights_at(model, at), data.moments(at).moment),
 }
 
 
 class FactoringBaseline(ModelCompressor):
-    """Factors all linear maps, or the named ones, each at the same share of its own MACs.
+    """Factors all linear maps, each at the same share of its own MACs.
 
     A share s means rank floor(s * outputs * inputs / (outputs + inputs)), at least 1, which is how these papers set a
     compression ratio. The attention itself is unchanged: these methods do not distinguish heads.
     """
 
-    def __init__(self, model: nn.Module, kind: str, names: Sequence[str], statistics: MapStatistics):
+    def __init__(self, model: nn.Module, kind: str, statistics: MapStatistics):
         self.model, self.factor, self.statistics = model, FACTORS[kind], statistics
-        self.map_addresses = map_addresses(model, names or MAPS)
+        self.map_addresses = map_addresses(model)
         self._whole: dict[MapAddress, LowRank] = {}
 
     def costs(self, share: float) -> ModelCosts:
@@ -286,11 +268,8 @@ class FactoringBaseline(ModelCompressor):
         return with_factors(self.model, {address: self._at(address).truncated(rank) for address, rank in ranks.items()})
 
     def ranks(self, share: float) -> dict[MapAddress, int]:
-        found = {}
-        for address in self.map_addresses:
-            outputs, inputs = linear_at(self.model, address).get_parameter("weight").shape
-            found[address] = max(1, floor(share * break_even_rank(outputs, inputs)))
-        return found
+        shapes = {at: linear_at(self.model, at).get_parameter("weight").shape for at in self.map_addresses}
+        return {at: max(1, floor(share * break_even_rank(*shape))) for at, shape in shapes.items()}
 
     def _at(self, address: MapAddress) -> LowRank:
         if address not in self._whole:

@@ -2,21 +2,21 @@
 
 import copy
 import warnings
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.costs import LayerCosts, ModelCosts, layer_costs
-from attnrx.data import ImageSet
+from attnrx.costs import ModelCosts
+from attnrx.data import Batch, ImageSet
 from attnrx.errors import NotSupported
 from attnrx.models import LIBRARIES, family_of
 from attnrx.models.adopted import Adopted
 from attnrx.optional import required_module
 from attnrx.shapes import Tensor
-from attnrx_lab.baselines.baseline import ModelCompressor
+from attnrx_lab.baselines.factoring import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):
@@ -36,43 +36,33 @@ class TorchPruningBaseline(ModelCompressor):
         self.package = required_module("torch_pruning", "lab", "the baseline torch_pruning")
         self.model, self.calibration, self.batch_size = model, calibration, batch_size
         self.family = LIBRARIES["timm"]
-        if not _is_whole(model):
-            raise NotSupported("torch_pruning prunes the attention of timm: give an uncompressed timm:NAME.")
+        _as_timm(model)  # refuses other models
         self.head_dim = family_of(model).attention(model)[0].spec.head_dim
 
     def costs(self, share: float) -> ModelCosts:
-        """Returns the costs at a share, by the rounding of torch-pruning 1.6: int(share * features) are kept."""
-        costs, maps, share = self.family.costs(self.model), self.family.mlp(self.model), self._least(share)
-        return replace(
-            costs,
-            layers=tuple(
-                _priced(layer, first.get_parameter("weight").shape[0], share)
-                for layer, (first, _) in zip(costs.layers, maps, strict=True)
-            ),
-        )
+        # The widths do not depend on the importance, and weights alone need no calibration.
+        return self.family.costs(self._pruned(share, self.package.importance.MagnitudeImportance(), ()))
 
     def make(self, share: float) -> nn.Module:
         """Returns the model at a share of the features inside heads and MLPs."""
+        device = next(self.model.parameters()).device
+        batches = self.calibration.batches(self.batch_size, device=device)
+        return self._pruned(share, self.package.importance.GroupTaylorImportance(), batches)
+
+    def _pruned(self, share: float, importance: Any, batches: Iterable[Batch]) -> nn.Module:
         theirs = _as_timm(self.model)
         if share < 1:
-            self._prune_(theirs, 1 - self._least(share))
+            # At least one feature stays in every head.
+            self._prune_(theirs, 1 - max(share, 1 / self.head_dim), importance, batches)
         made: Any = copy.deepcopy(self.model)
         for index, layer in enumerate(self.family.layers(theirs)):
             block: Any = layer
             self.family.set_attention_(made, index, self.family.own(block.attn))
             for which, linear in enumerate((block.mlp.fc1, block.mlp.fc2)):
                 self.family.set_mlp_(made, index, which, linear)
-        if self.family.costs(made).total != self.costs(share).total:
-            raise NotSupported(
-                f"torch-pruning {self.package.__version__} rounds a share of {share:g} otherwise than 1.6, by which "
-                "models are priced here; install torch-pruning 1.6."
-            )
         return made.eval()
 
-    def _least(self, share: float) -> float:
-        return max(share, 1 / self.head_dim)  # at least one feature stays in every head
-
-    def _prune_(self, theirs: nn.Module, ratio: float) -> None:
+    def _prune_(self, theirs: nn.Module, ratio: float, importance: Any, batches: Iterable[Batch]) -> None:
         parameter = next(theirs.parameters())
         blocks: list[Any] = list(self.family.layers(theirs))
         fixed = [module for name, module in theirs.named_modules() if name in ("head", "head_dist", "patch_embed.proj")]
@@ -85,44 +75,24 @@ class TorchPruningBaseline(ModelCompressor):
             pruner = self.package.pruner.BasePruner(
                 theirs,
                 example.to(parameter.device),
-                importance=self.package.importance.GroupTaylorImportance(),
+                importance=importance,
                 pruning_ratio=ratio,
                 ignored_layers=fixed,
                 num_heads={block.attn.qkv: block.attn.num_heads for block in blocks},
                 prune_head_dims=True,
             )
-            for batch in self.calibration.batches(self.batch_size, device=parameter.device):
+            for batch in batches:
                 logits = theirs(batch.images.to(parameter.dtype))
                 F.cross_entropy(logits, logits.argmax(-1)).backward()
             pruner.step()
-        for own in theirs.parameters():
-            own.grad = None
-
-
-def _priced(layer: LayerCosts, hidden: int, share: float) -> LayerCosts:
-    """Returns the costs of a layer with fewer heads and hidden features."""
-    own = layer.spec
-    rank = int(share * own.head_dim)
-    narrow = replace(own, head_dim=rank, original_rank=rank, ranks=(rank,) * len(own.heads), value_ranks=None)
-    fewer = layer_costs(narrow, layer.tokens, int(share * hidden))
-    names = ("query_key", "scores", "value_output", "read_out", "mlp", "spec", "directions", "direction")
-    return replace(layer, **{name: getattr(fewer, name) for name in names})
-
-
-def _is_whole(model: nn.Module) -> bool:
-    if not (isinstance(model, Adopted) and LIBRARIES["timm"].matches(model)):
-        return False
-    with torch.device("meta"):
-        fresh = LIBRARIES["timm"].create(model.origin)
-    # A compressed model has fewer parameters than the one its name creates.
-    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, fresh)]
-    return sizes[0] == sizes[1]
+        theirs.zero_grad()
 
 
 def _as_timm(model: nn.Module) -> nn.Module:
     """Returns the adopted timm model with its current weights."""
-    assert isinstance(model, Adopted)
-    family = LIBRARIES["timm"]
+    family, refused = LIBRARIES["timm"], "torch_pruning prunes the attention of timm: give an uncompressed timm:NAME."
+    if not (isinstance(model, Adopted) and family.matches(model)):
+        raise NotSupported(refused)
     theirs = family.create(model.origin)
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name
@@ -136,7 +106,10 @@ def _as_timm(model: nn.Module) -> nn.Module:
         state |= {f"blocks.{index}.attn.proj.{name}": own for name, own in attention.output.state_dict().items()}
     parameter = next(model.parameters())
     theirs = theirs.to(parameter.device, parameter.dtype)
-    theirs.load_state_dict(state)
+    try:
+        theirs.load_state_dict(state)
+    except RuntimeError as error:  # compressed: other names or shapes
+        raise NotSupported(refused) from error
     for layer in family.layers(theirs):
         attention: Any = layer.get_submodule("attn")
         attention.fused_attn = False  # unfused, so that the library can trace it

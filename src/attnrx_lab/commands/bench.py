@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import numbers, timed_model
-from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_backend, add_methods, add_model, add_out, device
+from attnrx.cli.options import BATCH, ROUNDS, SEED, SHARE, THREADS, add_device, add_methods, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -23,21 +23,17 @@ def add(parser: Parser) -> None:
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_methods(parser, SHARES)
-    parser.add_argument("--batches", default="1,8,64", metavar="N,N", help="images at once (1,8,64)")
-    parser.add_argument("--threads", metavar="N,N", help="CPU threads (as many as torch takes)")
-    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument(
-        "--runtime",
-        default="eager",
-        metavar="RUNTIME",
-        help="the runtime of all models, including the reference implementation: eager, compiled (torch.compile), "
-        "or a format that `attnrx export` writes, e.g. onnx for ONNX Runtime (eager)",
+    option(parser, "--batches", "N,N", "images at once", "1,8,64")
+    option(parser, "--threads", "N,N", "CPU threads (as many as torch takes)")
+    option(parser, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
+    runtime = (
+        "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
-    parser.add_argument("--rounds", type=ROUNDS, default=20, metavar="N", help="rounds in which all take turns (20)")
-    parser.add_argument("--clock", choices=("wall", "cpu", "cuda"), help="cpu: for a machine that is busy")
-    add_backend(parser)
-    parser.add_argument("--device", type=device, help="cpu, cuda or cuda:N (cuda where there is one)")
-    parser.add_argument("--seed", type=SEED, default=0, help="feeds fresh weights and every random draw (0)")
+    option(parser, "--runtime", "RUNTIME", runtime, "eager")
+    option(parser, "--rounds", ROUNDS, "rounds in which all take turns", 20)
+    option(parser, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
+    add_device(parser)
+    option(parser, "--seed", SEED, "feeds fresh weights and every random draw", 0)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -57,9 +53,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
         for count in threads
     )
-    rates = comparison.Rates(
-        numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime, arguments.backend
-    )
+    rates = comparison.Rates(numbers("--batches", arguments.batches, BATCH), protocols, shares, macs, runtime)
     bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
     speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)
     latency = speeds.speeds[0].latency
@@ -68,8 +62,5 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "
         "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
     )
-    path = arguments.out
-    rows = tuple(each.cells for each in speeds.speeds)
-    return Outcome(
-        rx.serialization.read_json(path), (Table(comparison.SPEED_COLUMNS, rows), summary, f"speeds: {path}")
-    )
+    table = Table(comparison.SPEED_COLUMNS, tuple(each.cells for each in speeds.speeds))
+    return Outcome(rx.serialization.read_json(arguments.out), (table, summary, f"speeds: {arguments.out}"))

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, numbers, splits_argument
-from attnrx.cli.options import COUNT, SHARE, add_data, add_methods, add_model, add_out, add_running, add_split
+from attnrx.cli.options import COUNT, SHARE, add_data, add_methods, add_model, add_out, add_running, add_split, option
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -24,9 +24,7 @@ def add(parser: Parser) -> None:
     add_split(parser, "test")
     add_running(parser, 64)
     add_methods(parser, SHARES)
-    parser.add_argument(
-        "--calibration-images", type=COUNT, default=96, metavar="N", help="training images to diagnose on (96)"
-    )
+    option(parser, "--calibration-images", COUNT, "training images to diagnose on", 96)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

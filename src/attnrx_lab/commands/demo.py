@@ -1,19 +1,15 @@
 """attnrx demo: trains, compresses and verifies a model on a dataset, and writes its report."""
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
-import attnrx as rx
 from attnrx.cli.options import COUNT, SEED, add_out
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
 
-if TYPE_CHECKING:
-    from attnrx_lab.demo import DemoResult
-
 SUMMARY = "go the whole way on one dataset, from training to a report"
 EXAMPLE = "attnrx demo --data digits --out runs/demo"
+COLUMNS = ("realization", "params saved", "MACs saved", "logit discrepancy", "agreement", "accuracy change, points")
 
 
 def add(parser: Parser) -> None:
@@ -28,6 +24,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     from attnrx_lab.demo import demo
 
     result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
+    evidence = result.evidence
+    open_claims = (*evidence.failures, *evidence.undecided)
     record = {
         "report": str(result.report),
         "evidence": str(result.evidence_path),
@@ -35,15 +33,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "accuracy": result.accuracy,
         "removed_share": result.removed_share,
         "realizations": [vars(row) for row in result.rows],
-        "outcome": result.evidence.outcome,
-        "failures": [finding.claim for finding in result.evidence.failures],
-        "undecided": [finding.claim for finding in result.evidence.undecided],
+        "outcome": evidence.outcome,
+        "failures": [finding.claim for finding in evidence.failures],
+        "undecided": [finding.claim for finding in evidence.undecided],
         "seconds": result.seconds,
     }
-    return Outcome(record, (_table(result), *_words(result)), code=1 if result.evidence.failures else 0)
-
-
-def _table(result: "DemoResult") -> Table:
     rows = tuple(
         (
             row.kind,
@@ -55,23 +49,14 @@ def _table(result: "DemoResult") -> Table:
         )
         for row in result.rows
     )
-    columns = ("realization", "params saved", "MACs saved", "logit discrepancy", "agreement", "accuracy change, points")
-    return Table(columns, rows)
-
-
-def _words(result: "DemoResult") -> list[str]:
-    open_claims = (*result.evidence.failures, *result.evidence.undecided)
-    return [
+    shown = (
+        Table(COLUMNS, rows),
         f"original: {result.accuracy:.2f} % of the test images right; "
         f"{100 * result.removed_share:.1f} % of its directions are removed",
-        result.evidence.summary + (":" if open_claims else ""),
-        *(f"  {finding.outcome_text}: {finding.claim}, {_measured(finding)}" for finding in open_claims),
+        evidence.summary,
+        *(f"  {each.outcome_text}: {each.claim}, {each.value:.4g}, limit {each.limit:g}" for each in open_claims),
         f"report:   {result.report}",
         f"evidence: {result.evidence_path}",
         f"model:    {result.model}      ({result.seconds:.0f} s)",
-    ]
-
-
-def _measured(finding: "rx.Finding") -> str:
-    interval = "" if finding.low is None or finding.high is None else f" [{finding.low:.4g}, {finding.high:.4g}]"
-    return f"value {finding.value:.4g}{interval}, limit {finding.limit:g}"
+    )
+    return Outcome(record, shown, code=1 if evidence.failures else 0)

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, add_out, seeds
+from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, add_out, option, seeds
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -13,44 +13,36 @@ SUMMARY = "make a table of the paper again, from training to numbers"
 EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
 # The options that change the setting of the experiment with the same name; the others are those of the recipe.
-KNOBS: Mapping[str, Mapping[str, Any]] = {
-    "epochs": {"type": COUNT, "metavar": "N", "help": "epochs of training or fine-tuning"},
-    "draws": {"type": DRAWS, "metavar": "N", "help": "random controls for each prescription"},
-    "test_images": {"type": COUNT, "metavar": "N", "help": "measure on fewer test images"},
-    "control_images": {"type": COUNT, "metavar": "N", "help": "measure the controls on fewer test images"},
-    "calibration_images": {"type": COUNT, "metavar": "N", "help": "diagnose on so many training images"},
-    "batch_size": {"type": BATCH, "metavar": "N", "help": "images in a step of training"},
-    "model": {"metavar": "MODEL", "help": "a pre-trained model: timm:NAME, hf:ID or a saved folder"},
-    "weights": {"metavar": "FILE", "help": "the weights of timm:NAME, instead of those that timm loads"},
-    "dataset": {"metavar": "NAME", "help": "a known name, hf:owner/name, or a path"},
-    "label_column": {"metavar": "COLUMN", "help": "the column that holds the labels, in tables"},
-    "test_column": {"metavar": "COLUMN", "help": "test only on rows that this column marks as true"},
-    "check": {"metavar": "CHECK", "help": "with its knobs, e.g. 'transfer(per_class=50)'"},
-    "candidates": {
-        "nargs": "+",
-        "metavar": "NAME=POLICY",
-        "help": "with =FOLDER behind it, if it was trained and saved",
-    },
+KNOBS: Mapping[str, tuple[Any, str]] = {
+    "epochs": (COUNT, "epochs of training or fine-tuning"),
+    "draws": (DRAWS, "random controls for each prescription"),
+    "test_images": (COUNT, "measure on fewer test images"),
+    "control_images": (COUNT, "measure the controls on fewer test images"),
+    "calibration_images": (COUNT, "diagnose on so many training images"),
+    "batch_size": (BATCH, "images in a step of training"),
+    "model": ("MODEL", "a pre-trained model: timm:NAME, hf:ID or a saved folder"),
+    "weights": ("FILE", "the weights of timm:NAME, instead of those that timm loads"),
+    "dataset": ("NAME", "a known name, hf:owner/name, or a path"),
+    "label_column": ("COLUMN", "the column that holds the labels, in tables"),
+    "test_column": ("COLUMN", "test only on rows that this column marks as true"),
+    "check": ("CHECK", "with its knobs, e.g. 'transfer(per_class=50)'"),
+    "candidates": ("NAME=POLICY", "with =FOLDER behind it, if it was trained and saved"),
 }
 
 
 def add(parser: Parser) -> None:
     parser.add_argument("recipe", nargs="?", help="e.g. svda/table1; left out, all recipes are listed")
-    parser.add_argument(
-        "--only", action="append", metavar="SCENARIO", help="only this dataset or model; may be repeated"
-    )
-    parser.add_argument("--seeds", type=seeds, metavar="N,N", help="instead of the recipe's, e.g. 42,43,44")
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper",
-    )
-    parser.add_argument("--jobs", type=THREADS, default=1, metavar="N", help="runs side by side, a process each (1)")
+    option(parser, "--only", "SCENARIO", "only this dataset or model; may be repeated", action="append")
+    option(parser, "--seeds", seeds, "instead of the recipe's, e.g. 42,43,44", metavar="N,N")
+    tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
+    option(parser, "--tiny", bool, tiny)
+    option(parser, "--jobs", THREADS, "runs side by side, a process each", 1)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
-    for name, options in KNOBS.items():
+    for name, (value, purpose) in KNOBS.items():
         flag = "--data" if name == "dataset" else f"--{name.replace('_', '-')}"  # all commands call it --data
-        knobs.add_argument(flag, dest=name, **options)
+        more = {"nargs": "+"} if name == "candidates" else {}
+        option(knobs, flag, value, purpose, dest=name, **more)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

@@ -5,7 +5,6 @@ from attnrx_lab.comparison.comparing import (
     DIFFERENCE_COLUMNS,
     MethodTrial,
     Trials,
-    Unreached,
     compare_methods,
 )
 from attnrx_lab.comparison.methods import Method, MethodBench
@@ -22,7 +21,6 @@ __all__ = [
     "Speed",
     "Speeds",
     "Trials",
-    "Unreached",
     "compare_methods",
     "compare_speeds",
     "noise_bench",

@@ -1,7 +1,7 @@
 """Several prescriptions on one model at the same shares: costs and quality on the same images."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -20,16 +20,13 @@ from attnrx.checks.statistics import (
     proportion,
     sign_flip_test,
 )
-from attnrx.costs import ModelCosts
 from attnrx.data import require_labels
 from attnrx.errors import InvalidInput
 from attnrx.models import evaluating, family_of
-from attnrx.planning.budget import largest_share
 from attnrx.progress import Log, no_log
 from attnrx.serialization.storage import write_json
 from attnrx.shapes import Bool, Float, Int, Tensor
-from attnrx_lab.baselines import ModelCompressor
-from attnrx_lab.comparison.methods import Method, MethodBench
+from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
 
 COMPARISON_COLUMNS = ("method", "kept", "top-1", "change (points)", "agreement", "KL", "MACs", "parameters")
 DIFFERENCE_COLUMNS = ("difference", "budget", "KL", "p (Holm)", "top-1 (points)", "p (Holm)")
@@ -71,34 +68,6 @@ class MethodTrial:
 
 
 @dataclass(frozen=True)
-class Unreached:
-    """A method that cannot reach the requested cost, with the smallest share of the MACs that it can."""
-
-    method: str
-    target: float
-    least: float
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        reason = f"cannot cost {100 * self.target:g} % of the MACs"
-        return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
-
-
-@dataclass(frozen=True)
-class ImageResults:
-    """The results of one method at one budget, image by image: the KL divergence in nats, and whether the class is
-    right.
-
-    `budget` is the requested share or the target share of the MACs; None if the rules of the method are fixed.
-    """
-
-    method: str
-    budget: tuple[float | None, float | None]
-    divergence: Float[Tensor, "images"]
-    correct: Bool[Tensor, "images"]
-
-
-@dataclass(frozen=True)
 class Difference:
     """The second method minus the first at one budget: KL in nats (above 0: the second is worse), top-1 in points.
 
@@ -118,16 +87,11 @@ class Difference:
     n: int
 
     @property
-    def budget(self) -> str:
-        if self.target is not None:
-            return f"{100 * self.target:g} % of the MACs"
-        return "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
-
-    @property
     def cells(self) -> tuple[str, ...]:
+        budget = "fixed rules" if self.share is None else f"{100 * self.share:g} % kept"
         return (
             f"{self.second} minus {self.first}",
-            self.budget,
+            budget if self.target is None else f"{100 * self.target:g} % of the MACs",
             self.divergence.text(3),
             f"{self.divergence_p:.3g}",
             self.accuracy.text(1),
@@ -153,26 +117,15 @@ class Trials:
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The rows of the table: one per trial and per unreached target, method by method."""
         order = [method["name"] for method in self.about["methods"]]
-        lines: list[MethodTrial | Unreached] = [*self.trials, *self.unreached]
-        return tuple(each.cells for each in sorted(lines, key=lambda each: order.index(each.method)))
+        return tuple(
+            each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
+        )
 
     def save(self, path: Path | str) -> Path:
-        record = {
-            "kind": "attnrx comparison",
-            "schema": 2,
-            "accuracy": asdict(self.accuracy),
-            "about": self.about,
-            "trials": [asdict(trial) for trial in self.trials],
-            "unreached": [asdict(each) for each in self.unreached],
-            "differences": [asdict(each) for each in self.differences],
-        }
-        return write_json(path, record)
+        return write_json(path, {"kind": "attnrx comparison", "schema": 2, **asdict(self)})
 
     def to_markdown(self) -> str:
-        """Returns a table: one line per trial, and one for every target that a method cannot reach.
-
-        A second table has the differences between methods, where there are any.
-        """
+        """Returns a table of the trials, and where there are any a second one of the differences."""
         table = markdown_table(COMPARISON_COLUMNS, self.rows)
         if not self.differences:
             return table
@@ -182,6 +135,19 @@ class Trials:
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return "\n".join((*lines, *(f"| {' | '.join(cells)} |" for cells in rows)))
+
+
+@dataclass(frozen=True)
+class ImageResults:
+    """The results of one method, image by image: the KL divergence in nats, and whether the class is right.
+
+    `budget` is the requested share and the target share of the MACs; two None if the rules of the method are fixed.
+    """
+
+    method: str
+    budget: tuple[float | None, float | None]
+    divergence: Float[Tensor, "images"]
+    correct: Bool[Tensor, "images"]
 
 
 def compare_methods(
@@ -201,22 +167,20 @@ def compare_methods(
     compared image by image (`Difference`). The results so far are saved to `out` after every trial.
     """
     shares, targets = tuple(shares), tuple(macs)
-    if not methods or not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
-        raise InvalidInput(
-            f"{len(methods)} methods at the shares {shares} and the MACs {targets}: give at least one method "
-            "and one share of either, shares in (0, 1]."
-        )
-    before = family_of(bench.model).costs(bench.model)
+    require_points(shares, targets)
+    if not methods:
+        raise InvalidInput("a comparison needs at least one method; give NAME=RULES.")
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
+    before = family_of(bench.model).costs(bench.model)
     logits, labels = _answers(bench.model, bench)
-    correct = proportion(int((logits.argmax(-1) == labels).sum()), len(labels)).scaled(100.0)
-    notes = chance_notes(correct, labels)
+    first = logits.argmax(-1)
+    accuracy = _percent(first == labels)
+    notes = chance_notes(accuracy, labels)
     for note in notes:
         log(f"warning: {note}")
     about = {**bench.describe(methods), "data": bench.test.fingerprint, "images": len(labels), "notes": notes}
-    found = Trials((), correct, about)
-    results: list[ImageResults] = []
+    found, results = Trials((), accuracy, about), []
     for method in methods:
         compressor = bench.compressor(method)  # one at a time: a baseline keeps its decompositions
         for point in points(method, compressor, before, shares, targets):
@@ -224,71 +188,41 @@ def compare_methods(
                 found = replace(found, unreached=(*found.unreached, point))
                 log(" ".join((point.method, point.cells[2])))
             else:
-                trial, own = _tried(bench, method, compressor, point, (before, logits, labels))
-                results.append(own)
+                share, target = point
+                started = time.perf_counter()
+                candidate, costs = compressor.make(share), compressor.costs(share)
+                seconds = time.perf_counter() - started
+                own = _answers(candidate, bench)[0]
+                divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
+                then = own.argmax(-1)
+                trial = MethodTrial(
+                    method=method.name,
+                    share=share,
+                    params=costs.params,
+                    macs=costs.macs,
+                    params_share=costs.params / before.params,
+                    macs_share=costs.macs / before.macs,
+                    accuracy=_percent(then == labels),
+                    change=paired_change(first == labels, then == labels, bench.seed).scaled(100.0),
+                    agreement=_percent(then == first),
+                    divergence=mean_estimate(divergence, bench.seed),
+                    n=len(labels),
+                    seconds=seconds,
+                    target=target,
+                )
+                # Methods for one target have shares of their own, and are compared with one another.
+                budget = (share if method.varies and target is None else None, target)
+                results.append(ImageResults(method.name, budget, divergence, then == labels))
                 differences = paired_differences(results, bench.seed)
                 found = replace(found, trials=(*found.trials, trial), differences=differences)
-                log(
-                    f"{trial.method} at {trial.cells[1]}: top-1 {trial.accuracy.value:.1f} %, agreement "
-                    f"{trial.agreement.value:.1f} %, KL {trial.divergence.value:.3f}, MACs {trial.cells[-2]}"
-                )
+                log(", ".join(f"{name} {cell}" for name, cell in zip(COMPARISON_COLUMNS, trial.cells, strict=True)))
             if out is not None:
                 found.save(out)
     return found
 
 
-def points(
-    method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
-) -> Iterator[tuple[float, float | None] | Unreached]:
-    """Returns every share to try with the target that it was selected for; a method without a share is tried once."""
-    if not method.varies:
-        yield 1.0, None
-        return
-    for share in shares:
-        yield share, None
-    for target in targets:
-        least = compressor.least
-        share = largest_share(lambda share, most=target * before.macs: compressor.costs(share).macs <= most, least)
-        if share is None:
-            yield Unreached(method.name, target, compressor.costs(least).macs / before.macs)
-        else:
-            yield share, target
-
-
-def _tried(
-    bench: MethodBench,
-    method: Method,
-    compressor: ModelCompressor,
-    point: tuple[float, float | None],
-    original: tuple[ModelCosts, Tensor, Tensor],
-) -> tuple[MethodTrial, ImageResults]:
-    (share, target), (before, logits, labels) = point, original
-    started = time.perf_counter()
-    candidate = compressor.make(share)
-    seconds = time.perf_counter() - started
-    costs = compressor.costs(share)
-    own, _ = _answers(candidate, bench)
-    divergence = (logits.softmax(-1) * (logits.log_softmax(-1) - own.log_softmax(-1))).sum(-1)
-    first, then = logits.argmax(-1), own.argmax(-1)
-    correct = then == labels
-    trial = MethodTrial(
-        method=method.name,
-        share=share,
-        params=costs.params,
-        macs=costs.macs,
-        params_share=costs.params / before.params,
-        macs_share=costs.macs / before.macs,
-        accuracy=proportion(int(correct.sum()), len(labels)).scaled(100.0),
-        change=paired_change(first == labels, correct, bench.seed).scaled(100.0),
-        agreement=proportion(int((then == first).sum()), len(labels)).scaled(100.0),
-        divergence=mean_estimate(divergence, bench.seed),
-        n=len(labels),
-        seconds=seconds,
-        target=target,
-    )
-    # Methods for one target have shares of their own, and are compared with one another.
-    requested = share if method.varies and target is None else None
-    return trial, ImageResults(method.name, (requested, target), divergence, correct)
+def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
+    return proportion(int(hits.sum()), len(hits)).scaled(100.0)
 
 
 def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "images classes"], Int[Tensor, "images"]]:
@@ -305,29 +239,25 @@ def _answers(model: nn.Module, bench: MethodBench) -> tuple[Float[Tensor, "image
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:
     """Compares every two methods that were measured at the same budget, in the order of the results."""
-    # Methods at different budgets differ in cost, too: their difference answers no question.
-    pairs = [pair for pair in combinations(results, 2) if pair[0].budget == pair[1].budget]
-    found = [_difference(first, second, seed) for first, second in pairs]
-    divergence = holm([each.divergence_p for each in found])
-    accuracy = holm([each.accuracy_p for each in found])
+    found = []
+    for first, second in combinations(results, 2):
+        if first.budget != second.budget:  # they differ in cost, too: their difference answers no question
+            continue
+        further = second.divergence - first.divergence
+        lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
+        found.append(
+            Difference(
+                first.method,
+                second.method,
+                *first.budget,
+                divergence=mean_estimate(further, seed),
+                divergence_p=sign_flip_test(further, seed),
+                accuracy=paired_change(first.correct, second.correct, seed).scaled(100.0),
+                accuracy_p=mcnemar(lost, gained),
+                n=len(further),
+            )
+        )
+    corrected = zip(holm([each.divergence_p for each in found]), holm([each.accuracy_p for each in found]), strict=True)
     return tuple(
-        replace(each, divergence_p=own, accuracy_p=other)
-        for each, own, other in zip(found, divergence, accuracy, strict=True)
-    )
-
-
-def _difference(first: ImageResults, second: ImageResults, seed: int) -> Difference:
-    share, target = first.budget
-    further = second.divergence - first.divergence
-    lost, gained = int((first.correct & ~second.correct).sum()), int((~first.correct & second.correct).sum())
-    return Difference(
-        first.method,
-        second.method,
-        share,
-        target,
-        mean_estimate(further, seed),
-        sign_flip_test(further, seed),
-        paired_change(first.correct, second.correct, seed).scaled(100.0),
-        mcnemar(lost, gained),
-        len(further),
+        replace(each, divergence_p=own, accuracy_p=other) for each, (own, other) in zip(found, corrected, strict=True)
     )

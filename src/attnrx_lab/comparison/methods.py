@@ -1,8 +1,7 @@
 """Methods: ways of compressing a model as text, and the compressors that make the model at any share."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +12,20 @@ from attnrx.api import prescribe, realize
 from attnrx.costs import ModelCosts
 from attnrx.data import ImageSet
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, NoOpPrescription
+from attnrx.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.models import family_of, shape_of
-from attnrx.planning.budget import costs_at, least_share
+from attnrx.planning.budget import costs_at, largest_share, least_share
 from attnrx.realization import realize_tokens_
 from attnrx.realization.refinement import Refinement, refine
 from attnrx.rules import SHARE, Template
-from attnrx_lab.baselines import MapStatistics, ModelCompressor, make_baseline, map_addresses, require_baseline
-
-EXTRAS = re.compile(r"(?:^|\s+)(refine|maps)=(\S*)")
+from attnrx_lab.baselines import (
+    BASELINES,
+    FACTORS,
+    FactoringBaseline,
+    MapStatistics,
+    ModelCompressor,
+    TorchPruningBaseline,
+)
 
 
 @dataclass(frozen=True)
@@ -29,48 +33,35 @@ class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
     `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards. A
-    `baseline` is one of BASELINES, and `maps` the linear maps that it factors (all by default).
+    `baseline` is one of BASELINES.
     """
 
     name: str
     rules: str = ""
     refined: int = 0
     baseline: str | None = None
-    maps: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.baseline is None:
-            if self.maps:
-                raise InvalidInput(f"{self.name}: maps={','.join(self.maps)} goes with a baseline, e.g. baseline:svd.")
-            return
-        if self.rules or self.refined:
-            raise InvalidInput(
-                f"{self.name}: a baseline takes no rules and no refinement; make them methods of their own."
-            )
-        require_baseline(self.baseline, self.maps)
+            self.template  # noqa: B018, refuses maps that do not exist
+        elif self.baseline not in BASELINES:
+            raise UnknownName("baseline", self.baseline, BASELINES)
+        elif self.rules or self.refined:
+            raise InvalidInput(f"{self.name}: a baseline takes no rules and no refinement; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE
-        [maps=MAP,MAP]`.
-        """
-        name, equals, rest = text.partition("=")
-        if not equals or not name.strip() or not rest.strip():
-            raise InvalidInput(f"the method {text!r} is not NAME=RULES, e.g. mix=qk=total_rank:{SHARE}.")
-        found = EXTRAS.findall(rest)
-        extras, rules = dict(found), EXTRAS.sub("", rest).strip()
-        if len(extras) < len(found) or not all(extras.values()):
-            raise InvalidInput(f"{text!r}: give refine=STEPS or maps=MAP,MAP once.")
-        steps = extras.get("refine", "0")
-        if not (steps.isascii() and steps.isdigit()):
-            raise InvalidInput(f"refine={steps!r} in {text!r}: give a whole number of steps, e.g. 200.")
-        maps = tuple(extras["maps"].split(",")) if "maps" in extras else ()
+        """Parses `NAME=RULES [refine=STEPS]`, with the RULES of `prescribe`, or `NAME=baseline:BASELINE`."""
+        name, _, rest = text.partition("=")
+        words = rest.split()
+        steps = [word.removeprefix("refine=") for word in words if word.startswith("refine=")]
+        rules = " ".join(word for word in words if not word.startswith("refine="))
+        if not name.strip() or not rules or len(steps) > 1 or not all(each.isdecimal() for each in steps):
+            raise InvalidInput(f"the method {text!r} is not NAME=RULES [refine=STEPS], e.g. mix=qk=total_rank:{SHARE}.")
         if rules.startswith("baseline:"):
-            baseline, _, rest = rules.removeprefix("baseline:").partition(" ")
-            return cls(name.strip(), rest, int(steps), baseline, maps)
-        made = cls(name.strip(), rules, int(steps), maps=maps)
-        made.template  # noqa: B018, refuses maps that do not exist
-        return made
+            baseline, _, rules = rules.removeprefix("baseline:").partition(" ")
+            return cls(name.strip(), rules, sum(map(int, steps)), baseline)
+        return cls(name.strip(), rules, sum(map(int, steps)))
 
     @property
     def template(self) -> Template:
@@ -97,39 +88,33 @@ class MethodBench:
         """Returns the compressor of one method; baselines share their calibration statistics."""
         if method.baseline is None:
             return RuleCompressor(self, method)
-        return make_baseline(self.model, method.baseline, method.maps, self.calibration, self._statistics)
+        if method.baseline in FACTORS:
+            return FactoringBaseline(self.model, method.baseline, self._statistics)
+        return TorchPruningBaseline(self.model, self.calibration)
 
     @cached_property
     def _statistics(self) -> MapStatistics:
         # Small batches: the inputs of every map are converted to float64.
-        return MapStatistics(self.model, map_addresses(self.model), self.calibration, min(self.batch_size, 32))
+        return MapStatistics(self.model, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        return {
-            "diagnosis": dict(self.diagnosis.about),
-            "seed": self.seed,
-            "methods": [asdict(method) for method in methods],
-            "torch": torch.__version__,
-        }
+        described = [asdict(method) for method in methods]
+        about = dict(self.diagnosis.about)
+        return {"diagnosis": about, "seed": self.seed, "methods": described, "torch": torch.__version__}
 
 
-@dataclass(frozen=True)
 class RuleCompressor(ModelCompressor):
     """Prescribes and realizes."""
 
-    bench: MethodBench
-    method: Method
-    _known: dict[float, ModelCosts] = field(default_factory=dict)
+    def __init__(self, bench: MethodBench, method: Method):
+        self.bench, self.method = bench, method
 
     @property
     def least(self) -> float:
         return least_share(self.bench.model, self.method.template)
 
     def costs(self, share: float) -> ModelCosts:
-        """Returns the costs of the prescription; computed once per share."""
-        if share not in self._known:
-            self._known[share] = costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
-        return self._known[share]
+        return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
         """Realizes the prescription, and refines it if requested.
@@ -153,3 +138,40 @@ class RuleCompressor(ModelCompressor):
             family = family_of(candidate)
             realize_tokens_(candidate, family, found.tokens, "compress", shape_of(bench.model, family).heads)
         return candidate
+
+
+@dataclass(frozen=True)
+class Unreached:
+    """A method that cannot reach the requested cost, with the smallest share of the MACs that it can."""
+
+    method: str
+    target: float
+    least: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        reason = f"cannot cost {100 * self.target:g} % of the MACs"
+        return (self.method, "-", reason, "-", "-", "-", f"at least {100 * self.least:.1f} %", "-")
+
+
+def require_points(shares: Sequence[float], targets: Sequence[float]) -> None:
+    """Raises InvalidInput unless there is a share, or a share of the MACs, and all are in (0, 1]."""
+    if not (*shares, *targets) or any(not 0 < share <= 1 for share in (*shares, *targets)):
+        raise InvalidInput(f"the shares {shares} and the MACs {targets}: give at least one, all shares in (0, 1].")
+
+
+def points(
+    method: Method, compressor: ModelCompressor, before: ModelCosts, shares: Sequence[float], targets: Sequence[float]
+) -> Iterator[tuple[float, float | None] | Unreached]:
+    """Returns every share to try with the target that it was selected for; a method without a share is tried once."""
+    if not method.varies:
+        yield 1.0, None
+        return
+    yield from ((share, None) for share in shares)
+    for target in targets:
+        least = compressor.least
+        share = largest_share(lambda share, most=target * before.macs: compressor.costs(share).macs <= most, least)
+        if share is None:
+            yield Unreached(method.name, target, compressor.costs(least).macs / before.macs)
+        else:
+            yield share, target

@@ -1,6 +1,5 @@
 """The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -14,15 +13,28 @@ from torch import nn
 
 from attnrx.api import diagnose
 from attnrx.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.data import ImageSet, Normalization, from_tensors
+from attnrx.data import Normalization, from_tensors
 from attnrx.errors import InvalidInput
 from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
-from attnrx.models import family_of, use_backend
+from attnrx.models import family_of
 from attnrx.progress import Log, no_log
 from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import write_json
-from attnrx_lab.comparison.comparing import Unreached, markdown_table, points
-from attnrx_lab.comparison.methods import Method, MethodBench
+from attnrx_lab.comparison.comparing import markdown_table
+from attnrx_lab.comparison.methods import Method, MethodBench, Unreached, points, require_points
+
+SPEED_COLUMNS = (
+    "method",
+    "kept",
+    "batch",
+    "threads",
+    "MACs",
+    "reference ms",
+    "own ms",
+    "speed-up",
+    "ideal",
+    "share of ideal",
+)
 
 
 @dataclass(frozen=True)
@@ -65,20 +77,6 @@ class Speed:
         )
 
 
-SPEED_COLUMNS = (
-    "method",
-    "kept",
-    "batch",
-    "threads",
-    "MACs",
-    "reference ms",
-    "own ms",
-    "speed-up",
-    "ideal",
-    "share of ideal",
-)
-
-
 @dataclass(frozen=True)
 class Speeds:
     """All speeds measured on one model, with the measurement settings."""
@@ -104,8 +102,7 @@ class Rates:
     sizes.
 
     Each is timed under every protocol. `runtime` is the export format whose files are timed, including the reference
-    implementation's, at the precision of the first protocol; None times the models themselves, with their attention on
-    the `backend` of this name (None: unchanged).
+    implementation's, at the precision of the first protocol; None times the models themselves.
     """
 
     batches: tuple[int, ...]
@@ -113,19 +110,11 @@ class Rates:
     shares: tuple[float, ...] = ()
     macs: tuple[float, ...] = ()
     runtime: Format | None = None
-    backend: str | None = None
 
     def __post_init__(self):
+        require_points(self.shares, self.macs)
         if not self.batches or not self.protocols or min(self.batches) < 1:
-            raise InvalidInput(
-                f"batches of {self.batches} images under {len(self.protocols)} protocols: give at least one of each, "
-                "and at least one image a batch."
-            )
-        requested = (*self.shares, *self.macs)
-        if not requested or any(not 0 < share <= 1 for share in requested):
-            raise InvalidInput(f"the shares {self.shares} and the MACs {self.macs}: give at least one, all in (0, 1].")
-        if self.runtime is not None and any(each.conditions.compiled for each in self.protocols):
-            raise InvalidInput(f"files of {self.runtime.name} are not compiled by torch: drop compiled.")
+            raise InvalidInput(f"batches={self.batches}, protocols={self.protocols}: give at least one of each.")
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
@@ -153,19 +142,21 @@ def compare_speeds(
     every batch size.
     """
     family = family_of(bench.model)
+    before = family.costs(bench.model)
     entries: dict[str, tuple[str, float, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
-    models = {"attnrx": bench.model}
-    for name, share, macs, candidate in _made(bench, methods, rates, log):
-        key = f"{name} {share}"
-        entries[key], models[key] = (name, share, macs), candidate
-    if rates.backend is not None:
-        # Copies: at a share that keeps everything the candidate is the model of the bench itself.
-        models = {key: use_backend(copy.deepcopy(model), rates.backend) for key, model in models.items()}
+    models = {"attnrx": bench.model, "": family.library_model(bench.model)}
+    for method in methods:
+        compressor = bench.compressor(method)
+        for point in points(method, compressor, before, rates.shares, rates.macs):
+            if isinstance(point, Unreached):
+                log(f"{point.method} {point.cells[2]}: left out")
+                continue
+            share, key = point[0], f"{method.name} {point[0]}"
+            entries[key] = (method.name, share, compressor.costs(share).macs / before.macs)
+            models[key] = compressor.make(share)
     describe = None if rates.runtime is None else to_dict(rates.runtime)
-    found = Speeds((), {**bench.describe(methods), "runtime": describe, "backend": rates.backend or "auto"})
-    precision = rates.protocols[0].conditions.precision
-    models[""] = family.library_model(bench.model)
-    with _running_in(rates.runtime, models, bench.model, precision, bench.calibration) as running:
+    found = Speeds((), {**bench.describe(methods), "runtime": describe})
+    with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
             # Latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
@@ -180,32 +171,17 @@ def compare_speeds(
     return found
 
 
-def _made(
-    bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log
-) -> Iterator[tuple[str, float, float, nn.Module]]:
-    before = family_of(bench.model).costs(bench.model)
-    for method in methods:
-        compressor = bench.compressor(method)
-        for point in points(method, compressor, before, rates.shares, rates.macs):
-            if isinstance(point, Unreached):
-                log(f"{point.method} {point.cells[2]}: left out")
-            else:
-                yield method.name, point[0], compressor.costs(point[0]).macs / before.macs, compressor.make(point[0])
-
-
 @contextmanager
-def _running_in(
-    form: Format | None, models: Mapping[str, nn.Module], like: nn.Module, precision: str, calibration: ImageSet
-) -> Iterator[dict[str, nn.Module]]:
+def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBench) -> Iterator[dict[str, nn.Module]]:
     """Yields the models themselves, or their exported files of a format while the context lasts.
 
-    All are exported alike, for batches of any size, and verified against the model in eager mode. They accept the
-    images of `like`, a model of a known family; the others may be of any class.
+    All are exported alike, for batches of any size, and verified against the model in eager mode.
     """
+    form, precision = rates.runtime, rates.protocols[0].conditions.precision
     if form is None:
         yield dict(models)
         return
-    subject = ExportSubject.of(like, form, precision=precision, calibration=calibration)
+    subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
     with TemporaryDirectory() as folder:
         yield {
             name: write_exported(bare_subject(model, subject), Path(folder) / f"{index}{form.suffix}", form)

@@ -1,298 +1,277 @@
-"""The nineteen corruptions: noise, blur, weather and digital; all take images in [0, 1], their levels and the draws."""
+"""The nineteen corruptions: noise, blur, weather and digital.
+
+Each takes an image in [0, 1] as [channels, height, width], the random numbers, and the numbers of a severity level.
+"""
 
 import io
-from concurrent.futures import ThreadPoolExecutor
+import math
 
 import numpy as np
 import torch
-from torch.nn import functional
+from PIL import Image
+from scipy import ndimage
 
-from attnrx.data.pixels import decode, threads
 from attnrx.errors import InvalidInput
-from attnrx.shapes import Float, Int, Tensor
-from attnrx_lab.corruptions.filters import (
-    Draws,
-    Images,
-    Layer,
-    box,
-    grey,
-    landscapes,
-    normal,
-    padded,
-    smoothed,
-    streaked,
-    uniform_noise,
-    zoomed,
-)
-from attnrx_lab.corruptions.severities import Levels
+from attnrx.shapes import Float
+
+Pixels = Float[np.ndarray, "channels height width"]
+Layer = Float[np.ndarray, "1 height width"]
+Draws = np.random.Generator
+Number = int | float
 
 ICE = (0.89, 1.02, 1.09)  # the colour of the benchmark's photographs, around one
 ICE_LEVELS, ICE_DEVIATION = (0.4, 0.85), 0.12  # their brightness, and its variation within one
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
-RELIEF = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))  # light from one corner
+RELIEF = np.array([[-2.0, -1, 0], [-1, 1, 1], [0, 1, 2]])  # light from one corner
 FARTHEST = 20  # pixels from the edge of a drop, beyond which it is flat
+LUMA = (0.299, 0.587, 0.114)
 
 
-def gaussian_noise(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Adds noise of a standard deviation."""
-    return images + levels[0] * normal(images, tuple(images.shape[1:]), draws)
+def gaussian_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
+    return image + draws.normal(0, deviation, image.shape)
 
 
-def shot_noise(images: Images, levels: Levels, draws: Draws) -> Images:
+def shot_noise(image: Pixels, draws: Draws, photons: Number) -> Pixels:
     """Counts photons: a pixel of 1 is this many on average."""
-    device = images.device if draws is None else draws.device
-    counts = [torch.poisson(levels[0] * image.to(device).clamp(min=0), generator=draws) for image in images]
-    return torch.stack(counts).to(images.device) / levels[0]
+    return draws.poisson(photons * image) / photons
 
 
-def impulse_noise(images: Images, levels: Levels, draws: Draws) -> Images:
+def impulse_noise(image: Pixels, draws: Draws, share: Number) -> Pixels:
     """Sets a share of the values to 0 or to 1, by the flip of a coin."""
-    hit, coin = uniform_noise(images, (2, *images.shape[1:]), draws).unbind(1)
-    return torch.where(hit <= levels[0], (coin <= 0.5).to(images.dtype), images)
+    return np.where(draws.random(image.shape) < share, draws.integers(0, 2, image.shape), image)
 
 
-def speckle_noise(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Adds noise of a standard deviation, times the pixel."""
-    return images + levels[0] * images * normal(images, tuple(images.shape[1:]), draws)
+def speckle_noise(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
+    return image + image * draws.normal(0, deviation, image.shape)
 
 
-def gaussian_blur(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Smooths by a standard deviation in pixels."""
-    return smoothed(images, levels[0])
+def gaussian_blur(image: Pixels, draws: Draws, deviation: Number) -> Pixels:
+    return ndimage.gaussian_filter(image, (0, deviation, deviation), mode="nearest")
 
 
-def defocus_blur(images: Images, levels: Levels, draws: Draws) -> Images:
+def defocus_blur(image: Pixels, draws: Draws, radius: Number, deviation: Number) -> Pixels:
     """Averages over a disk of a radius, its edge smoothed by a standard deviation."""
-    kernel = _disk(*levels).to(images)
-    batch, channels, height, width = images.shape
-    wide = padded(images, len(kernel) // 2, "mirror").flatten(0, 1)[:, None]
-    return functional.conv2d(wide, kernel[None, None]).reshape(batch, channels, height, width)
-
-
-def _disk(radius: int | float, deviation: int | float) -> Float[Tensor, "side side"]:
     reach, edge = (8, 1) if radius <= 8 else (int(radius), 2)
-    line = torch.arange(-reach, reach + 1, dtype=torch.float64)
-    disk = (line[:, None] ** 2 + line**2 <= radius**2).double()
-    offsets = torch.arange(-edge, edge + 1, dtype=torch.float64)
-    weights = torch.exp(-0.5 * (offsets / deviation) ** 2)
-    weights = weights / weights.sum()
-    around = padded((disk / disk.sum())[None, None], edge, "mirror")
-    return functional.conv2d(around, (weights[:, None] * weights)[None, None])[0, 0]
+    line = np.arange(-reach, reach + 1)
+    disk = (line[:, None] ** 2 + line**2 <= radius**2).astype(float)
+    kernel = ndimage.gaussian_filter(disk / disk.sum(), deviation, radius=edge, mode="mirror")
+    wide = torch.from_numpy(np.pad(image, ((0, 0), (reach, reach), (reach, reach)), mode="reflect"))
+    # Not ndimage.convolve, which takes seconds for a kernel of this size.
+    return torch.nn.functional.conv2d(wide[:, None], torch.from_numpy(kernel)[None, None])[:, 0].numpy()
 
 
-def glass_blur(images: Images, levels: Levels, draws: Draws) -> Images:
+def glass_blur(image: Pixels, draws: Draws, deviation: Number, reach: Number, times: Number) -> Pixels:
     """Smooths by a standard deviation, swaps pixels within a distance several times, and smooths again.
 
     The published code copies one pixel over the other instead of swapping them; so does this.
     """
-    deviation, reach, times = levels[0], int(levels[1]), int(levels[2])
-    pixels = (255 * smoothed(images, deviation).clamp(0, 1)).floor() / 255
-    height, width = images.shape[-2:]
-    rows, columns = (torch.arange(side - reach, reach, -1) for side in (height, width))
-    shape = (times, len(rows), len(columns), 2)
-    moves = uniform_noise(images, shape, draws, -reach, reach).floor().long().cpu()
-    indices = (rows[:, None] * width + columns).expand(times, -1, -1)
-    sources = indices[None] + moves[..., 1] * width + moves[..., 0]
-    order = torch.stack([_copied(indices.flatten(), own.flatten(), height * width) for own in sources])
-    moved = pixels.flatten(2).gather(2, order.to(images.device)[:, None].expand(-1, images.shape[1], -1))
-    return smoothed(moved.unflatten(2, (height, width)), deviation)
+    image = np.floor(255 * gaussian_blur(image, draws, deviation)) / 255
+    (height, width), reach = image.shape[1:], int(reach)
+    targets = np.arange(height - reach, reach, -1)[:, None] * width + np.arange(width - reach, reach, -1)
+    order = list(range(height * width))  # which pixel is at each place
+    for _ in range(int(times)):
+        down, right = draws.integers(-reach, reach, (2, *targets.shape))
+        sources = targets + down * width + right
+        for target, source in zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True):
+            order[target] = order[source]
+    return gaussian_blur(image.reshape(len(image), -1)[:, order].reshape(image.shape), draws, deviation)
 
 
-def _copied(targets: Int[Tensor, "moves"], sources: Int[Tensor, "moves"], count: int) -> Int[Tensor, "pixels"]:
-    """Copies pixels one after the other, each from its current source, and returns the source of each."""
-    order = list(range(count))
-    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-        order[target] = order[source]
-    return torch.tensor(order)
-
-
-def motion_blur(images: Images, levels: Levels, draws: Draws) -> Images:
+def motion_blur(image: Pixels, draws: Draws, radius: int, deviation: Number) -> Pixels:
     """Smears by a radius and a standard deviation, within 45 degrees of the rows."""
-    return streaked(images, int(levels[0]), levels[1], uniform_noise(images, (), draws, -45, 45))
+    return streaked(image, radius, deviation, draws.uniform(-45, 45))
 
 
-def zoom_blur(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Averages the images with those enlarged by factors from 1 to an end, in steps."""
-    # The factors as in NumPy's arange, which may include the end by rounding.
-    factors = np.arange(1, levels[0], levels[1]).tolist()
-    return (images + sum(zoomed(images, factor) for factor in factors)) / (len(factors) + 1)
+def streaked(image: Pixels, radius: int, deviation: Number, degrees: Number) -> Pixels:
+    """Smears an image in a direction with half a Gaussian of 2 radius + 1 steps, as ImageMagick does."""
+    margin, (height, width) = 2 * radius, image.shape[1:]
+    weights = np.exp(-0.5 * (np.arange(margin + 1) / deviation) ** 2)
+    wide = np.pad(image, ((0, 0), (margin, margin), (margin, margin)), mode="edge")
+    smeared = np.zeros_like(image)
+    for step, weight in enumerate(weights / weights.sum()):
+        down = margin + math.ceil(step * math.sin(math.radians(degrees)) - 0.5)
+        right = margin + math.ceil(step * math.cos(math.radians(degrees)) - 0.5)
+        smeared += weight * wide[:, down : down + height, right : right + width]
+    return smeared
 
 
-def snow(images: Images, levels: Levels, draws: Draws) -> Images:
+def zoom_blur(image: Pixels, draws: Draws, end: Number, step: Number) -> Pixels:
+    """Averages the image with those enlarged by factors from 1 to an end, in steps."""
+    factors = np.arange(1, end, step)  # may include the end by rounding, as published
+    return (image + sum(_zoomed(image, factor) for factor in factors)) / (len(factors) + 1)
+
+
+def _zoomed(image: Pixels, factor: Number) -> Pixels:
+    """Enlarges the middle of an image, linearly, to its own size."""
+    crops = [math.ceil(side / factor) for side in image.shape[1:]]
+    top, left = ((side - crop) // 2 for side, crop in zip(image.shape[1:], crops, strict=True))
+    middle = image[:, top : top + crops[0], left : left + crops[1]]
+    large = np.asarray(ndimage.zoom(middle, (1, factor, factor), order=1))
+    top, left = ((have - side) // 2 for have, side in zip(large.shape[1:], image.shape[1:], strict=True))
+    return large[:, top : top + image.shape[1], left : left + image.shape[2]]
+
+
+def snow(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Whitens, and adds flakes: noise (mean, deviation), enlarged, above a threshold, smeared (radius, deviation)."""
     mean, deviation, factor, threshold, radius, length, share = levels
-    flakes = zoomed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), factor)
-    flakes = torch.where(flakes < threshold, 0, flakes).clamp(0, 1)
-    flakes = (255 * flakes).floor() / 255
-    flakes = streaked(flakes, int(radius), length, uniform_noise(images, (), draws, -135, -45))
-    white = share * images + (1 - share) * torch.maximum(images, 1.5 * grey(images) + 0.5)
-    return white + flakes + flakes.flip(-2, -1)
+    flakes = _zoomed(draws.normal(mean, deviation, (1, *image.shape[1:])), factor)
+    flakes = np.floor(255 * np.where(flakes < threshold, 0, flakes).clip(0, 1)) / 255
+    flakes = streaked(flakes, int(radius), length, draws.uniform(-135, -45))
+    white = share * image + (1 - share) * np.maximum(image, 1.5 * _grey(image) + 0.5)
+    return white + flakes + flakes[:, ::-1, ::-1]
 
 
-def frost(images: Images, levels: Levels, draws: Draws) -> Images:
+def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
     """Darkens by a factor, and adds a share of ice.
 
     The benchmark adds crops of six photographs, which are not included. This ice is generated: the ridges of a fractal
     landscape with the brightness, variety and roughness of the photographs. Its numbers are comparable between models,
     not with those of the benchmark.
     """
-    ridges = 1 - (2 * landscapes(images, 1.5, draws) - 1).abs()
-    rough = (ridges - ridges.mean((2, 3), keepdim=True)) / ridges.std((2, 3), keepdim=True).clamp(min=1e-6)
-    ice = uniform_noise(images, (1, 1, 1), draws, *ICE_LEVELS) + ICE_DEVIATION * rough
-    return levels[0] * images + levels[1] * (ice * _colour(ICE, images)).clamp(0, 1)
+    ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
+    rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)
+    ice = draws.uniform(*ICE_LEVELS) + ICE_DEVIATION * rough
+    return kept * image + share * (ice * _colour(ICE, image)).clip(0, 1)
 
 
-def fog(images: Images, levels: Levels, draws: Draws) -> Images:
+def fog(image: Pixels, draws: Draws, share: Number, decay: Number) -> Pixels:
     """Adds a share of a fractal landscape (and its decay), and rescales to the former maximum."""
-    most = images.amax((1, 2, 3), keepdim=True)
-    return (images + levels[0] * landscapes(images, levels[1], draws)) * most / (most + levels[0])
+    return (image + share * landscape(image, decay, draws)) * image.max() / (image.max() + share)
 
 
-def spatter(images: Images, levels: Levels, draws: Draws) -> Images:
+def landscape(image: Pixels, decay: Number, draws: Draws) -> Layer:
+    """Draws a fractal landscape between 0 and 1, [1, height, width], by diamonds and squares on a torus.
+
+    The heights are drawn within an amplitude that falls by the square of `decay` from one scale to the next.
+    """
+    side = 1 << (max(image.shape[1:]) - 1).bit_length()
+    heights = np.zeros((side, side))
+    stride, amplitude = side, 1.0
+    while stride >= 2:
+        half, count = stride // 2, side // stride
+        drawn = amplitude * draws.uniform(-1, 1, (3, count, count))
+        corners = heights[::stride, ::stride]
+        below = np.roll(corners, -1, 0)
+        centres = (corners + below + np.roll(corners + below, -1, 1)) / 4 + drawn[0]
+        beside = (corners + np.roll(corners, -1, 1) + centres + np.roll(centres, 1, 0)) / 4 + drawn[1]
+        under = (corners + below + centres + np.roll(centres, 1, 1)) / 4 + drawn[2]
+        heights[half::stride, half::stride] = centres
+        heights[::stride, half::stride] = beside
+        heights[half::stride, ::stride] = under
+        stride, amplitude = half, amplitude / decay**2
+    flat = (heights - heights.min()) / np.ptp(heights)
+    return flat[None, : image.shape[1], : image.shape[2]]
+
+
+def spatter(image: Pixels, draws: Draws, *levels: Number) -> Pixels:
     """Adds drops of water or mud: noise (mean, deviation), smoothed, where it is above a threshold.
 
-    The last levels are the amount of it, and 0 for water. The benchmark finds the edges of drops with Canny's detector
-    and measures distances to a fifth of a pixel; here edges are where the threshold is crossed, and distances are those
-    of an octagon.
+    The last levels are the amount of it, and 0 for water. The benchmark finds the edges of drops with Canny's detector;
+    here edges are where the threshold is crossed.
     """
     mean, deviation, size, threshold, much, kind = levels
-    liquid = smoothed(mean + deviation * normal(images, (1, *images.shape[2:]), draws), size)
+    liquid = gaussian_blur(draws.normal(mean, deviation, (1, *image.shape[1:])), draws, size)
     if kind:
-        mud = smoothed((liquid > threshold).to(images.dtype), much)
-        mud = torch.where(mud < 0.8, 0, mud)
-        return (1 - mud) * images + mud * _colour(MUD, images)
-    liquid = torch.where(liquid < threshold, 0, liquid).clamp(0, 1)
-    water = liquid * _relief(liquid > 0).to(images.dtype)
-    most = water.amax((1, 2, 3), keepdim=True)
-    return images + much * water / most.clamp(min=1e-9) * _colour(WATER, images)
+        mud = gaussian_blur((liquid > threshold).astype(float), draws, much)
+        mud = np.where(mud < 0.8, 0, mud)
+        return (1 - mud) * image + mud * _colour(MUD, image)
+    liquid = np.where(liquid < threshold, 0, liquid).clip(0, 1)
+    water = liquid * _relief(liquid[0] > 0)
+    return image + much * water / max(water.max(), 1e-9) * _colour(WATER, image)
 
 
-def _colour(colour: tuple[float, float, float], images: Images) -> Float[Tensor, "1 channels 1 1"]:
-    """Returns a colour for images with three channels, else its brightness."""
-    own = images.new_tensor(colour)[None, :, None, None]
-    return own if images.shape[1] == 3 else grey(own)
+def _relief(drops: np.ndarray) -> Layer:
+    """Lights drops, [height, width], from one side: their distance to the edge, equalized, as a height map."""
+    inside = np.asarray(ndimage.binary_erosion(drops, border_value=1))
+    distance = np.asarray(ndimage.distance_transform_edt(inside | np.logical_not(drops))).clip(max=FARTHEST)
+    levels = ndimage.uniform_filter(distance, 3, mode="mirror").astype(np.uint8)
+    below = np.bincount(levels.ravel()).cumsum()
+    first = below[levels.min()]
+    even = (255 * (below - first) / max(levels.size - first, 1)).round()[levels]
+    lit = ndimage.correlate(even, RELIEF, mode="mirror").clip(0, 255)
+    return ndimage.uniform_filter(lit, 3, mode="mirror")[None]
 
 
-def _relief(drops: Tensor) -> Layer:
-    """Lights drops from one side: their distance to the edge, equalized to 0..255, as a height map."""
-    reached = (drops & (_grown((~drops).double(), False) > 0)).double()  # the edge, and what is near it
-    distance = torch.zeros_like(reached)
-    for step in range(FARTHEST):
-        distance += 1 - reached
-        reached = _grown(reached, step % 2 == 1)
-    levels = functional.avg_pool2d(padded(distance, 1, "mirror"), 3, 1).floor().clamp(0, 255)
-    even = torch.stack([_equalized(own) for own in levels])
-    kernel = even.new_tensor(RELIEF)[None, None]
-    lit = functional.conv2d(padded(even, 1, "mirror"), kernel).clamp(0, 255)
-    return functional.avg_pool2d(padded(lit, 1, "mirror"), 3, 1)
-
-
-def _grown(layer: Layer, corners: bool) -> Layer:
-    """Returns the largest of every pixel and its neighbours: four of them, or eight with the corners."""
-    if corners:
-        return functional.max_pool2d(layer, 3, 1, 1)
-    return torch.maximum(
-        functional.max_pool2d(layer, (3, 1), 1, (1, 0)), functional.max_pool2d(layer, (1, 3), 1, (0, 1))
-    )
-
-
-def _equalized(levels: Float[Tensor, "1 height width"]) -> Float[Tensor, "1 height width"]:
-    """Spreads whole levels over 0 to 255 such that each share of the range holds its share of the pixels."""
-    counts = levels.long().flatten().bincount(minlength=256)
-    below = counts.cumsum(0)
-    first = below[counts > 0][0]
-    rest = (below[-1] - first).clamp(min=1)
-    return (255 * (below - first) / rest).round().clamp(0, 255).to(levels.dtype)[levels.long()]
-
-
-def brightness(images: Images, levels: Levels, draws: Draws) -> Images:
+def brightness(image: Pixels, draws: Draws, more: Number) -> Pixels:
     """Adds to the value of a pixel, its largest channel, and keeps hue and saturation."""
-    value = images.amax(1, keepdim=True)
-    brighter = (value + levels[0]).clamp(max=1)
-    return torch.where(value > 0, images * brighter / value.clamp(min=1e-9), brighter)
+    value = image.max(0)
+    brighter = np.minimum(value + more, 1)
+    return np.where(value > 0, image * brighter / np.maximum(value, 1e-9), brighter)
 
 
-def contrast(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Scales the deviation of every pixel from the mean of its image and channel."""
-    mean = images.mean(dim=(-2, -1), keepdim=True)
-    return mean + levels[0] * (images - mean)
+def contrast(image: Pixels, draws: Draws, factor: Number) -> Pixels:
+    """Scales the deviation of every pixel from the mean of its channel."""
+    mean = image.mean((1, 2), keepdims=True)
+    return mean + factor * (image - mean)
 
 
-def saturate(images: Images, levels: Levels, draws: Draws) -> Images:
+def saturate(image: Pixels, draws: Draws, factor: Number, more: Number) -> Pixels:
     """Multiplies the saturation of a pixel and adds to it, keeping hue and value; grey pixels have the hue of red."""
-    if images.shape[1] != 3:
+    if len(image) != 3:
         raise InvalidInput(
-            f"saturate: images with {images.shape[1]} channel(s) have no colour to change; leave this corruption out."
+            f"saturate: images with {len(image)} channel(s) have no colour to change; leave this corruption out."
         )
-    value, least = images.amax(1, keepdim=True), images.amin(1, keepdim=True)
-    saturation = (value - least) / value.clamp(min=1e-9)
-    wanted = (saturation * levels[0] + levels[1]).clamp(0, 1)
-    red = torch.cat([value, value * (1 - wanted), value * (1 - wanted)], dim=1)
-    return torch.where(saturation > 0, value - (value - images) * wanted / saturation.clamp(min=1e-9), red)
+    value = image.max(0)
+    saturation = (value - image.min(0)) / np.maximum(value, 1e-9)
+    wanted = (saturation * factor + more).clip(0, 1)
+    red = np.stack([value, value * (1 - wanted), value * (1 - wanted)])
+    return np.where(saturation > 0, value - (value - image) * wanted / np.maximum(saturation, 1e-9), red)
 
 
-def elastic_transform(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Applies a random affine map to every image, then moves each pixel by a smooth random field.
+def elastic_transform(image: Pixels, draws: Draws, factor: Number, deviation: Number, distance: Number) -> Pixels:
+    """Applies a random affine map to the image, then moves each pixel by a smooth random field.
 
-    The levels are the factor of the pixels' moves, the standard deviation of the smoothing, and the largest affine
+    The numbers are the factor of the pixels' moves, the standard deviation of the smoothing, and the largest affine
     shift.
     """
-    factor, deviation, distance = levels
-    height, width = images.shape[-2:]
-    centre, reach = images.new_tensor([height // 2, width // 2]), min(height, width) // 3
-    points = centre + reach * images.new_tensor([[1, 1], [1, -1], [-1, -1]])
-    moved = points + uniform_noise(images, (3, 2), draws, -distance, distance)
-    coordinates = _plane(height, width).to(images)
+    height, width = image.shape[1:]
+    reach = min(height, width) // 3
+    points = np.array([height // 2, width // 2]) + reach * np.array([[1, 1], [-1, 1], [-1, -1]])
+    moved = points + draws.uniform(-distance, distance, (3, 2))
     # Where a pixel of the result comes from: the plane that takes the moved points back.
-    back = torch.linalg.solve(_homogeneous(moved), _homogeneous(points).expand(len(images), 3, 3))[..., :2]
-    images = _sampled(images, _homogeneous(coordinates.flatten(0, 1)) @ back, corners=True)
-    moves = uniform_noise(images, (2, height, width), draws, -1, 1)
-    moves = factor * smoothed(moves, deviation, border="reflect", truncate=3)
-    return _sampled(images, (coordinates + moves.movedim(1, -1)).flatten(1, 2), corners=False)
+    back = np.linalg.solve(np.c_[moved, np.ones(3)], points)
+    rows = np.indices((height, width))
+    image = sampled(image, np.tensordot(back[:2].T, rows, 1) + back[2][:, None, None], "mirror")
+    moves = draws.uniform(-1, 1, rows.shape)
+    moves = factor * ndimage.gaussian_filter(moves, (0, deviation, deviation), mode="reflect", truncate=3)
+    return sampled(image, rows + moves, "reflect")
 
 
-def _plane(height: int, width: int) -> Float[Tensor, "height width 2"]:
-    """Returns the coordinates of the pixels: along the row, along the column."""
-    down, right = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([right, down], -1).double()
+def sampled(image: Pixels, places: Float[np.ndarray, "2 height width"], border: str) -> Pixels:
+    """Reads an image linearly between its pixels; beyond the border it is mirrored."""
+    return np.stack([ndimage.map_coordinates(plane, places, order=1, mode=border) for plane in image])
 
 
-def _homogeneous(points: Float[Tensor, "*any 2"]) -> Float[Tensor, "*any 3"]:
-    return torch.cat([points, torch.ones_like(points[..., :1])], -1)
+def pixelate(image: Pixels, draws: Draws, share: Number) -> Pixels:
+    """Shrinks the image to a share of its side and enlarges it again, both by boxes."""
+    picture = _picture(image)
+    small = [max(1, int(side * share)) for side in picture.size]
+    boxes = picture.resize((small[0], small[1]), Image.Resampling.BOX).resize(picture.size, Image.Resampling.BOX)
+    return _pixels(boxes)
 
 
-def _sampled(images: Images, coordinates: Float[Tensor, "batch pixels 2"], corners: bool) -> Images:
-    """Samples images between the pixels; beyond the border they are mirrored, in the last pixel or after it."""
-    height, width = images.shape[-2:]
-    sides = images.new_tensor([width, height])
-    scaled = 2 * coordinates / (sides - 1).clamp(min=1) - 1 if corners else (2 * coordinates + 1) / sides - 1
-    grid = scaled.unflatten(1, (height, width))
-    return functional.grid_sample(images, grid, "bilinear", "reflection", align_corners=corners)
-
-
-def pixelate(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Shrinks the images to a share of their side and enlarges them again, both by boxes."""
-    for axis in (-2, -1):
-        side = images.shape[axis]
-        small = max(1, int(side * levels[0]))
-        matrix = (box(small, side) @ box(side, small)).to(images)
-        images = (images.movedim(axis, -1) @ matrix.T).movedim(-1, axis)
-    return images
-
-
-def jpeg_compression(images: Images, levels: Levels, draws: Draws) -> Images:
-    """Encodes and decodes every image as JPEG of a quality, several at once."""
-    pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    with ThreadPoolExecutor(threads()) as pool:
-        corrupted = list(pool.map(lambda image: _through_jpeg(image, int(levels[0])), pixels))
-    return torch.stack(corrupted).to(images.device, images.dtype) / 255
-
-
-def _through_jpeg(image: Tensor, quality: int) -> Tensor:
-    from PIL import Image
-
+def jpeg_compression(image: Pixels, draws: Draws, quality: int) -> Pixels:
     file = io.BytesIO()
-    plane = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
-    Image.fromarray(plane.numpy()).save(file, format="JPEG", quality=quality)
-    return decode(file.getvalue(), image.shape[0])
+    _picture(image).save(file, format="JPEG", quality=quality)
+    return _pixels(Image.open(file))
+
+
+def _picture(image: Pixels) -> Image.Image:
+    values = (255 * image).round().astype(np.uint8)
+    return Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0))
+
+
+def _pixels(picture: Image.Image) -> Pixels:
+    values = np.asarray(picture, dtype=float) / 255
+    return values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+
+
+def _colour(colour: tuple[float, float, float], image: Pixels) -> Float[np.ndarray, "channels 1 1"]:
+    """Returns a colour for images with three channels, else its brightness."""
+    own = np.array(colour)[:, None, None]
+    return own if len(image) == 3 else _grey(own)
+
+
+def _grey(image: Pixels) -> Layer:
+    return image if len(image) == 1 else np.tensordot(LUMA, image, 1)[None]

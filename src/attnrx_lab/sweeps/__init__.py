@@ -1,21 +1,20 @@
 """Sweeps: one command over a grid of values, run side by side, stored by Optuna, never run twice."""
 
-from attnrx_lab.sweeps.grid import Job, Label, Result, Sweep
-from attnrx_lab.sweeps.study import JobState, SweepStudy
-from attnrx_lab.sweeps.summary import Mean, SweepSummary, over_seeds, rows_of
-from attnrx_lab.sweeps.workers import JobWorkers, threads_each
+from attnrx_lab.sweeps.jobs import Job, Label, grid_jobs, load_jobs
+from attnrx_lab.sweeps.study import JobState, SweepStudy, run_jobs
+from attnrx_lab.sweeps.summary import Mean, Result, means_table, over_seeds, rows_of
 
 __all__ = [
     "Job",
     "JobState",
-    "JobWorkers",
     "Label",
     "Mean",
     "Result",
-    "Sweep",
     "SweepStudy",
-    "SweepSummary",
+    "grid_jobs",
+    "load_jobs",
+    "means_table",
     "over_seeds",
     "rows_of",
-    "threads_each",
+    "run_jobs",
 ]

@@ -1,44 +1,50 @@
-"""A sweep as an Optuna study: every job is a trial that waits in the storage until a worker of any sweep takes it.
+"""A sweep as an Optuna study: every job is a trial that waits in the storage until a sweep takes it and runs it.
 
-Optuna stores the trials (SQLite in a file, or any database that SQLAlchemy connects to), gives each to one worker, and
-`optuna-dashboard` shows them. In addition, a job is identified by its words and never runs twice, and a trial whose
-process has ended is queued again.
+Optuna stores the trials (SQLite in a file, or any database that SQLAlchemy connects to), gives each to one sweep, and
+`optuna-dashboard` shows them. Optuna's own heartbeats belong to `Study.optimize`, which runs objectives in threads;
+here every job has a process, and a trial whose sweep has ended is queued again.
 """
 
+import multiprocessing
 import os
 import platform
-from collections.abc import Iterable
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrx.errors import CheckpointError
+from attnrx.errors import AttnrxError, CheckpointError
 from attnrx.optional import required_module
+from attnrx.progress import Log
 from attnrx.serialization.atomic_writes import process_runs
-from attnrx_lab.sweeps.grid import Job, Result
+from attnrx_lab.sweeps.jobs import OUT, Job, Words
+from attnrx_lab.sweeps.summary import Result, rows_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
 NAME = "attnrx sweep"
-STATES = ("waiting", "running", "done", "failed")
-SQLITE_TIMEOUT = 60  # seconds for which a writer waits for another
+STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done", "FAIL": "failed"}
+Work = Callable[[Words, int], dict[str, Any]]  # words and CPU threads -> a JSON-ready record; importable
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job and its last attempt: its state (one of STATES), and its results or its error once it has ended."""
+    """A job and its last attempt: its state (a value of STATES), and its results or its error once it has ended."""
 
     job: Job
     state: str
     attempts: int
     seconds: float | None = None
-    host: str | None = None
     error: str | None = None
     results: tuple[Result, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 class SweepStudy:
@@ -49,160 +55,182 @@ class SweepStudy:
     """
 
     def __init__(self, place: Path | str, create: bool = True):
-        optuna = required_module("optuna", "plan", "a sweep")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna: Any = optuna
-        self.is_url = "://" in str(place)
+        self._optuna: Any = required_module("optuna", "plan", "a sweep")
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self.place = str(place)
-        if not self.is_url:
-            _require_file(Path(place), create)
-        self.study: Study = self._open(create)
-
-    def _open(self, create: bool) -> "Study":
-        url = self.place if self.is_url else f"sqlite:///{self.place}"
+        is_url = "://" in self.place
+        # The files of the jobs: beside a storage file, or in the working directory for a URL.
+        self.folder = Path("sweep.jobs" if is_url else Path(place).with_suffix(".jobs"))
+        if not (is_url or create or Path(place).exists()):
+            raise CheckpointError(f"{place} does not exist; `attnrx sweep run FILE --store {place}` makes it.")
         try:
-            known: dict[str, Any] = {} if self.is_url else {"connect_args": {"timeout": SQLITE_TIMEOUT}}
-            storage = self._optuna.storages.RDBStorage(url, engine_kwargs=known)
-            sampler = self._optuna.samplers.RandomSampler(seed=0)  # draws nothing: every trial was added with its job
-            if not create:
-                return self._optuna.load_study(study_name=NAME, storage=storage, sampler=sampler)
-            return self._optuna.create_study(study_name=NAME, storage=storage, sampler=sampler, load_if_exists=True)
+            if not is_url:
+                Path(place).parent.mkdir(parents=True, exist_ok=True)
+            # A writer of SQLite waits 60 seconds for another.
+            options: Any = {} if is_url else {"connect_args": {"timeout": 60}}
+            url = self.place if is_url else f"sqlite:///{place}"
+            storage = self._optuna.storages.RDBStorage(url, engine_kwargs=options)
+            if create:
+                self._optuna.create_study(study_name=NAME, storage=storage, load_if_exists=True)
+            self.study: Study = self._optuna.load_study(study_name=NAME, storage=storage)
         except Exception as error:  # of SQLAlchemy, of the database's driver, or of Optuna
             raise CheckpointError(
-                f"{self.place} cannot be used as the storage of a sweep ({str(error).partition(chr(10))[0]}); give a "
-                "file that `attnrx sweep run` wrote, or a new one."
+                f"{place} cannot be used as the storage of a sweep ({str(error).partition(chr(10))[0]}); give a file "
+                "that `attnrx sweep run` wrote, or a new one."
             ) from error
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the files of the jobs: next to a storage file, or in the working directory for a URL."""
-        return Path("sweep.jobs") if self.is_url else Path(self.place).with_suffix(".jobs")
 
     def add(self, jobs: Iterable[Job]) -> int:
         """Adds the jobs that are not in the study yet and returns how many they are."""
         known = {state.job.id for state in self.states()}
         new = [job for job in jobs if job.id not in known]
         for job in new:
-            self._enqueue(job, attempts=0)
+            self._enqueue(job)
         return len(new)
 
-    def _enqueue(self, job: Job, attempts: int) -> None:
-        attributes = {"words": list(job.words), "labels": dict(job.labels), "attempts": attempts}
-        self.study.enqueue_trial({}, user_attrs=attributes)
+    def _enqueue(self, job: Job) -> None:
+        self.study.enqueue_trial({}, user_attrs={"words": list(job.words), "labels": dict(job.labels)})
 
     def take(self) -> "tuple[Trial, Job] | None":
         """Takes a waiting job; None if there is none."""
-        if not self._trials("WAITING"):
+        if all(state.state != "waiting" for state in self.states()):
             return None
         trial = self.study.ask()
-        if "words" not in trial.user_attrs:  # another worker took the last one between the two calls
+        if "words" not in trial.user_attrs:  # another sweep took the last one between the two calls
             self.study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
             return None
         trial.set_user_attr("owner", [platform.node(), os.getpid()])  # identifies the trial as abandoned later
-        trial.set_user_attr("attempts", trial.user_attrs["attempts"] + 1)
         return trial, _job(trial)
 
-    def finish(
-        self, trial: "Trial", seconds: float, results: Iterable[Result], error: str | None, versions: dict[str, str]
-    ) -> bool:
-        """Stores the results of a trial, or its error; its value is its time in seconds.
-
-        Returns False, and stores nothing, if the job was given to another worker in the meantime.
-        """
-        if self.study.get_trials(deepcopy=False)[trial.number].state.is_finished():
-            return False
-        trial.set_user_attr("seconds", seconds)
-        trial.set_user_attr("versions", versions)
+    def finish(self, trial: "Trial", results: Iterable[Result], error: str | None) -> None:
+        """Stores the results of a trial, or its error."""
         trial.set_user_attr("results", [asdict(result) for result in results])
-        if error is None:
-            self.study.tell(trial, seconds)
-        else:
-            trial.set_user_attr("error", error)
-            self.study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-        return True
+        trial.set_user_attr("error", error)
+        state = self._optuna.trial.TrialState
+        self.study.tell(trial, 0.0 if error is None else None, state=state.COMPLETE if error is None else state.FAIL)
 
-    def requeue_abandoned(self) -> int:
-        """Adds again the jobs whose process on this machine has ended without a result; returns their number."""
-        return self._requeue([trial for trial in self._trials("RUNNING") if _is_abandoned(trial)])
-
-    def requeue_own(self) -> int:
-        """Adds again the jobs that this process has not finished; returns their number."""
-        mine = [platform.node(), os.getpid()]
-        return self._requeue([trial for trial in self._trials("RUNNING") if trial.user_attrs.get("owner") == mine])
+    def requeue_abandoned(self, own: bool = False) -> None:
+        """Adds the jobs again whose sweep on this machine has ended without a result; with `own`, those of this one."""
+        running = self._optuna.trial.TrialState.RUNNING
+        for trial in self.study.get_trials(deepcopy=False, states=(running,)):
+            host, process = trial.user_attrs.get("owner", (None, None))
+            if host == platform.node() and (process == os.getpid() if own else not process_runs(process)):
+                with suppress(ValueError):  # another sweep was faster
+                    self.study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
+                    self._enqueue(_job(trial))
 
     def requeue_failed(self) -> int:
-        """Adds again the jobs whose last attempt failed; returns their number."""
-        failed = [state for state in self.states() if state.state == "failed"]
-        for state in failed:
-            self._enqueue(state.job, state.attempts)
+        """Adds the jobs again whose last attempt failed; returns their number."""
+        failed = [state.job for state in self.states() if state.state == "failed"]
+        for job in failed:
+            self._enqueue(job)
         return len(failed)
-
-    def _requeue(self, trials: "Iterable[FrozenTrial]") -> int:
-        count = 0
-        for trial in trials:
-            with suppress(ValueError):  # another process was faster
-                self.study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
-                self._enqueue(_job(trial), trial.user_attrs["attempts"])
-                count += 1
-        return count
 
     def states(self) -> tuple[JobState, ...]:
         """Returns every job with its last attempt, in the order in which the jobs were added."""
-        last: dict[str, FrozenTrial] = {}
+        trials: dict[str, list[FrozenTrial]] = {}
         for trial in self.study.get_trials(deepcopy=False):
             if "words" in trial.user_attrs:
-                last[_job(trial).id] = trial
-        return tuple(map(_state, last.values()))
+                trials.setdefault(_job(trial).id, []).append(trial)
+        return tuple(map(_state, trials.values()))
 
     def counts(self) -> dict[str, int]:
         found = [state.state for state in self.states()]
-        return {state: found.count(state) for state in STATES}
+        return {state: found.count(state) for state in STATES.values()}
 
     def results(self) -> tuple[Result, ...]:
         """Returns the numbers of all finished jobs; the labels of each are those of its job and its own."""
         return tuple(
             replace(result, labels={**state.job.labels, **result.labels})
             for state in self.states()
-            if state.state == "done"
             for result in state.results
         )
-
-    def _trials(self, state: str) -> "list[FrozenTrial]":
-        wanted = (self._optuna.trial.TrialState[state],)
-        return [trial for trial in self.study.get_trials(deepcopy=False, states=wanted) if "words" in trial.user_attrs]
-
-
-def _require_file(path: Path, create: bool) -> None:
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file; a sweep is stored in an SQLite file.")
-    if not path.exists() and not create:
-        raise CheckpointError(f"{path} does not exist; `attnrx sweep run FILE --store {path}` makes it.")
-    if not path.parent.is_dir():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot create the folder {path.parent}: {error.strerror or error}.") from error
-
-
-def _is_abandoned(trial: "FrozenTrial") -> bool:
-    host, process = trial.user_attrs.get("owner", (None, None))
-    return host == platform.node() and not process_runs(process)
 
 
 def _job(trial: "Trial | FrozenTrial") -> Job:
     return Job(tuple(trial.user_attrs["words"]), trial.user_attrs["labels"])
 
 
-def _state(trial: "FrozenTrial") -> JobState:
-    known = trial.user_attrs
-    names = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "done"}
+def _state(trials: "list[FrozenTrial]") -> JobState:
+    last = trials[-1]
     return JobState(
-        job=_job(trial),
-        state=names.get(trial.state.name, "failed"),
-        attempts=known["attempts"],
-        seconds=known.get("seconds"),
-        host=known.get("owner", (None, None))[0],
-        error=known.get("error"),
-        results=tuple(Result(**each) for each in known.get("results", ())),
-        versions=known.get("versions", {}),
+        _job(last),
+        STATES[last.state.name],
+        sum(trial.state.name != "WAITING" for trial in trials),
+        None if last.duration is None else last.duration.total_seconds(),
+        last.user_attrs.get("error"),
+        tuple(Result(**each) for each in last.user_attrs.get("results", ())),
     )
+
+
+def run_jobs(study: SweepStudy, work: Work, workers: int, threads: int, log: Log) -> dict[str, int]:
+    """Runs jobs until none waits, `workers` side by side with `threads` CPU threads each; returns their states.
+
+    Every job has a new process, so a crash ends one job only; it is stored with its error and the others continue.
+    After an interruption the running jobs wait again; if the sweep is killed, their processes end by themselves.
+    """
+    study.requeue_abandoned()
+    running: dict[Connection, tuple[BaseProcess, Trial, Job]] = {}
+    try:
+        while True:
+            while len(running) < workers and (taken := study.take()):
+                receiver, process = _started(taken[1], study.folder, work, threads)
+                running[receiver] = process, *taken
+            if not running:
+                return study.counts()
+            ready = wait(list(running))
+            for receiver in [each for each in running if each in ready]:
+                process, trial, job = running.pop(receiver)
+                results, error = _received(receiver, process)
+                study.finish(trial, results, error)
+                counts = study.counts()
+                ended = f"done, {len(results)} numbers" if error is None else f"FAILED: {error}"
+                log(f"{counts['done'] + counts['failed']} of {sum(counts.values())}: {job.title}: {ended}")
+    finally:
+        for process, _, _ in running.values():
+            process.kill()
+        study.requeue_abandoned(own=True)
+
+
+def _started(job: Job, folder: Path, work: Work, threads: int) -> tuple[Connection, BaseProcess]:
+    own = (folder / job.id).resolve()
+    own.mkdir(parents=True, exist_ok=True)
+    words = tuple(word.replace(f"{{{OUT}}}", str(own)) for word in job.words)
+    # A plain fork would copy locks that torch's threads hold; the server imports torch once for all jobs.
+    context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    context.set_forkserver_preload(["attnrx.api"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_job, args=(sender, work, words, threads, str(own / "log.txt")))
+    process.start()
+    sender.close()  # else the receiver would wait for this copy after a crash
+    return receiver, process
+
+
+def _run_job(pipe: Connection, work: Work, words: Words, threads: int, log: str) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sweep, which ends its processes
+    with open(log, "ab") as file:  # noqa: PTH123 - for its descriptor, which libraries write to as well
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        pipe.send((rows_of(work(words, threads)), None))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(((), str(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"))
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _received(pipe: Connection, process: BaseProcess) -> tuple[tuple[Result, ...], str | None]:
+    with pipe:
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            code = process.exitcode or 0
+            ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return (), f"the process of the job {ended}; its output is in log.txt of its folder."

@@ -1,18 +1,29 @@
 """The numbers of a sweep: from the records of its jobs, averaged over the seeds."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
 from attnrx.checks.statistics import t_interval
-from attnrx.errors import CheckpointError
 from attnrx.reports.numbers import MISSING, interval, quantity
-from attnrx_lab.sweeps.grid import Label, Result
-from attnrx_lab.sweeps.study import SweepStudy
+from attnrx_lab.sweeps.jobs import Label
 
 SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number of a job, with its 95 % interval and count where they are known."""
+
+    metric: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    unit: str = ""
+    labels: Mapping[str, Label] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,43 +46,22 @@ class Mean:
         return f"{quantity(self.value, self.unit, self.low, self.high)} {interval(self.low, self.high)}".strip()
 
 
-@dataclass(frozen=True)
-class SweepSummary:
-    """All numbers of a sweep, averaged over their seeds."""
-
-    means: tuple[Mean, ...]
-
-    @classmethod
-    def of(cls, study: SweepStudy) -> "SweepSummary":
-        """Averages the results of a study.
-
-        Raises:
-            CheckpointError: No job has finished yet.
-        """
-        means = over_seeds(study.results())
-        if not means:
-            counts = ", ".join(f"{count} {state}" for state, count in study.counts().items() if count) or "no jobs"
-            raise CheckpointError(f"{study.place} holds no number yet ({counts}); let `attnrx sweep run` go on.")
-        return cls(means)
-
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Returns the names of all columns, and one line of texts for every combination of labels."""
-        axes = tuple(dict.fromkeys(name for mean in self.means for name in mean.labels))
-        metrics = tuple(dict.fromkeys(mean.metric for mean in self.means))
-        lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
-        for mean in self.means:
-            lines[tuple(mean.labels.get(name) for name in axes)][mean.metric] = mean
-        rows = []
-        for labels, found in lines.items():
-            seeds = max(mean.runs for mean in found.values())
-            numbers = (str(found.get(metric, MISSING)) for metric in metrics)
-            rows.append((*map(_word, labels), str(seeds), *numbers))
-        return (*axes, "seeds", *metrics), rows
-
-    def to_markdown(self) -> str:
-        columns, rows = self.table()
-        lines = [columns, ("---",) * len(columns), *rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+def means_table(means: Sequence[Mean]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Returns the names of all columns, and one line of texts for every combination of labels."""
+    axes = tuple(dict.fromkeys(name for mean in means for name in mean.labels))
+    metrics = tuple(dict.fromkeys(mean.metric for mean in means))
+    lines: dict[tuple[Label, ...], dict[str, Mean]] = defaultdict(dict)
+    for mean in means:
+        lines[tuple(mean.labels.get(name) for name in axes)][mean.metric] = mean
+    rows = (
+        (
+            *(MISSING if label is None else str(label) for label in labels),
+            str(max(mean.runs for mean in found.values())),
+            *(str(found.get(metric, MISSING)) for metric in metrics),
+        )
+        for labels, found in lines.items()
+    )
+    return (*axes, "seeds", *metrics), tuple(rows)
 
 
 def over_seeds(results: Sequence[Result]) -> tuple[Mean, ...]:
@@ -104,70 +94,47 @@ def _by_seed(own: Sequence[Result], name: str) -> list[float]:
     return [fmean(values) for values in found.values()]
 
 
-def _word(label: Label) -> str:
-    return MISSING if label is None else f"{label:g}" if isinstance(label, float) else str(label)
-
-
-TRIAL = {"accuracy": "%", "change": "points", "agreement": "%", "divergence": "nats"}
-ORIGINAL = "original"  # the uncompressed model
+# By kind of record: the list of its entries, the labels of an entry, and the metrics of an entry with their units. An
+# entry without metrics is a number itself, and is named by its claim or its column.
+RECORDS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, str]]] = {
+    "attnrx comparison": (
+        "trials",
+        ("method", "share", "target"),
+        {"accuracy": "%", "change": "points", "agreement": "%", "divergence": "nats", "macs_share": "", "seconds": "s"},
+    ),
+    "attnrx speeds": ("speeds", ("method", "share", "batch", "threads"), {"speedup": "x", "macs_share": ""}),
+    "attnrx evidence": ("findings", ("check",), {}),
+    "attnrx reproduced table": ("cells", ("row",), {}),
+}
 
 
 def rows_of(record: Mapping[str, Any]) -> tuple[Result, ...]:
     """Returns the numbers of a command's record."""
-    return tuple(READERS.get(record.get("kind", ""), _anything)(record))
+    if record.get("kind") not in RECORDS:
+        return tuple(_flat(record))
+    entries, names, metrics = RECORDS[record["kind"]]
+    rows = []
+    for entry in record[entries]:
+        known = {**entry.get("latency", {}), **entry}
+        labels = {name: known[name] for name in names if known.get(name) is not None}
+        n = known.get("n", known.get("rounds"))
+        if not metrics:
+            rows.append(_result(known.get("claim") or known["column"], known, n, known.get("unit", ""), labels))
+        rows += [_result(metric, known[metric], n, unit, labels) for metric, unit in metrics.items()]
+    return tuple(rows)
 
 
-def _comparison(record: Mapping[str, Any]) -> Iterator[Result]:
-    yield _estimate("accuracy", record["accuracy"], "%", record["about"].get("images"), {"method": ORIGINAL})
-    for trial in record["trials"]:
-        labels = _labels(trial, "method", "share", "target")
-        for metric, unit in TRIAL.items():
-            yield _estimate(metric, trial[metric], unit, trial["n"], labels)
-        for metric in ("macs_share", "params_share"):
-            yield Result(metric, trial[metric], labels=labels)
-        yield Result("seconds", trial["seconds"], unit="s", labels=labels)
+def _result(metric: str, found: Any, n: int | None, unit: str, labels: Mapping[str, Label]) -> Result:
+    """Returns a number, an estimate, or a list of the value and the ends of its interval."""
+    if isinstance(found, Mapping):
+        found = [found[name] for name in ("value", "low", "high")]
+    value, low, high = found if isinstance(found, list | tuple) else (found, None, None)
+    return Result(metric, value, low, high, n, unit, labels)
 
 
-def _speeds(record: Mapping[str, Any]) -> Iterator[Result]:
-    for speed in record["speeds"]:
-        latency = speed["latency"]
-        labels = {**_labels(speed, "method", "share"), **_labels(latency, "batch", "threads")}
-        value, low, high = speed["speedup"]
-        yield Result("speedup", value, low, high, latency["rounds"], "x", labels)
-        yield _estimate("time_ratio", latency["ratio"], "x", latency["rounds"], labels)
-        yield Result("macs_share", speed["macs_share"], labels=labels)
-
-
-def _evidence(record: Mapping[str, Any]) -> Iterator[Result]:
-    yield Result("fails", float(record["outcome"] == "fails"))
-    for finding in record["findings"]:
-        yield _estimate(finding["claim"], finding, finding["unit"], finding["n"], {"check": finding["check"]})
-
-
-def _table(record: Mapping[str, Any]) -> Iterator[Result]:
-    for cell in record["cells"]:
-        yield _estimate(cell["column"], cell, "", len(cell["seeds"]), {"row": cell["row"]})
-
-
-def _anything(record: Mapping[str, Any], prefix: str = "") -> Iterator[Result]:
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[Result]:
     for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from _anything(value, f"{prefix}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, bool | int | float):
             yield Result(f"{prefix}{name}", float(value))
-
-
-def _estimate(metric: str, entry: Mapping[str, Any], unit: str, n: int | None, labels: Mapping[str, Label]) -> Result:
-    return Result(metric, entry["value"], entry.get("low"), entry.get("high"), n, unit, labels)
-
-
-def _labels(entry: Mapping[str, Any], *names: str) -> dict[str, Label]:
-    return {name: entry[name] for name in names if entry.get(name) is not None}
-
-
-READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Result]]] = {
-    "attnrx comparison": _comparison,
-    "attnrx speeds": _speeds,
-    "attnrx evidence": _evidence,
-    "attnrx reproduced table": _table,
-}
