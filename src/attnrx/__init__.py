@@ -43,6 +43,8 @@ _HOMES = {
     "realize": "attnrx.api",
     "refine": "attnrx.api",
     "save": "attnrx.api",
+    "shrink": "attnrx.shrinking",
+    "Shrunk": "attnrx.shrinking",
     "train": "attnrx.training",
     "use_backend": "attnrx.models",
     "verify": "attnrx.api",
@@ -75,6 +77,7 @@ __all__ = [
     "Evidence",
     "Finding",
     "Prescription",
+    "Shrunk",
     "Spectrum",
     "TrainingConfig",
     "ViTConfig",
@@ -95,6 +98,7 @@ __all__ = [
     "refine",
     "rules",
     "save",
+    "shrink",
     "train",
     "use_backend",
     "verify",
@@ -143,6 +147,7 @@ if TYPE_CHECKING:
     from attnrx.models import ViTConfig, use_backend
     from attnrx.prescription import Prescription
     from attnrx.reports import write_report
+    from attnrx.shrinking import Shrunk, shrink
     from attnrx.spectrum import Spectrum
     from attnrx.training import TrainingConfig, train
 

@@ -37,6 +37,7 @@ from attnrx.models import (
 from attnrx.observation import Observation
 from attnrx.optional import installed_versions
 from attnrx.prescription import Basis
+from attnrx.progress import track
 from attnrx.rules import rewritten
 from attnrx.rules.metrics import directions_in
 from attnrx.serialization.config import to_dict
@@ -79,7 +80,11 @@ def diagnose(
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
     with evaluating([model]), observing_mlp(model, family_of(model), forward_pass.observe_map):
-        for batch in shown.batches(batch_size, device=next(model.parameters()).device):
+        for batch in track(
+            shown.batches(batch_size, device=next(model.parameters()).device),
+            "diagnosing",
+            -(-len(shown) // batch_size),
+        ):
             forward_pass.run(batch)
     if not forward_pass.images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")

@@ -1,9 +1,58 @@
-"""The type of log callbacks: functions that take one line of text."""
+"""Progress of long calls: log callbacks, and loops shown as a bar or as lines."""
 
-from collections.abc import Callable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TypeVar
 
 Log = Callable[[str], None]
+Item = TypeVar("Item")
+
+# Seconds before a loop is shown at all, and between two lines.
+DELAY, EVERY = 2.0, 5.0
+SETTING = "ATTNRX_PROGRESS"
 
 
 def no_log(_: str) -> None:
     """A log callback that discards the message."""
+
+
+def track(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """Yields the items, and shows how many are done and how long the others will take, if that is seconds.
+
+    In a terminal and in a notebook it is a bar (with tqdm, if it is installed), otherwise lines on stderr. Set the
+    environment variable ATTNRX_PROGRESS to 0 for none.
+    """
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    if os.environ.get(SETTING, "1") == "0":
+        yield from items
+    elif _draws_bars() and (bar := _bar(items, what, total)) is not None:
+        yield from bar
+    else:
+        yield from _with_lines(items, what, total)
+
+
+def _draws_bars() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def _bar(items: Iterable[Item], what: str, total: int | None) -> Iterable[Item] | None:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return None
+    return tqdm(items, desc=what, total=total, delay=DELAY, leave=False)
+
+
+def _with_lines(items: Iterable[Item], what: str, total: int | None) -> Iterator[Item]:
+    start = time.monotonic()
+    shown = start + DELAY - EVERY
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - shown >= EVERY and done != total:
+            shown = now
+            left = "" if total is None else f" of {total}, about {(now - start) / done * (total - done):.0f} s left"
+            sys.stderr.write(f"{what}: {done}{left}\n")
+            sys.stderr.flush()

@@ -27,7 +27,7 @@ from attnrx.planning import AXES, PlanSettings, PredictedQuantity, Search, Targe
 from attnrx.planning.allocation import Frontier, Step, even_weights, filled
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS
-from attnrx.planning.plan_search import VARIATIONS, Trial, _Proposals, varied, weights_of
+from attnrx.planning.plan_search import Trial, _Proposals, varied, weights_of
 from attnrx.planning.planner import Planner
 from attnrx.planning.reference_outputs import Answers, softened_divergence
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities, recorded, resumed
@@ -305,9 +305,9 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
     study = optuna.create_study()
-    knobs, step = _Proposals(space, budget, start, even=(), broad=0, seed=0).next(study.ask())
+    knobs, step = _Proposals(space, budget, start, even=(), broad=0, search=Search()).next(study.ask())
     new = [own for own in budget.made if own.choices != before]
-    assert len(new) >= VARIATIONS and len({own.sensitivity for own in new}) > 1
+    assert len(new) >= Search().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
 
 

@@ -12,6 +12,7 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import DataError, InvalidInput
 from attnrx.models import evaluating
 from attnrx.prescription import Prescription
+from attnrx.progress import track
 from attnrx.runtime import processes
 from attnrx.shapes import Bool, Float, Int, Tensor
 
@@ -107,7 +108,8 @@ def predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predicti
     data = comparison.data.part(*comparison.place, comparison.batch_size)
     with evaluating(models.values()):
         # Of a few images, a process may have none.
-        for batch in data.batches(comparison.batch_size, device=comparison.device) if len(data) else ():
+        batches = data.batches(comparison.batch_size, device=comparison.device) if len(data) else ()
+        for batch in track(batches, "comparing predictions", -(-len(data) // comparison.batch_size)):
             labels.append(batch.labels.cpu())
             for role, model in models.items():
                 parts[role].append(answer(model, batch.images).cpu())

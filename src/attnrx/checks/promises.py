@@ -48,7 +48,6 @@ class Promises(Check):
     """
 
     name: ClassVar[str] = "promises"
-    needs_labels: ClassVar[bool] = True
     on_request: ClassVar[bool] = True
     within: float = 0.1
     rounds: int = 20
@@ -69,8 +68,9 @@ class Promises(Check):
         found = {
             "divergence": divergence(predictions.logits[base], predictions.logits[other]),
             "agreement": (predictions.classes(base) == predictions.classes(other)).double(),
-            "change": predictions.correct(other).double() - predictions.correct(base).double(),
         }
+        if comparison.data.has_labels:
+            found["change"] = predictions.correct(other).double() - predictions.correct(base).double()
         findings = [
             _kept_promise(name, PredictedQuantity(**record["expected"][name]), own, comparison.seed)
             for name, own in found.items()
@@ -82,7 +82,7 @@ class Promises(Check):
 
     def _latency(self, comparison: Comparison, promised: Mapping[str, Any]) -> Finding:
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"])
-        protocol = LatencyProtocol(conditions, self.rounds, clock=promised["clock"])
+        protocol = LatencyProtocol(conditions, self.rounds, warmup=2, clock=promised["clock"], kernels=False)
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.

@@ -12,6 +12,7 @@ from torch import nn
 from attnrx.costs.conditions import Conditions
 from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, UnknownName
+from attnrx.progress import track
 from attnrx.shapes import Float, Tensor
 
 DRAWS = 2000
@@ -73,7 +74,7 @@ def interleave(
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
+        for _ in track(range(rounds), "measuring latency"):
             for name, run in order:
                 seconds[name].append(measure(run))
             order.reverse()
@@ -114,7 +115,7 @@ class LatencyComparison:
     faster).
 
     A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
-    is "native" (the C++ kernel) or "unfused".
+    is "native" (the C++ kernel) or "unfused"; empty without `LatencyProtocol.kernels`.
     """
 
     candidate: Timing
@@ -137,7 +138,8 @@ class LatencyProtocol:
     """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
 
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
-    means "cuda" on a CUDA device and "wall" elsewhere.
+    means "cuda" on a CUDA device and "wall" elsewhere. With `kernels` one more pass of every model is profiled for the
+    name of its attention kernel.
     """
 
     conditions: Conditions = field(default_factory=Conditions)
@@ -145,6 +147,7 @@ class LatencyProtocol:
     warmup: int = 5
     clock: str | None = None
     seed: int = 0
+    kernels: bool = True
 
     def __post_init__(self):
         if self.rounds < 2 or self.warmup < 1:
@@ -186,13 +189,14 @@ def compare_latencies(
         clock = protocol.clock or ("cuda" if conditions.on_cuda else "wall")
         # The reference has the empty name, which no candidate has.
         seconds = interleave({**runs, "": other}, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
-        reference_kernel = profiled(other).attention_kernel
+        named = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
+        reference_kernel = profiled(other).attention_kernel if protocol.kernels else ""
         return {
             name: LatencyComparison(
                 candidate=Timing.of(seconds[name]),
                 reference=Timing.of(seconds[""]),
                 ratio=Ratio.of(seconds[name], seconds[""], protocol.seed),
-                candidate_kernel=profiled(run).attention_kernel,
+                candidate_kernel=named[name],
                 reference_kernel=reference_kernel,
                 batch=len(images),
                 image_shape=tuple(images.shape[1:]),
@@ -203,5 +207,5 @@ def compare_latencies(
                 hardware=conditions.hardware,
                 torch_version=torch.__version__,
             )
-            for name, run in runs.items()
+            for name in runs
         }

@@ -14,16 +14,19 @@ class Effort:
 
     Sensitivities of single choices are measured on `sensitivity_images`, at the levels `probed` (indices into
     `space.LEVELS`) and at the shares `pruned_shares` of the patches, in every `every`-th layer; in between they are
-    interpolated. Blocks are
-    timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`. `trials` plans are measured
-    on `trial_images`, the best `finalists` of them on all `images`. A plan for latency is repeated up to `attempts`
-    times; with `adjusts`, only its cost is corrected after the first one, without a new search.
+    interpolated. Blocks are timed at the levels `timed`, for `rounds` rounds, and whole models for `whole_rounds`.
+
+    `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
+    of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
+    between `near` and 1 times the target; with `adjusts`, only its cost is corrected after the first one, without a new
+    search. `front` is the number of plans from the original to the target that are measured for comparison.
     """
 
     sensitivity_images: int
     trial_images: int
     images: int
     trials: int
+    variations: int
     finalists: int
     probed: tuple[int, ...]
     pruned_shares: tuple[float, ...]
@@ -31,24 +34,29 @@ class Effort:
     rounds: int
     whole_rounds: int
     attempts: int
+    near: float
     every: int
+    front: int
     adjusts: bool
 
 
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(
         sensitivity_images=32,
-        trial_images=96,
+        trial_images=64,
         images=192,
         trials=24,
+        variations=3,
         finalists=3,
         probed=(4,),
-        pruned_shares=(1 / 12, 1 / 3),
+        pruned_shares=(1 / 12, 1 / 3, 5 / 6),
         timed=(0, 4),
         rounds=5,
         whole_rounds=6,
         attempts=3,
+        near=0.93,
         every=2,
+        front=2,
         adjusts=True,
     ),
     "normal": Effort(
@@ -56,6 +64,7 @@ EFFORTS: Mapping[str, Effort] = {
         trial_images=96,
         images=512,
         trials=32,
+        variations=8,
         finalists=4,
         probed=(2, 4),
         pruned_shares=(1 / 24, 1 / 6, 1 / 2),
@@ -63,7 +72,9 @@ EFFORTS: Mapping[str, Effort] = {
         rounds=5,
         whole_rounds=12,
         attempts=3,
+        near=0.98,
         every=1,
+        front=5,
         adjusts=False,
     ),
     "thorough": Effort(
@@ -71,6 +82,7 @@ EFFORTS: Mapping[str, Effort] = {
         trial_images=128,
         images=1024,
         trials=48,
+        variations=8,
         finalists=6,
         probed=(2, 4),
         pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
@@ -78,7 +90,9 @@ EFFORTS: Mapping[str, Effort] = {
         rounds=7,
         whole_rounds=28,
         attempts=4,
+        near=0.98,
         every=1,
+        front=5,
         adjusts=False,
     ),
 }

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.costs import Conditions, LatencyProtocol, interleave
+from attnrx.costs import Conditions, LatencyProtocol, compare_latencies, interleave
 from attnrx.costs.conditions import PRECISIONS
 from attnrx.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.models import TokenReduction, attach_tokens_, block_names, family_of
 from attnrx.optional import installed_versions
-from attnrx.planning.cost_correction import never_slower, never_slower_mlp
+from attnrx.planning.cost_correction import corrected, never_slower, never_slower_mlp
 from attnrx.planning.cost_table import CostTable
 from attnrx.planning.effort import ALL_LEVELS, EFFORTS
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
@@ -61,7 +61,7 @@ class TimingSettings:
 
     def protocol(self, rounds: int) -> LatencyProtocol:
         """Returns the protocol for whole models."""
-        return LatencyProtocol(self.conditions, rounds, warmup=min(WARMUP, rounds), clock=self.name)
+        return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.name, kernels=False)
 
     def images(self, space: Space, batch: int | None = None) -> torch.Tensor:
         """Returns a batch of noise: latency depends on the number of images, not on their content."""
@@ -94,6 +94,18 @@ def cached_cost_table(
     with suppress(AttnrxError):  # without a cache the next plan measures again
         write_tensors(path, {name: torch.as_tensor(own) for name, own in numbers.items()})
     return found
+
+
+def timed_cost_table(
+    space: Space, timing: TimingSettings, reference: nn.Module, images: torch.Tensor, rounds: int, log: Log
+) -> CostTable:
+    """Times blocks, then whole models beside the `reference` on the images, and returns the corrected cost table."""
+
+    def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
+        found = compare_latencies(models, reference, images, timing.protocol(rounds))
+        return {name: own.ratio.value for name, own in found.items()}
+
+    return corrected(measured_cost_table(space, timing, log), space, latency_shares)
 
 
 def measured_cost_table(space: Space, timing: TimingSettings, log: Log) -> CostTable:

@@ -17,11 +17,12 @@ from attnrx.optional import required_module
 from attnrx.planning.allocation import Step, even_weights
 from attnrx.planning.sensitivity import Weights
 from attnrx.planning.space import AXES, TOKENS, Choices, Space
+from attnrx.progress import track
 
-# The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others, at least
-# BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of VARIATIONS new
-# variations, from at most ATTEMPTS, the one with the lowest predicted divergence is measured.
-EVEN, BROAD, BROAD_LEAST, MOST_VARIED, VARIATIONS, ATTEMPTS = 6, 1 / 4, 3, 3, 8, 40
+# The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
+# at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
+# new variations (`Search.variations`), from at most ATTEMPTS, the one with the lowest predicted divergence is measured.
+EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
 KNOBS, CHOICES = "knobs", "choices"
@@ -42,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Search:
-    """The settings of the search: the number of trials and the seed.
+    """The settings of the search: the number of trials, the seed, and the variations of which one is measured.
 
     With `storage`, a file or an Optuna URL, trials are stored under a name derived from the request: an interrupted
     search is resumed, and several machines can share it.
@@ -51,6 +52,7 @@ class Search:
     trials: int = 32
     seed: int = 0
     storage: str | None = None
+    variations: int = 8
 
     def __post_init__(self):
         if self.trials < 0:
@@ -114,7 +116,7 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
     )
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (search.trials - len(even))))
-    proposals = _Proposals(space, budget, first, even, broad, search.seed)
+    proposals = _Proposals(space, budget, first, even, broad, search)
     made = [first]
 
     def objective(trial: Any) -> float:
@@ -126,7 +128,8 @@ def refine_plan(space: Space, search: Search, requested: str, budget: PlanBuilde
 
     done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
     if done < search.trials:
-        study.optimize(objective, n_trials=search.trials - done)
+        for _ in track(range(search.trials - done), "searching plans"):
+            study.optimize(objective, n_trials=1)
     knobs, choices = _known(study.best_trial)
     if all(choices != trial.step.choices for trial in made):  # found by an earlier search, or on another machine
         made.append(budget.tried(knobs, budget.step(knobs, choices)))
@@ -144,7 +147,7 @@ class _Proposals:
     start: Trial
     even: tuple[Choices, ...]
     broad: int
-    seed: int
+    search: Search
 
     def next(self, trial: Any) -> tuple[dict[str, float], Step]:
         start = self.start.knobs
@@ -159,7 +162,7 @@ class _Proposals:
         return knobs, self.budget.step(knobs)
 
     def _near(self, trial: Any) -> tuple[dict[str, float], Step]:
-        random = np.random.default_rng((self.seed, trial.number))
+        random = np.random.default_rng((self.search.seed, trial.number))
         known = [each for each in trial.study.get_trials(deepcopy=False) if each.value is not None]
         seen = [self.start.step.choices, *(_known(each)[1] for each in known)]
         best = min(known, key=lambda each: each.value, default=None)
@@ -171,7 +174,7 @@ class _Proposals:
             with suppress(NotSupported):  # the varied plan may not reach the budget
                 step = self.budget.step(knobs, varied(self.space, choices, random))
                 steps += [step] * (step.choices not in seen)
-            if len(steps) == VARIATIONS:
+            if len(steps) == self.search.variations:
                 break
         return knobs, min(steps, key=lambda step: step.sensitivity, default=self.budget.step(knobs, choices))
 

@@ -1,6 +1,7 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -8,19 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.costs import LatencyComparison, compare_latencies
+from attnrx.costs import compare_latency
 from attnrx.data import ImageData, ImageSet, require_labels
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.model_data import images_for
 from attnrx.models import family_of, require_all_tokens
 from attnrx.planning.allocation import Frontier, Step, filled
-from attnrx.planning.cost_correction import corrected
 from attnrx.planning.cost_table import CostTable, exact_cost_table
 from attnrx.planning.effort import EFFORTS, Effort, effort_of
-from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, measured_cost_table
+from attnrx.planning.measured_costs import TimingSettings, cached_cost_table, timed_cost_table
 from attnrx.planning.plan import Plan, Point, PredictedQuantity
-from attnrx.planning.plan_search import Search, Trial, refine_plan, search_ranges, weights_of
+from attnrx.planning.plan_search import EVEN, Search, Trial, refine_plan, search_ranges, weights_of
 from attnrx.planning.reference_outputs import Answers, Deviation
 from attnrx.planning.sensitivity import Sensitivities, measure_sensitivities
 from attnrx.planning.space import AXES, RANKS, TOKENS, Choices, Space
@@ -30,15 +30,12 @@ from attnrx.realization import realize
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, parse_reducer
 
-# A plan for latency is repeated until the measured latency is between NEAR and 1 times the target, or the attempts are
-# used up; each attempt aims at CARE times the target.
-NEAR, CARE = 0.98, 0.993
+# Every attempt of a plan for latency aims at CARE times the target.
+CARE = 0.993
 # The number of images that calibrate the cost table if it is corrected later.
 CHUNK = 8
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
-# The number of plans of the front, from the original to the target.
-FRONT = 5
 # Bisection steps of the search for an accuracy drop.
 HALVINGS = 6
 
@@ -64,7 +61,8 @@ class PlanSettings:
         """Returns the settings of a preset of `EFFORTS`: "quick", "normal" or "thorough"."""
         preset, timing = effort_of(effort), timing or TimingSettings()
         timing = replace(timing, rounds=preset.rounds, timed=preset.timed)
-        return cls(timing=timing, effort=preset, **{"search": Search(preset.trials), **changes})
+        search = Search(preset.trials, variations=preset.variations)
+        return cls(timing=timing, effort=preset, **{"search": search, **changes})
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
         """Returns the search space; ranks vary between heads, except for latency on CUDA, where heads are padded."""
@@ -130,11 +128,18 @@ class Planner:
 
     def _timed_costs(self) -> CostTable:
         timing = self.settings.timing
+        # On a CPU a large batch runs in chunks of a few images, which give the same shares in less time; what they
+        # miss is corrected when the plan itself is timed.
+        few = self.effort.adjusts and not timing.conditions.on_cuda
+        images = timing.images(self.space, min(timing.batch, CHUNK) if few else timing.batch)
         log = partial(print, flush=True) if timing.in_subprocess else self.log
-        cost_table = call_in_subprocess_if(
-            measured_cost_table, self.space, timing, log, in_subprocess=timing.in_subprocess, on_line=self.log
-        )
-        return corrected(cost_table, self.space, self._shares)
+        sides = self.space, timing, self.library_model, images, self.effort.whole_rounds, log
+        return call_in_subprocess_if(timed_cost_table, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
+
+    @cached_property
+    def library_model(self) -> nn.Module:
+        """The reference of latency: the model with the attention of its own library."""
+        return family_of(self.space.model).library_model(self.space.model)
 
     @cached_property
     def alone(self) -> dict[str, Sensitivities]:
@@ -198,7 +203,7 @@ class Planner:
             if ratios[-1] <= most and (best is None or trial.divergence < best[0].divergence):
                 best = trial, allowed, timed
             searched = attempt or self.effort.adjusts or self.settings.search.trials < 2
-            if NEAR * most <= ratios[-1] <= most and searched:
+            if self.effort.near * most <= ratios[-1] <= most and searched:
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
         if best is None:
@@ -211,11 +216,24 @@ class Planner:
         return best[0], best[1]
 
     def _attempt(self, attempt: int, most: float, last: Trial | None) -> Trial:
-        """Returns the plan to be timed next: searched, or the last one adjusted to a corrected cost."""
+        """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
         if last is not None and self.effort.adjusts:
-            return self.tried(last.knobs, self.step(most, last.knobs, last.step.choices), self.answers)
+            return self._adjusted(most, last)
         # Else the first attempt measures the plan of the closed form, to correct the cost before a search.
         return self._searched(most) if attempt or self.effort.adjusts else self._best((self._first(most),))
+
+    def _adjusted(self, most: float, last: Trial) -> Trial:
+        """Returns the best plan at this cost among those reached from the best trials and from even schedules."""
+        budget, order = _Budget(self, most), sorted(self.trials, key=lambda trial: trial.softened)
+        starts = [last.step.choices, *(trial.step.choices for trial in order[: self.effort.finalists])]
+        steps: dict[Choices, Step] = {}
+        for start in dict.fromkeys((*starts, *self.space.even_schedules()[:EVEN])):
+            with suppress(NotSupported):  # nothing near this plan is cheap enough
+                step = self.step(most, last.knobs, start)
+                steps[step.choices] = step
+        if not steps:
+            return self._first(most)
+        return self._best([budget.tried(last.knobs, step) for step in steps.values()])
 
     def _first(self, most: float) -> Trial:
         budget = _Budget(self, most)
@@ -245,10 +263,9 @@ class Planner:
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Returns the latency of a plan relative to the library's reference implementation."""
-        timing, found = (
-            self.settings.timing,
-            self._beside_library_model({"plan": self.realized(trial.step.choices)}, self.settings.timing.batch)["plan"],
-        )
+        timing, plan_model = self.settings.timing, self.realized(trial.step.choices)
+        sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(self.effort.whole_rounds)
+        found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
         return {
             "ratio": found.ratio.value,
             "low": found.ratio.low,
@@ -262,20 +279,6 @@ class Planner:
             "in_subprocess": timing.in_subprocess,
             "torch": found.torch_version,
         }
-
-    def _shares(self, models: Mapping[str, nn.Module]) -> dict[str, float]:
-        # On a CPU a large batch runs in chunks of a few images, which give the same shares in less time; what they
-        # miss is corrected when the plan itself is timed.
-        timing = self.settings.timing
-        few = self.effort.adjusts and not timing.conditions.on_cuda
-        found = self._beside_library_model(models, min(timing.batch, CHUNK) if few else timing.batch)
-        return {name: own.ratio.value for name, own in found.items()}
-
-    def _beside_library_model(self, models: Mapping[str, nn.Module], batch: int) -> dict[str, LatencyComparison]:
-        timing, library_model = self.settings.timing, family_of(self.space.model).library_model(self.space.model)
-        protocol = timing.protocol(self.effort.whole_rounds)
-        sides = models, library_model, timing.images(self.space, batch), protocol
-        return call_in_subprocess_if(compare_latencies, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
 
     def for_drop(self) -> tuple[Trial, float]:
         """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost."""
@@ -339,7 +342,8 @@ class Planner:
     def _front(self, best: Trial, most: float) -> tuple[Point, ...]:
         """Returns plans between the original and the target with the knobs of the best one, measured on the images."""
         frontier = self.frontier(best.knobs)
-        shares = [1 - (1 - most) * part / FRONT for part in range(1, FRONT)]
+        plans = self.effort.front
+        shares = [1 - (1 - most) * part / plans for part in range(1, plans)]
         found = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
         alone, even = self.alone["divergence"], weights_of(self.space, {})
         return tuple(

@@ -10,6 +10,7 @@ from attnrx.checks.fidelity import divergence
 from attnrx.data import ImageSet, require_labels
 from attnrx.errors import DataError
 from attnrx.models import evaluating
+from attnrx.progress import track
 from attnrx.shapes import Float, Int, Tensor
 
 Pixels = Float[Tensor, "batch channels height width"]
@@ -51,7 +52,8 @@ class Answers:
         weight = next(model.parameters())
         pixels, labels, logs = [], [], []
         with evaluating([model]):
-            for batch in images.batches(batch_size, device=weight.device):
+            batches = images.batches(batch_size, device=weight.device)
+            for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
                 labels.append(batch.labels.cpu())
                 logs.append(log_probabilities(model(pixels[-1])))

@@ -17,7 +17,7 @@ from attnrx.planning.effort import EFFORTS, Effort
 from attnrx.planning.reference_outputs import Answers, Pixels, log_probabilities, softened_divergence
 from attnrx.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.prescription import OutputDecision
-from attnrx.progress import Log
+from attnrx.progress import Log, track
 from attnrx.realization import realize
 from attnrx.shapes import Float, Tensor
 from attnrx.tokens import ALL_LAYERS, TokenPolicy
@@ -148,10 +148,12 @@ def measure_sensitivities(
     with evaluating([space.model, *probes.values()]):
         for done, (images, logs) in enumerate(answers.parts(), 1):
             probe_batch.take(images, logs)
-            for key, probe in probes.items():
-                measured[key] += probe_batch.with_block_of(probe)
-            for point, count in enumerate(counts):
-                num_pruned[:, point] += probe_batch.with_num_pruned(count)
+            what = f"sensitivities, batch {done} of {len(answers.batches)}"
+            for work in track((*probes, *range(len(counts))), what):
+                if isinstance(work, int):
+                    num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
+                else:
+                    measured[work] += probe_batch.with_block_of(probes[work])
             log(f"sensitivities: {done} of {len(answers.batches)} batches")
     log_counts, found = np.log(np.array(counts or [1], dtype=float)), {}
     for index, name in enumerate(MEASURES):

@@ -1,11 +1,12 @@
-"""Calls of a function in a new process, so that measurements do not depend on the state of this process."""
+"""Calls of functions in another process, so that measurements do not depend on the state of this process."""
 
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,62 +19,116 @@ Value = TypeVar("Value")
 # By default glibc returns large free blocks to the operating system and faults them in again page by page. This cost is
 # not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore these two variables.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# Imported ahead in the process if they are loaded here: pickled models need them.
+LIBRARIES = ("timm", "transformers")
 
-_CALLED, _RETURNED = "called", "returned"
+_CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
+
+
+class Subprocess:
+    """A Python process that runs one call after the other, and keeps freed memory (KEEPS_MEMORY).
+
+    It is like a service with its own allocator. Function, arguments and result are pickled, because they may contain
+    modules of any library, and are exchanged in a private temporary folder.
+    """
+
+    def __init__(self):
+        # PYTHONPATH: the pickled classes may come from any folder of this process's path.
+        environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        imports = [name for name in LIBRARIES if name in sys.modules]
+        command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({imports!r})"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe)
+
+    def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
+        """Calls a module-level function with the number of threads of this process, and returns its value."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
+            try:
+                (Path(folder) / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise NotSupported(
+                    f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
+                    f"({error}). Define the classes and functions of the model in a module, or measure in this process "
+                    "(in_subprocess=False)."
+                ) from error
+            with suppress(BrokenPipeError):  # the process has ended: there is no answer below
+                self.process.stdin.write(f"{folder}\n")
+                self.process.stdin.flush()
+            for line in self.process.stdout:
+                if line.rstrip("\n") == _DONE:
+                    break
+                on_line(line.rstrip("\n"))
+            returned = Path(folder) / _RETURNED
+            if not returned.exists():
+                raise NotSupported(
+                    f"the process that was to run {function.__name__} ended with code {self.process.wait()}; see its "
+                    "output above. Free memory, or measure in this process (in_subprocess=False)."
+                )
+            value, failed = pickle.loads(returned.read_bytes())
+        if failed is not None:
+            raise NotSupported(failed)
+        return value
+
+    def close(self) -> None:
+        """Ends the process."""
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+_shared: list[Subprocess] = []
+
+
+@contextmanager
+def shared_subprocess() -> Iterator[Subprocess]:
+    """Runs all calls of `run_in_subprocess` within the context in one process, which starts now."""
+    if _shared:
+        yield _shared[-1]
+        return
+    _shared.append(Subprocess())
+    try:
+        yield _shared[-1]
+    finally:
+        _shared.pop().close()
 
 
 def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
-    """Calls a module-level function in a new process with the same number of threads, and returns its value.
+    """Calls a module-level function in another process and returns its value; see `Subprocess`.
 
-    The process does not return freed memory to the system (KEEPS_MEMORY), like services with their own allocator.
-    `on_line` is called with every line that the function prints. Function, arguments and result are pickled, because
-    they may contain modules of any library, and are exchanged in a private temporary folder.
+    `on_line` is called with every line that the function prints.
 
     Raises:
         NotSupported: An argument cannot be pickled, such as a model of a class that no module defines; or the process
             failed.
     """
-    with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
-        try:
-            (Path(folder) / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise NotSupported(
-                f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
-                f"({error}). Define the classes and functions of the model in a module, or measure in this process "
-                "(in_subprocess=False)."
-            ) from error
-        # PYTHONPATH: the pickled classes may come from any folder of this process's path.
-        environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", f"from attnrx.runtime.subprocess_runner import serve; serve({folder!r})"]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                on_line(line.rstrip("\n"))
-        returned = Path(folder) / _RETURNED
-        if process.returncode or not returned.exists():
-            raise NotSupported(
-                f"the process that was to run {function.__name__} ended with code {process.returncode}; see its output "
-                "above. Free memory, or measure in this process (in_subprocess=False)."
-            )
-        value, failed = pickle.loads(returned.read_bytes())
-    if failed is not None:
-        raise NotSupported(failed)
-    return value
+    with shared_subprocess() as process:
+        return process.call(function, *arguments, on_line=on_line)
 
 
 def call_in_subprocess_if(
     function: Callable[..., Value], *arguments: Any, in_subprocess: bool, on_line: Callable[[str], None] = print
 ) -> Value:
-    """Calls a function in a new process if `in_subprocess`, else in this one."""
+    """Calls a function in another process if `in_subprocess`, else in this one."""
     return run_in_subprocess(function, *arguments, on_line=on_line) if in_subprocess else function(*arguments)
 
 
-def serve(folder: str) -> None:
-    """Runs in the new process: reads the call from the folder and writes its result there."""
-    function, arguments, threads = pickle.loads((Path(folder) / _CALLED).read_bytes())
-    torch.set_num_threads(threads)
-    try:
-        returned = function(*arguments), None
-    except AttnrxError as error:
-        returned = None, str(error)
-    (Path(folder) / _RETURNED).write_bytes(pickle.dumps(returned))
+def serve(imports: list[str]) -> None:
+    """Runs in the new process: reads the folders of calls from stdin, and writes each result there."""
+    for name in imports:
+        with suppress(ImportError):
+            __import__(name)
+    for line in sys.stdin:
+        folder = Path(line.rstrip("\n"))
+        function, arguments, threads = pickle.loads((folder / _CALLED).read_bytes())
+        torch.set_num_threads(threads)
+        try:
+            returned = function(*arguments), None
+        except AttnrxError as error:
+            returned = None, str(error)
+        (folder / _RETURNED).write_bytes(pickle.dumps(returned))
+        sys.stdout.write(f"{_DONE}\n")
+        sys.stdout.flush()

@@ -10,7 +10,20 @@ from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
 
-CORE = ("train", "diagnose", "prescribe", "plan", "realize", "verify", "export", "push", "report", "costs", "diff")
+CORE = (
+    "shrink",
+    "train",
+    "diagnose",
+    "prescribe",
+    "plan",
+    "realize",
+    "verify",
+    "export",
+    "push",
+    "report",
+    "costs",
+    "diff",
+)
 
 
 @cache

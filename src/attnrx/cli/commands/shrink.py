@@ -1,0 +1,69 @@
+"""attnrx shrink: one command to a smaller model for a target, with evidence, a report and a file for ONNX Runtime."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import attnrx as rx
+from attnrx.cli.inputs import load_splits, model_argument
+from attnrx.cli.options import BATCH, SEED, SHARE, THREADS, RealNumber, add_data, add_device, add_model, add_out, option
+from attnrx.cli.outcome import Outcome
+from attnrx.cli.parser import Parser
+from attnrx.progress import Log
+
+SUMMARY = "make a model smaller and faster for a target, without training, and verify what it cost"
+EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
+
+FASTER = RealNumber("TIMES", 1.0, 100.0, above=True)
+
+
+def points(text: str) -> float:
+    """The type of percentage points, with or without the unit."""
+    return RealNumber("POINTS", 0.0, 100.0)(text.strip().removesuffix("pt"))
+
+
+def add(parser: Parser) -> None:
+    add_model(parser, "the model to make smaller")
+    add_data(parser, "the images to plan and to verify on")
+    target = parser.add_mutually_exclusive_group(required=True)
+    option(target, "--faster", FASTER, "the speed-up, e.g. 1.6, measured on this machine")
+    option(target, "--macs", SHARE, "the share of the MACs that stays, e.g. 0.5")
+    option(target, "--params", SHARE, "the share of the parameters that stays, e.g. 0.7")
+    option(target, "--max-drop", points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")
+    add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)
+    option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
+    option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
+    option(parser, "--threads", THREADS, "CPU threads of that forward pass (torch's default)")
+    option(parser, "--no-onnx", bool, "write no model.onnx")
+    option(parser, "--seed", SEED, "seeds every random draw", 0)
+    add_device(parser)
+
+
+def run(arguments: Namespace, log: Log) -> Outcome:
+    log(f"loading {arguments.model} and {arguments.data}")
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    size = rx.models.family_of(model).input_shape(model)[1]
+    splits = rx.adapt_preprocessing(load_splits(arguments, size), model)
+    found = rx.shrink(
+        model,
+        splits,
+        faster=arguments.faster,
+        macs=arguments.macs,
+        params=arguments.params,
+        max_drop=arguments.max_drop,
+        batch=arguments.batch,
+        threads=arguments.threads,
+        effort=arguments.effort,
+        folder=arguments.out,
+        seed=arguments.seed,
+        log=log,
+    )
+    log("writing the folder" if arguments.no_onnx else "writing the folder and model.onnx")
+    folder = found.save(arguments.out, onnx=not arguments.no_onnx)
+    record = {
+        "summary": found.summary(),
+        "folder": str(folder),
+        "prescription": str(found.prescription),
+        "evidence": found.evidence.to_record(),
+    }
+    lines = (found.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}")
+    return Outcome(record, lines, code=1 if found.evidence.failures else 0)

@@ -1,0 +1,211 @@
+"""The whole workflow in one call: plans, realizes and verifies a smaller model for a target."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.api import adapt_preprocessing, diagnose, export, load, realize, save, verify
+from attnrx.checks import Accuracy, Check, Costs, Fidelity, Promises
+from attnrx.costs import Conditions
+from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require_labels
+from attnrx.diagnosis import Diagnosis
+from attnrx.diagnostics import suited_diagnostics
+from attnrx.errors import AttnrxError, DataError, InvalidInput
+from attnrx.evidence import Evidence, Finding
+from attnrx.model_data import splits_for
+from attnrx.models import family_of, model_fingerprint
+from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
+from attnrx.planning.effort import effort_of
+from attnrx.planning.target import DROP
+from attnrx.prescription import Prescription
+from attnrx.progress import Log, no_log
+from attnrx.reports import write_report
+from attnrx.runtime.subprocess_runner import shared_subprocess
+
+# The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
+DIAGNOSED, PREDICTED = 96, 128
+ROUNDS = 8  # of the final latency measurement
+# What is kept in a folder to go on after an interruption.
+STATE = ".state"
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """A smaller model with its prescription, its plan, and the evidence of what it cost.
+
+    It unpacks as `model, prescription, evidence`.
+    """
+
+    model: nn.Module
+    prescription: Prescription
+    evidence: Evidence
+    plan: Plan
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.prescription, self.evidence))
+
+    def summary(self) -> str:
+        """Returns the result in one sentence."""
+        return summary_of(self.evidence)
+
+    def __repr__(self) -> str:
+        return f"Shrunk({self.summary()})"
+
+    def save(self, folder: Path | str, onnx: bool = True) -> Path:
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime."""
+        folder = save(self.model, folder, prescription=self.prescription, evidence=self.evidence)
+        write_report(folder / "report.html", evidence=self.evidence, prescription=self.prescription)
+        if onnx:
+            export(self.model, folder / "model.onnx")
+        return folder
+
+
+def shrink(  # noqa: PLR0913  (a keyword for every target)
+    model: nn.Module | str | Path,
+    data: ImageData | Splits | str | Path,
+    *,
+    faster: float | None = None,
+    macs: float | None = None,
+    params: float | None = None,
+    max_drop: float | None = None,
+    batch: int = 32,
+    threads: int | None = None,
+    effort: str = "quick",
+    weights: str | Path | None = None,
+    columns: Columns | None = None,
+    folder: Path | str | None = None,
+    seed: int = 0,
+    log: Log = no_log,
+) -> Shrunk:
+    """Makes a model smaller for one target, without training, and verifies it on images that the plan has not seen.
+
+    The target is one of: `faster`, e.g. 1.6 times, by the latency of `batch` images on `threads` threads relative to
+    the model in its own library; `macs` or `params`, the share that stays; `max_drop`, the points of top-1 accuracy
+    that may be lost at the fewest MACs. `model` and `data` are objects, or what `load` and `load_data` read. Of data
+    with splits the plan sees training and validation images, and the evidence is about test images; other data are
+    divided into three parts. `effort` is "quick" (minutes), "normal" or "thorough".
+
+    With a `folder` the intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes
+    the results.
+
+    Raises:
+        InvalidInput: Not exactly one target, or labels that do not fit.
+        NotSupported: No plan reaches the target.
+    """
+    target, preset = target_of(faster, macs, params, max_drop), effort_of(effort)
+    log(f"loading {model if isinstance(model, str | Path) else type(model).__name__}")
+    original = load(model, weights=weights).eval()
+    state = None if folder is None else Path(folder) / STATE
+    storage = None
+    if state is not None:
+        state.mkdir(parents=True, exist_ok=True)
+        storage = str(state / "trials.db")
+    timing = TimingSettings(batch, Conditions(str(next(original.parameters()).device), threads=threads))
+    settings = PlanSettings.of(effort, timing, search=Search(preset.trials, seed, storage, preset.variations), log=log)
+    # One process for all latency measurements, which starts while the images are read.
+    with shared_subprocess() if target.spend == "latency" else nullcontext():
+        planned, others, tested = parts_of(original, data, columns)
+        if target.of == DROP:
+            require_labels(planned)
+        planned, others = planned.take(min(preset.images, len(planned))), others.take(min(PREDICTED, len(others)))
+        diagnosis = _diagnosis(original, planned, state, log)
+        found = plan(original, diagnosis, target, planned, others, settings=settings)
+        log("realizing and verifying")
+        slim, prescription = realize(original, found.prescription), found.promising
+        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS))
+        if tested.has_labels:
+            checks = (Accuracy(None), *checks)
+        about = {"target": str(target), "effort": effort, "batch": batch}
+        evidence = verify(slim, original, tested, checks, about, prescription=prescription, seed=seed, batch_size=32)
+    return Shrunk(slim, prescription, evidence, found)
+
+
+def target_of(
+    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
+) -> Target:
+    """Returns the target of exactly one of the arguments."""
+    given = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) != 1:
+        raise InvalidInput(
+            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
+            "max_drop=1."
+        )
+    ((name, value),) = named.items()
+    if name == "faster":
+        if not value > 1:
+            raise InvalidInput(f"faster={value:g}: give a number above 1, e.g. 1.6 for 1.6 times the speed.")
+        return Target("latency", 1 / value)
+    return Target("max-drop" if name == "max_drop" else name, value)
+
+
+def parts_of(model: nn.Module, data: Any, columns: Columns | None = None) -> tuple[ImageSet, ImageSet, ImageSet]:
+    """Returns disjoint images: to plan on, to measure predictions on, and to verify on."""
+    if isinstance(data, str | Path):
+        size = family_of(model).input_shape(model)[1]
+        data = adapt_preprocessing(load_data(str(data), image_size=size, columns=columns), model)
+    splits = splits_for(model, data)
+    sets = []
+    for name in ("train", "validation", "test"):
+        with suppress(DataError):
+            len(getattr(splits, name))
+            sets.append(getattr(splits, name))
+    distinct = [images for index, images in enumerate(sets) if images is not sets[index - 1] or not index]
+    if len(distinct) == 3:
+        return distinct[0], distinct[1], distinct[2]
+    *first, last = distinct
+    if first:  # two sets: the first is divided
+        every = first[0].take(len(first[0]))  # going round the classes
+        return every.part(0, 2, 1), every.part(1, 2, 1), last
+    if len(last) < 6:
+        raise DataError(f"{len(last)} images: give at least 6, which are divided into three parts.")
+    every = last.take(len(last))
+    return every.part(0, 3, 1), every.part(1, 3, 1), every.part(2, 3, 1)
+
+
+def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log) -> Diagnosis:
+    path = None if state is None else state / "diagnosis.json"
+    if path is not None and path.exists():
+        with suppress(AttnrxError):  # a damaged file, or one of another version, is made again
+            known = Diagnosis.load(path)
+            if known.fingerprint == model_fingerprint(model):
+                log(f"diagnosis of an earlier call: {path}")
+                return known
+    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
+    diagnostics = suited_diagnostics(spectra, moments=True)
+    log("diagnosing")
+    found = diagnose(model, images, diagnostics=diagnostics, images=min(DIAGNOSED, len(images)), batch_size=32)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+    return found
+
+
+def summary_of(evidence: Evidence) -> str:
+    """Returns one sentence: how much faster, the change of accuracy, the divergence, MACs, and the images."""
+    by_quantity = {str(finding.details.get("quantity")): finding for finding in evidence.findings}
+    parts = []
+    latency = by_quantity.get("promised_latency")
+    if latency is not None and latency.low is not None and latency.high is not None:
+        setting = latency.details["promised"]
+        parts.append(
+            f"{1 / latency.value:.2f}x faster [{1 / latency.high:.2f}, {1 / latency.low:.2f}] at batch "
+            f"{setting['batch']} on {setting['threads']} thread{'s' * (setting['threads'] != 1)}"
+        )
+    change = by_quantity.get("accuracy change")
+    if change is not None:
+        parts.append(f"{change.value:+.1f} points of accuracy [{change.low:+.1f}, {change.high:+.1f}]")
+    divergence = by_quantity.get("divergence")
+    if divergence is not None:
+        parts.append(f"KL {divergence.value:.3f}")
+    parts += [_saved(by_quantity, name) for name in ("MACs", "parameters")]
+    return ", ".join(part for part in parts if part) + f", {evidence.about['images']:,} images"
+
+
+def _saved(findings: dict[str, Finding], name: str) -> str:
+    found = findings.get(name)
+    return "" if found is None else f"{found.value:.0f} % fewer {name}"
