@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import (
@@ -52,8 +53,8 @@ RECORD = fields.Record(
 )
 
 
-@dataclass(frozen=True)
-class MapDirections:
+@dataclass(frozen=True, repr=False)
+class MapDirections(Displayed):
     """Orthonormal output directions of a linear map in one metric, by decreasing strength.
 
     Projecting the outputs minus `center` onto the first r directions is the optimal rank-r map in the metric; its
@@ -65,8 +66,8 @@ class MapDirections:
     center: Float[Tensor, "outputs"]
 
 
-@dataclass(frozen=True)
-class MapDiagnosis:
+@dataclass(frozen=True, repr=False)
+class MapDiagnosis(Displayed):
     """One linear map of the MLP: the number of its inputs, and its directions by metric.
 
     "weights" are the singular directions of the weight, with the bias as center; "centered" are the principal
@@ -77,8 +78,8 @@ class MapDiagnosis:
     metrics: Mapping[str, MapDirections]
 
 
-@dataclass(frozen=True)
-class LayerDiagnosis:
+@dataclass(frozen=True, repr=False)
+class LayerDiagnosis(Displayed):
     """One layer: its spectrum, readings with the heads as first axis, and the diagnoses of its MLP maps if any."""
 
     spectrum: Spectrum
@@ -95,8 +96,8 @@ class LayerDiagnosis:
         return self.readings[name]
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
     """The layers of one model (identified by its fingerprint), and the measurement settings.
 
     `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's parameters.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.maps import HEADS, LAYER_MAPS, OUTPUT_MAPS, TOKENS
 from attnrx.serialization.storage import (
@@ -46,8 +47,8 @@ def _lay_out(part: Any, *fields: str) -> None:
         object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
 
 
-@dataclass(frozen=True)
-class Basis:
+@dataclass(frozen=True, repr=False)
+class Basis(Displayed):
     """New directions of a decision, as linear combinations of the model's rows.
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
@@ -70,8 +71,8 @@ class Basis:
         _lay_out(self, "left", "right")
 
 
-@dataclass(frozen=True)
-class OutputDecision:
+@dataclass(frozen=True, repr=False)
+class OutputDecision(Displayed):
     """The decision about one of OUTPUT_MAPS: its outputs y become decode @ encode @ (y - center) + center.
 
     For "vo", y is the concatenation of the value outputs of the heads, one unit per head; for a map of the MLP it is
@@ -97,8 +98,8 @@ class OutputDecision:
         _lay_out(self, "encode", "decode", "center")
 
 
-@dataclass(frozen=True)
-class ScoreDecision:
+@dataclass(frozen=True, repr=False)
+class ScoreDecision(Displayed):
     """The decision about "qk": the kept directions, their strengths, and a reason per head.
 
     `strength` is the new strength of the kept directions (unchanged for most rules). A head without directions has
@@ -148,8 +149,8 @@ class ScoreDecision:
         return int(self.keep.any(0).sum() if self.is_shared else self.keep.sum())
 
 
-@dataclass(frozen=True)
-class HeadDecision:
+@dataclass(frozen=True, repr=False)
+class HeadDecision(Displayed):
     """The decision about "heads": which heads stay, and their strengths. A removed head outputs zero.
 
     Where the removal is compensated, the layer also has a decision about "vo", which refits the output projection.
@@ -170,8 +171,8 @@ class HeadDecision:
 Decision = ScoreDecision | OutputDecision | HeadDecision
 
 
-@dataclass(frozen=True)
-class LayerPrescription:
+@dataclass(frozen=True, repr=False)
+class LayerPrescription(Displayed):
     """The decisions about one layer by map: always "qk", and the maps that are reduced; a removed head has no
     directions.
     """
@@ -223,8 +224,8 @@ class LayerPrescription:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class TokenPrescription:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenPrescription(Displayed):
     """The token policy, one reason per stage, and the weights of trained predictors.
 
     `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them a learned token
@@ -260,8 +261,8 @@ class TokenPrescription:
         return self.policy.reducer.learned and self.predictors is None
 
 
-@dataclass(frozen=True)
-class Prescription:
+@dataclass(frozen=True, repr=False)
+class Prescription(Displayed):
     """The decisions about all layers of the model with this fingerprint, the rules, and in `about` the data.
 
     `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the

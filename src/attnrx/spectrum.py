@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from attnrx.display import Displayed
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Bool, Float, Tensor
 
 
-@dataclass(frozen=True)
-class Spectrum:
+@dataclass(frozen=True, repr=False)
+class Spectrum(Displayed):
     """`score[h, i, j] = scale * sum_r strength[h, r] (query[h, r] . x_i) (key[h, r] . x_j)`, x with an appended 1.
 
     `owners` is the number of heads, or 1 if all heads share their directions (`shared`). Rows are padded to the largest

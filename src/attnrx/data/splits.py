@@ -9,6 +9,7 @@ import torch
 
 from attnrx.data.images import ImageSet, held_out
 from attnrx.data.pixels import Augmentation, Normalization, decode
+from attnrx.display import Displayed
 from attnrx.errors import DataError
 from attnrx.shapes import Int, Tensor, UInt8
 
@@ -28,8 +29,8 @@ TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
-@dataclass(frozen=True)
-class Splits:
+@dataclass(frozen=True, repr=False)
+class Splits(Displayed):
     """A dataset ready for use. `augmentation` is the one to train with, None where the dataset transforms its images
     itself; `notes` list the decisions made on loading.
     """

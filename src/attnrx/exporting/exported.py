@@ -90,6 +90,10 @@ class Exported(nn.Module):
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
 
+    def __repr__(self) -> str:
+        batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"
+        return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
+
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch classes"]:
         """Returns the logits, on the device of the images."""
         if tuple(images.shape[1:]) != self.images.shape or images.dtype != self.images.dtype or not len(images):

@@ -1,0 +1,49 @@
+"""Short texts of large objects, for consoles and notebooks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from html import escape
+from typing import Any
+
+import torch
+
+# Characters of a whole object, of a value in it, and items of a collection.
+MOST, OF_A_VALUE, ITEMS = 1500, 160, 6
+
+
+class Displayed:
+    """A dataclass (with repr=False) that is displayed in a few lines: tensors by their shape, long values cut."""
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in _shown(self))
+        return _cut(f"{type(self).__name__}({shown})", MOST)
+
+    def _repr_html_(self) -> str:
+        """Returns a table of the fields, for notebooks."""
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in _shown(self))
+        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+def _shown(item: Any) -> list[tuple[str, str]]:
+    return [(field.name, short(getattr(item, field.name))) for field in fields(item)]
+
+
+def short(value: Any, depth: int = 2) -> str:
+    """Returns a text of at most OF_A_VALUE characters."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{key!r}: {short(own, depth - 1)}" for key, own in list(value.items())[:ITEMS]] if depth else []
+        return _cut("{" + ", ".join(_with_rest(parts, len(value))) + "}", OF_A_VALUE)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [short(own, depth - 1) for own in value[:ITEMS]] if depth else []
+        return _cut("(" + ", ".join(_with_rest(parts, len(value))) + ")", OF_A_VALUE)
+    return _cut(repr(value), OF_A_VALUE)
+
+
+def _with_rest(parts: list[str], count: int) -> list[str]:
+    return parts if len(parts) == count else [*parts, f"... {count} in total" if parts else f"{count} items"]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 5]} ...{text[-1]}"

@@ -1,0 +1,101 @@
+"""One call to a smaller model: its target, the images it plans and verifies on, its folder, and how it goes on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnrx as rx
+import cases
+from attnrx.errors import DataError, InvalidInput, NotSupported
+from attnrx.models import ViTConfig, model_fingerprint
+from attnrx.planning import Target
+from attnrx.shrinking import parts_of, target_of
+from comparisons import pixels
+from planned import CONFIG, original
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of a user's own."""
+    return [(batch.images, batch.labels) for batch in pixels(CONFIG, count).batches(8)]
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ({"faster": 1.6}, Target("latency", 1 / 1.6)),
+        ({"macs": 0.5}, Target("macs", 0.5)),
+        ({"params": 0.7}, Target("params", 0.7)),
+        ({"max_drop": 1.0}, Target("max-drop", 1.0)),
+    ],
+)
+def test_a_target_is_one_number(given: dict[str, float], target: Target) -> None:
+    assert target_of(**given) == target
+
+
+@pytest.mark.parametrize("given", [{}, {"faster": 1.6, "macs": 0.5}, {"faster": 1.0}, {"macs": 1.5}])
+def test_other_targets_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(InvalidInput):
+        target_of(**given)
+
+
+def test_images_of_the_plan_are_not_those_of_the_evidence() -> None:
+    parts = parts_of(original(), images(48))
+    seen = [{tuple(row.flatten().tolist()) for batch in part.batches(8) for row in batch.images} for part in parts]
+    assert sum(map(len, seen)) == len(set().union(*seen)) and min(map(len, seen)) >= 15
+    two = parts_of(original(), {"train": images(24), "test": images(16)})
+    assert [len(part) for part in two] == [12, 12, 16]
+    with pytest.raises(DataError, match="at least 6"):
+        parts_of(original(), images(5))
+
+
+def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "shrunk"
+    found = rx.shrink(original(), images(48), macs=0.8, folder=folder)
+    slim, prescription, evidence = found
+    macs = [rx.models.family_of(model).costs(model).macs for model in (slim, original())]
+    assert macs[0] <= 0.8 * macs[1] and prescription.about["plan"]["target"] == "macs=0.8x"
+    assert evidence.about["images"] == 16 and "fewer MACs" in found.summary() and len(repr(found)) < 2000
+    diagnosis = rx.diagnose(original(), images(16))
+    layer, decision = prescription.layers[0], next(iter(prescription.layers[0].decisions.values()))
+    plan, finding = found.plan, evidence.findings[0]
+    for shown in (
+        found,
+        prescription,
+        layer,
+        decision,
+        evidence,
+        finding,
+        plan,
+        diagnosis,
+        diagnosis.layers[0].spectrum,
+    ):
+        assert len(repr(shown)) < 2000 and type(shown).__name__ in repr(shown)
+    assert "<table>" in evidence._repr_html_()
+    found.save(folder, onnx=False)
+    assert {"model.safetensors", "README.md", "report.html", "evidence.json"} <= {one.name for one in folder.iterdir()}
+    assert model_fingerprint(rx.load(folder)) == model_fingerprint(slim)
+
+
+def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
+    lines: list[str] = []
+    first = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
+    count = sum(line.startswith("plan at") for line in lines)
+    lines.clear()
+    again = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
+    assert any("diagnosis of an earlier call" in line for line in lines)
+    assert sum(line.startswith("plan at") for line in lines) < count
+    assert again.plan.expected["divergence"].value <= 1.5 * first.plan.expected["divergence"].value
+
+
+def test_a_target_that_no_plan_reaches_is_refused() -> None:
+    with pytest.raises(NotSupported, match="the cheapest"):
+        rx.shrink(original(), images(48), macs=0.05)
+
+
+def test_a_target_of_accuracy_needs_labels() -> None:
+    model = cases.model(ViTConfig.uniform("dense", width=16, depth=3, heads=2, **cases.TINY))
+    with pytest.raises(DataError, match="label"):
+        rx.shrink(model, torch.randn(24, 1, 8, 8, dtype=torch.float32), max_drop=1.0)
