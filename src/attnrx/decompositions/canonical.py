@@ -1,7 +1,7 @@
 """The canonical polyadic decomposition: a sum of rank-one terms shared by all slices, by alternating least squares."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,35 +20,21 @@ Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The history of an iteration: relative errors (and objectives, if any) at the start and after each sweep.
-
-    `converged` is True if it stopped because a sweep gained less than the tolerance, False if all sweeps were used.
-    """
-
-    errors: tuple[float, ...] = ()
-    objectives: tuple[float, ...] = ()
-    converged: bool = False
-
-
-@dataclass(frozen=True)
 class Canonical:
     """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
 
-    Raises InvalidInput for factors that are empty, not finite or of different ranks.
+    `errors` are the relative errors of the iteration, at the start and after each sweep. Raises InvalidInput for
+    factors that are empty or not finite.
     """
 
     left: Float[Tensor, "rows rank"]
     right: Float[Tensor, "columns rank"]
     mix: Float[Tensor, "slices rank"]
-    trace: Trace = field(default_factory=Trace)
+    errors: tuple[float, ...] = ()
 
     def __post_init__(self):
         for name in ("left", "right", "mix"):
             object.__setattr__(self, name, as_matrix(getattr(self, name), name))
-        if len({factor.shape[1:] for factor in self.factors}) != 1 or self.left.ndim != 2:
-            shapes = [tuple(factor.shape) for factor in self.factors]
-            raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three matrices of one rank.")
 
     @property
     def factors(self) -> Factors:
@@ -77,19 +63,12 @@ class Canonical:
         return torch.einsum("ir,jr,hr->ijh", *self.factors)
 
 
-def term_sensitivity(terms: Canonical) -> float:
-    """Returns sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
-
-    This is the expected squared change of the tensor, per variance of an independent error in every entry of the
-    factors, in the limit of zero variance. It depends on the scaling of the terms; `balanced` minimizes it.
-    """
-    left, right, mix = (factor.square().sum(0) for factor in terms.factors)
-    rows, columns, slices = (factor.shape[0] for factor in terms.factors)
-    return float((slices * left * right + columns * left * mix + rows * right * mix).sum())
-
-
 def least_sensitivity(terms: Canonical) -> float:
-    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3)."""
+    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
+
+    The sensitivity is the expected squared change of the tensor, per variance of an independent error in every entry of
+    the factors, in the limit of zero variance: sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+    """
     size = math.prod(factor.shape[0] for factor in terms.factors)
     return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
 
@@ -100,7 +79,6 @@ def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
     Terms are sorted by descending strength; on ties the earlier slice comes first.
     """
-    check_rank(tensor, rank)
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
     selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
@@ -124,30 +102,29 @@ def als(
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
     returns the result with the smaller error. `seed` is that of the random terms. Stops after `sweeps`, or when a sweep
     lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
-    length; mix contains the strength. Raises InvalidInput for options out of range, UnknownName for another start.
+    length; mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for another start.
     """
     if start == "best":
         runs = (
             als(tensor, rank, start=single, sweeps=sweeps, tolerance=tolerance, seed=seed)
             for single in ("water_filling", "random")
         )
-        return min(runs, key=lambda terms: terms.trace.errors[-1])
+        return min(runs, key=lambda terms: terms.errors[-1])
     factors = starting_terms(tensor, rank, start, seed).factors
-    (left, right, mix), trace = alternated(tensor, factors, sweeps, tolerance)
+    (left, right, mix), errors = alternated(tensor, factors, sweeps, tolerance)
     # A start that no sweep improved has columns of any length.
     (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
-    return Canonical(left, right, mix * left_length * right_length, trace)
+    return Canonical(left, right, mix * left_length * right_length, errors)
 
 
 def alternated(
     tensor: FactoredTensor, factors: Factors, sweeps: int, tolerance: float, belongs: Tensor | None = None
-) -> tuple[Factors, Trace]:
+) -> tuple[Factors, tuple[float, ...]]:
     """Improves three factors by alternating least squares; the error never increases.
 
     With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
     """
-    check_sweeps(sweeps, tolerance)
-    best, errors, converged = factors, [tensor.relative_error(*_untied(factors, belongs))], False
+    best, errors = factors, [tensor.relative_error(*_untied(factors, belongs))]
     right, mix = unit_columns(factors[1])[0], factors[2]
     projection = tensor.project_right(right)
     for _ in range(sweeps):
@@ -160,7 +137,7 @@ def alternated(
             errors.append(error)
         if converged:
             break
-    return best, Trace(tuple(errors), converged=converged)
+    return best, tuple(errors)
 
 
 def _untied(factors: Factors, belongs: Tensor | None) -> Factors:
@@ -199,12 +176,11 @@ def _sweep(
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
-    """Returns the requested start, after checking that it fits the tensor."""
-    check_rank(tensor, rank)
+    """Returns the requested start; a decomposition is returned as it is."""
+    largest = len(tensor.left) * tensor.slice_rank
+    if not 1 <= rank <= largest:
+        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
     if isinstance(start, Canonical):
-        check_fit(tensor, *start.factors)
-        if start.rank != rank:
-            raise InvalidInput(f"the start has {start.rank} terms, {rank} were requested; give a start of that rank.")
         return start
     if start == "water_filling":
         return water_filled(tensor, rank)
@@ -215,26 +191,6 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
         left, right, mix = (factor.to(tensor.left.device) for factor in samples)
         return Canonical(left, right, mix)
     raise UnknownName("start", start, STARTS)
-
-
-def check_fit(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) -> None:
-    """Raises InvalidInput if the shape of the factors is not that of the tensor."""
-    shape = len(left), len(right), len(mix)
-    if shape != tensor.shape:
-        raise InvalidInput(f"factors of shape {shape} do not fit a tensor of shape {tensor.shape}.")
-
-
-def check_rank(tensor: FactoredTensor, rank: int) -> None:
-    """Raises InvalidInput unless 1 <= rank <= the rank at which every slice is exact."""
-    largest = len(tensor.left) * tensor.slice_rank
-    if not 1 <= rank <= largest:
-        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
-
-
-def check_sweeps(sweeps: int, tolerance: float) -> None:
-    """Raises InvalidInput for options of an iteration that are out of range."""
-    if sweeps < 0 or not 0 <= tolerance < 1:
-        raise InvalidInput(f"sweeps={sweeps}, tolerance={tolerance}: give sweeps >= 0 and 0 <= tolerance < 1.")
 
 
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:

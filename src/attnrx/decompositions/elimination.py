@@ -2,8 +2,7 @@
 
 import torch
 
-from attnrx.decompositions.grams import checked_gram
-from attnrx.errors import InvalidInput
+from attnrx.decompositions.balanced import checked_gram
 from attnrx.shapes import Float, Tensor
 
 # Relative to the mean variance: makes the covariance invertible where features are constant or duplicates.
@@ -22,18 +21,9 @@ def elimination_losses(
     block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed
     units u. Every step removes the unit with the smallest error. The increases are strictly increasing in that order,
     so that the k largest are those of the last k units.
-
-    Raises:
-        InvalidInput: The matrices do not fit, or are no Gram matrices.
     """
     units, size = gram.shape[:2]
-    if len(covariance) != units * size:
-        raise InvalidInput(
-            f"a covariance {list(covariance.shape)} does not fit {units} units of {size} features; it has one row for "
-            "each feature."
-        )
-    moments = checked_gram(covariance[None], "covariance of the units")[0]
-    weights = checked_gram(gram, "Gram matrix of the weights that read the units")
+    moments, weights = checked_gram(covariance), checked_gram(gram)
     tiny = torch.finfo(torch.float64).tiny
     scale = moments.diagonal().mean().clamp_min(tiny)
     precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))

@@ -33,10 +33,10 @@ class MapWatch:
         covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
         covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
         if self.on_inputs:
-            found = activation_aware(weight, bias, covariance + torch.outer(mean, mean), mean)
+            found = activation_aware(weight, bias, covariance)
             mean = weight @ mean + (0.0 if bias is None else bias)
         else:
-            found = output_pca(weight, bias, covariance, mean)
+            found = output_pca(weight, bias, covariance)
         return MapDirections(found.strength, found.second.mT.contiguous(), mean)
 
 

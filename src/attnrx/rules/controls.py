@@ -7,12 +7,10 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import HEADS, TOKENS
 from attnrx.prescription import Prescription, TokenPrescription
-from attnrx.rules.largest_matched import LargestMatched
+from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.rules.parsing import parse_rules
 from attnrx.rules.prescribing import prescribe_maps
-from attnrx.rules.random_matched import RandomMatched
-from attnrx.rules.registry import parse_rules
 from attnrx.rules.rule import Rule
-from attnrx.rules.uniform_matched import UniformMatched
 from attnrx.shapes import Tensor
 from attnrx.tokens import Random, TokenPolicy
 from attnrx.tokens.soft import Soft
