@@ -5,7 +5,7 @@ import torch
 
 import cases
 from attnrx.checks import Bounds
-from attnrx.checks.theorems import (
+from attnrx.checks.bounds import (
     FLOOR,
     bound_ratio,
     head_scores,

@@ -7,7 +7,7 @@ import torch
 
 from attnrx.checks import Bounds
 from attnrx.checks.bounds import SpectralChange
-from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.errors import FingerprintMismatch
 from cases import PATTERNS, prescription
 from comparisons import Setting, weakest_removed
 
@@ -31,14 +31,6 @@ def test_equation_13_speaks_of_heads_that_lost_their_weakest_directions_only():
     emptied = change([1.0, -2.0], [0.0, 0.0])
     assert bool(emptied.thresholded)
     assert float(emptied.threshold) == 2
-
-
-def test_prescription_and_masked_model_tell_the_same():
-    setting = Setting.of("svda-deep", "ragged")
-    comparison = setting.comparison(setting.compressed, images=8)
-    from_prescription = Bounds(images=8)(comparison)
-    from_masked = Bounds(setting.masked, images=8)(replace(comparison, prescription=None))
-    assert [(f.claim, f.value) for f in from_prescription] == [(f.claim, f.value) for f in from_masked]
 
 
 def test_without_either_only_what_concerns_the_reference_alone_is_claimed():
@@ -84,8 +76,10 @@ def test_float32_models_reach_their_bounds_and_hold_them():
     """With one direction a row is 1 or -1, so every score moves by exactly its bound: rounding must not condemn it."""
     setting = Setting.of("svda-one-direction", "zero")
     reference = setting.reference.float()
-    comparison = replace(setting.comparison(reference, images=8), prescription=None)
-    findings = Bounds(Setting(reference, prescription(reference, PATTERNS["zero"])).masked, images=8)(comparison)
+    comparison = replace(
+        setting.comparison(reference, images=8), prescription=prescription(reference, PATTERNS["zero"])
+    )
+    findings = Bounds(images=8)(comparison)
     theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
     assert theorem.value == pytest.approx(1, abs=1e-6)
     assert all(f.outcome == "holds" for f in findings)
@@ -95,8 +89,3 @@ def test_what_belongs_to_another_model_is_refused():
     setting, other = Setting.of("svda"), Setting.of("svda-deep")
     with pytest.raises(FingerprintMismatch):
         Bounds(images=4)(replace(setting.comparison(setting.compressed), prescription=other.prescription))
-    without = replace(setting.comparison(setting.compressed), prescription=None)
-    with pytest.raises(InvalidInput, match="mask the reference itself"):
-        Bounds(other.masked, images=4)(without)
-    with pytest.raises(InvalidInput, match="noise above 0"):
-        Bounds(noise=0.0)

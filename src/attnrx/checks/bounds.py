@@ -1,24 +1,18 @@
-"""Bounds: the paper's theorems, checked on the activations of the reference."""
+"""Bounds: the paper's theorems, checked on the activations of the reference.
+
+The functions of the theorems return a measured quantity divided by its bound: above 1 it is violated. They take float64
+rows of one layer: the query and key rows that enter the scores, one per token.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.theorems import (
-    head_scores,
-    proposition_1,
-    proposition_1_half_range,
-    proposition_1_prior,
-    proposition_4,
-    theorem_1,
-)
 from attnrx.diagnostics.spectral_shape import effective_rank
-from attnrx.errors import InvalidInput
 from attnrx.evidence import FAILS, HOLDS, Finding
 from attnrx.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.observation import Observation
@@ -36,6 +30,9 @@ CLAIMS = {
 
 # Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
 ROUNDING = 1e-5
+# Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
+FLOOR = 1e-9
+NOISE = 0.1  # the standard deviation of the perturbation of Proposition 4, in normalized units
 AT_ONCE = 16  # images per batch; every score of every head is held in float64
 
 
@@ -47,27 +44,18 @@ class Bounds(Check):
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
     largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
 
-    The pruned directions are taken from the comparison's prescription, else from `masked` or the comparison's masked
-    model. Without any of them, and in layers without strengths, Theorem 1 and Proposition 1 are skipped. Unchanged
-    heads are not counted. Eq. 13 applies only to heads whose weakest directions were pruned; its threshold is the
-    smallest kept strength. Proposition 4 perturbs the images with Gaussian noise of standard deviation `noise`, in
-    normalized units.
+    The pruned directions are those of the comparison's prescription. Without it, and in layers without strengths,
+    Theorem 1 and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
+    directions were pruned; its threshold is the smallest kept strength. Proposition 4 perturbs the images with Gaussian
+    noise of standard deviation NOISE.
     """
 
     name: ClassVar[str] = "bounds"
-    masked: nn.Module | None = None
     images: int = 256
-    noise: float = 0.1
-
-    def __post_init__(self):
-        if self.images < 1 or self.noise <= 0:
-            raise InvalidInput(
-                f"Bounds(images={self.images}, noise={self.noise}): take at least one image and noise above 0."
-            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Evaluates the reference on clean and on perturbed images."""
-        comparison = comparison.with_masked(self.masked).taking(self.images)
+        comparison = comparison.taking(self.images)
         tally = Tally(spectral_changes(comparison))
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
@@ -76,7 +64,7 @@ class Bounds(Check):
         with evaluating([model]), observing(model, family_of(model), tally.observe):
             for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
                 # Drawn on the CPU: the same noise on every device.
-                noise = self.noise * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
+                noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
                 # One pass of both halves: the tally splits every observation again.
                 model(torch.cat([images, images + noise.to(images.device)]))
@@ -96,7 +84,7 @@ class Bounds(Check):
 
     def _effective_rank(self, comparison: Comparison) -> Finding:
         """Returns the finding for Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads."""
-        spectra = _spectra(comparison.reference)
+        spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
@@ -145,36 +133,20 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index, from the prescription or else the masked model, without unchanged layers."""
-    spectra = _spectra(comparison.reference)
-    after = _after(comparison)
-    if after is None:
+    """Returns the changes of the prescription by layer index, without unchanged layers; empty without one."""
+    if comparison.prescription is None:
         return {}
-    if [strength.shape for strength, _ in after] != [spectrum.strength.shape for spectrum in spectra]:
-        raise InvalidInput(
-            f"the masked model has strengths of shape {[tuple(strength.shape) for strength, _ in after]}, the "
-            f"reference of {[tuple(spectrum.strength.shape) for spectrum in spectra]}; mask the reference itself."
-        )
-    changes = {
-        index: SpectralChange.between(spectrum.strength, strength, stays)
-        for index, (spectrum, (strength, stays)) in enumerate(zip(spectra, after, strict=True))
-    }
-    return {index: change for index, change in changes.items() if bool(change.counted.any())}
+    comparison.prescription.require(model_fingerprint(comparison.reference))
+    pairs = zip(_spectra(comparison), comparison.prescription.layers, strict=True)
+    changes = (
+        SpectralChange.between(spectrum.strength, layer.qk.strength.double() * layer.qk.keep, layer.heads)
+        for spectrum, layer in pairs
+    )
+    return {index: change for index, change in enumerate(changes) if bool(change.counted.any())}
 
 
-def _after(comparison: Comparison) -> list[tuple[Tensor, Tensor]] | None:
-    """Returns the strengths after pruning and the kept heads, per layer; None without prescription and mask."""
-    if comparison.prescription is not None:
-        comparison.prescription.require(model_fingerprint(comparison.reference))
-        layers = comparison.prescription.layers
-        return [(layer.qk.strength.double() * layer.qk.keep, layer.heads) for layer in layers]
-    if comparison.masked is None:
-        return None
-    spectra = _spectra(comparison.masked)
-    return [(spectrum.strength, torch.ones(len(spectrum.heads), dtype=torch.bool)) for spectrum in spectra]
-
-
-def _spectra(model: nn.Module) -> list[Spectrum]:
+def _spectra(comparison: Comparison) -> list[Spectrum]:
+    model = comparison.reference
     return [layer.spectrum() for layer in family_of(model).attention(model)]
 
 
@@ -214,3 +186,73 @@ class Tally:
         ratios = ratios.cpu() if heads is None else ratios.cpu()[:, heads]
         if ratios.numel():
             self.ratios.setdefault(name, {}).setdefault(layer, []).append(ratios)
+
+
+def bound_ratio(measured: Float[Tensor, "*shape"], bound: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
+    return measured / bound.clamp(min=FLOOR)
+
+
+def head_scores(
+    query: Float[Tensor, "batch queries heads directions"],
+    key: Float[Tensor, "batch keys heads directions"],
+    strength: Float[Tensor, "heads directions"],
+    scale: float,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the scores of the rows with these strengths (Eq. 2)."""
+    return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
+
+
+def theorem_1(
+    change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
+) -> Float[Tensor, "batch heads"]:
+    """The largest change of a score is at most `most`: scale times the largest change of a strength (Eq. 12).
+
+    With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
+    """
+    return bound_ratio(change.abs().amax((-2, -1)), most)
+
+
+def proposition_1(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "batch heads"]:
+    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (Eq. 21, C_sm = 1).
+
+    C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
+    mass of the increased entries. Returns the largest ratio over the rows of each head.
+    """
+    return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
+
+
+def proposition_1_half_range(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "batch heads"]:
+    """Proposition 1 with half the range of the row's score change: softmax is invariant to adding a constant."""
+    return bound_ratio(moved.abs().sum(-1), (change.amax(-1) - change.amin(-1)) / 2).amax(-1)
+
+
+def proposition_1_prior(
+    moved: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
+) -> Float[Tensor, "batch heads"]:
+    """Proposition 1 with Theorem 1's bound instead of the measured score change, hence independent of the input."""
+    return bound_ratio(moved.abs().sum(-1).amax(-1), most)
+
+
+def proposition_4(
+    clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
+) -> Float[Tensor, "batch heads"]:
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (Eq. 36).
+
+    `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
+    """
+    change = head_scores(*perturbed, strength, scale) - head_scores(*clean, strength, scale)
+    moved = [
+        torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
+    ]
+    reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
+    return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
+
+
+def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
+    """Returns the largest singular value of every head's rows, from their Gram matrix."""
+    gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

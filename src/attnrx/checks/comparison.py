@@ -89,10 +89,6 @@ class Comparison:
         """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
         return processes.place() if self.together else (0, 1)
 
-    def with_masked(self, masked: nn.Module | None) -> "Comparison":
-        """Returns the comparison, with its cached predictions, for another masked model; unchanged for None."""
-        return self if masked is None else replace(self, masked=masked)
-
     def taking(self, images: int | None) -> "Comparison":
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):

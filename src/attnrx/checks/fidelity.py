@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import estimate, mean_estimate, proportion, resampled_means
-from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Float, Tensor
 
@@ -22,35 +20,19 @@ class Fidelity(Check):
     """Relative logit discrepancy (Eq. 46), prediction agreement (Eq. 47) and KL divergence of pairs of models.
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
-    `masked` replaces the masked model of the comparison. `most_discrepancy` (a share) and `least_agreement` (in %) are
-    limits for the candidate against the reference; `most_from_masked` limits the discrepancy between candidate and
-    masked model, e.g. 1e-5 for an exact compression.
+    `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
     """
 
     name: ClassVar[str] = "fidelity"
-    masked: nn.Module | None = None
     most_discrepancy: float | None = None
     least_agreement: float | None = None
-    most_from_masked: float | None = None
-
-    def __post_init__(self):
-        for knob in ("most_discrepancy", "least_agreement", "most_from_masked"):
-            limit = getattr(self, knob)
-            if limit is not None and limit < 0:
-                raise InvalidInput(f"Fidelity({knob}={limit}): a limit is 0 or more; omit it to only report.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns three findings per pair of models."""
-        comparison = comparison.with_masked(self.masked)
         findings = _compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
             findings += _compared("reference", "masked", comparison)
-            findings += _compared("masked", "candidate", comparison, self.most_from_masked)
-        elif self.most_from_masked is not None:
-            raise InvalidInput(
-                f"Fidelity(most_from_masked={self.most_from_masked}) needs a masked model that is not the candidate; "
-                'realize the prescription with by="mask" and pass it as masked.'
-            )
+            findings += _compared("masked", "candidate", comparison)
         return findings
 
 
