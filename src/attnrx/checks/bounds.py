@@ -4,9 +4,8 @@ The functions of the theorems return a measured quantity divided by its bound: a
 rows of one layer: the query and key rows that enter the scores, one per token.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,8 +22,6 @@ CLAIMS = {
     "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",
     "Theorem 1, Eq. 13": "no score moves by more than the threshold of its head allows (Theorem 1, Eq. 13)",
     "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
-    "Proposition 1, half range": "no attention row moves by more than half the range of its scores' change",
-    "Proposition 1 with Theorem 1": "no attention row moves by more than the removed strengths allow for any input",
     "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
 }
 
@@ -56,47 +53,39 @@ class Bounds(Check):
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Evaluates the reference on clean and on perturbed images."""
         comparison = comparison.taking(self.images)
-        tally = Tally(spectral_changes(comparison))
+        changes, worst = spectral_changes(comparison), dict[str, float]()
+
+        def observe(layer: int, observation: Observation) -> None:
+            for name, ratios in _ratios(observation, changes.get(layer)).items():
+                if ratios.numel():
+                    worst[name] = max(worst.get(name, 0.0), float(ratios.max()))
+
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
-        with evaluating([model]), observing(model, family_of(model), tally.observe):
+        with evaluating([model]), observing(model, family_of(model), observe):
             for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
                 # Drawn on the CPU: the same noise on every device.
                 noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
-                # One pass of both halves: the tally splits every observation again.
+                # One pass of both halves, which `_ratios` splits again.
                 model(torch.cat([images, images + noise.to(images.device)]))
-        found = [self._bound(name, tally.ratios[name], comparison) for name in CLAIMS if name in tally.ratios]
-        return (*found, self._effective_rank(comparison))
-
-    def _bound(self, name: str, layers: Mapping[int, list[Tensor]], comparison: Comparison) -> Finding:
-        ratios = {layer: torch.cat(parts) for layer, parts in layers.items()}
-        worst = {str(layer): float(ratio.max()) for layer, ratio in ratios.items()}
-        details = {
-            "mean_ratio": float(torch.cat([ratio.flatten() for ratio in ratios.values()]).mean()),
-            "worst_per_layer": worst,
-            "compared": sum(ratio.numel() for ratio in ratios.values()),
-        }
-        finding = self._finding(name, CLAIMS[name], max(worst.values()), details)
-        return replace(finding, n=len(comparison.data), seed=comparison.seed)
-
-    def _effective_rank(self, comparison: Comparison) -> Finding:
-        """Returns the finding for Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads."""
+        images = len(comparison.data)
+        found = [_finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst]
+        # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
         spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        worst = torch.maximum(ranks / directions, 1 / ranks).max() if len(ranks) else ranks.new_zeros(())
-        details = {"effective_ranks": ranks.tolist(), "directions": directions.tolist()}
+        largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
-        return replace(self._finding("Eq. 25", claim, float(worst), details), n=len(ranks))
+        return (*found, _finding("Eq. 25", claim, largest, len(ranks)))
 
-    def _finding(self, name: str, claim: str, worst: float, details: Mapping[str, Any]) -> Finding:
-        outcome = HOLDS if worst <= 1 + ROUNDING else FAILS
-        about = {"quantity": name, "slack": 1 - worst, "rounding": ROUNDING, **details}
-        return Finding(self.name, claim, worst, "of the bound", limit=1.0, outcome=outcome, details=about)
+
+def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = None) -> Finding:
+    outcome, details = HOLDS if worst <= 1 + ROUNDING else FAILS, {"quantity": name}
+    return Finding(Bounds.name, claim, worst, "of the bound", 1.0, outcome, n=n, seed=seed, details=details)
 
 
 @dataclass(frozen=True)
@@ -150,42 +139,25 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
     return [layer.spectrum() for layer in family_of(model).attention(model)]
 
 
-@dataclass
-class Tally:
-    """Collects the ratios of measurement to bound by claim and layer, per image and counted head."""
-
-    changes: Mapping[int, SpectralChange]
-    ratios: dict[str, dict[int, list[Float[Tensor, "batch counted"]]]] = field(default_factory=dict)
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Measures one layer on a batch whose second half is the perturbed first half."""
-        (query, moved_query), (key, moved_key) = (
-            rows.double().chunk(2) for rows in (observation.query, observation.key)
-        )
-        strength = torch.ones_like(query[0, 0]) if observation.strength is None else observation.strength.double()
-        ratios = proposition_4((query, key), (moved_query, moved_key), strength, observation.scale)
-        self._add("Proposition 4", layer, ratios)
-        if observation.strength is not None and layer in self.changes:
-            self._observe_change(layer, (query, key), strength, observation.scale)
-
-    def _observe_change(self, layer: int, rows: tuple[Tensor, Tensor], strength: Tensor, scale: float) -> None:
-        change = self.changes[layer]
-        removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
-        scores = head_scores(*rows, strength, scale)
-        # The change is computed directly: the difference of two scores would be dominated by their rounding.
-        lost = head_scores(*rows, removed, scale)
-        moved = (scores - lost).softmax(-1) - scores.softmax(-1)
-        most = scale * removed.abs().amax(-1)
-        self._add("Theorem 1, Eq. 12", layer, theorem_1(lost, most), change.counted)
-        self._add("Theorem 1, Eq. 13", layer, theorem_1(lost, scale * threshold), change.thresholded)
-        self._add("Proposition 1", layer, proposition_1(lost, moved), change.counted)
-        self._add("Proposition 1, half range", layer, proposition_1_half_range(lost, moved), change.counted)
-        self._add("Proposition 1 with Theorem 1", layer, proposition_1_prior(moved, most), change.counted)
-
-    def _add(self, name: str, layer: int, ratios: Tensor, heads: Tensor | None = None) -> None:
-        ratios = ratios.cpu() if heads is None else ratios.cpu()[:, heads]
-        if ratios.numel():
-            self.ratios.setdefault(name, {}).setdefault(layer, []).append(ratios)
+def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str, Float[Tensor, "batch counted"]]:
+    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half."""
+    (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
+    scale, given = observation.scale, observation.strength
+    strength = torch.ones_like(query[0, 0]) if given is None else given.double()
+    ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
+    if given is None or change is None:
+        return ratios
+    removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
+    scores = head_scores(query, key, strength, scale)
+    # The change is computed directly: the difference of two scores would be dominated by their rounding.
+    lost = head_scores(query, key, removed, scale)
+    moved = (scores - lost).softmax(-1) - scores.softmax(-1)
+    counted = change.counted.to(strength.device)
+    return ratios | {
+        "Theorem 1, Eq. 12": theorem_1(lost, scale * removed.abs().amax(-1))[:, counted],
+        "Theorem 1, Eq. 13": theorem_1(lost, scale * threshold)[:, change.thresholded.to(strength.device)],
+        "Proposition 1": proposition_1(lost, moved)[:, counted],
+    }
 
 
 def bound_ratio(measured: Float[Tensor, "*shape"], bound: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
@@ -221,20 +193,6 @@ def proposition_1(
     mass of the increased entries. Returns the largest ratio over the rows of each head.
     """
     return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
-
-
-def proposition_1_half_range(
-    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
-) -> Float[Tensor, "batch heads"]:
-    """Proposition 1 with half the range of the row's score change: softmax is invariant to adding a constant."""
-    return bound_ratio(moved.abs().sum(-1), (change.amax(-1) - change.amin(-1)) / 2).amax(-1)
-
-
-def proposition_1_prior(
-    moved: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
-) -> Float[Tensor, "batch heads"]:
-    """Proposition 1 with Theorem 1's bound instead of the measured score change, hence independent of the input."""
-    return bound_ratio(moved.abs().sum(-1).amax(-1), most)
 
 
 def proposition_4(

@@ -65,15 +65,12 @@ def _compared(
     least_agreement: float | None = None,
 ) -> tuple[Finding, ...]:
     """Compares the model of the role `other` with that of the role `base`; without a limit a quantity is reported."""
-    predictions, seed, size = comparison.predictions, comparison.seed, comparison.batch_size
+    predictions, seed = comparison.predictions, comparison.seed
     n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
     logits = predictions.logits[base], predictions.logits[other]
     squares = squared_distances(*logits)
     distance = estimate(float(discrepancy(squares.mean(0))), discrepancy(resampled_means(squares, seed)))
-    batches = torch.stack([discrepancy(batch.sum(0)) for batch in squares.split(size)])
     # Eq. 46 is defined per batch; the value of the finding is over all images.
-    mean, largest = float(batches.mean()), float(batches.max())
-    per_batch = {"size": size, "batches": len(batches), "mean": mean, "largest": largest}
     agreeing = int((predictions.classes(base) == predictions.classes(other)).sum())
     nats = divergence(*logits)
     return (
@@ -82,14 +79,14 @@ def _compared(
             f"relative logit discrepancy, {pair}",
             **distance.judged(n, most_discrepancy, at_least=False),
             seed=seed,
-            details={"quantity": "discrepancy", **roles, "per_batch": per_batch},
+            details={"quantity": "discrepancy", **roles},
         ),
         Finding(
             Fidelity.name,
             f"prediction agreement, {pair}",
             unit="%",
             **proportion(agreeing, n).scaled(100.0).judged(n, least_agreement),
-            details={"quantity": "agreement", **roles, "agreeing": agreeing},
+            details={"quantity": "agreement", **roles},
         ),
         Finding(
             Fidelity.name,
@@ -97,6 +94,6 @@ def _compared(
             unit="nats",
             **mean_estimate(nats, seed).judged(n),
             seed=seed,
-            details={"quantity": "divergence", **roles, "largest": float(nats.max())},
+            details={"quantity": "divergence", **roles},
         ),
     )
