@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decompositions.balanced import NULL_SHARE, checked_gram
+from attnrx.decompositions.balanced import checked_gram
 from attnrx.errors import InvalidInput
 from attnrx.shapes import Float, Tensor
 
@@ -141,17 +141,6 @@ def _reachable(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Ten
     return torch.eye(outputs, dtype=weight.dtype, device=weight.device), weight
 
 
-def _order_unseen(
-    vectors: Float[Tensor, "most most"], strength: Float[Tensor, "most"], inner: Float[Tensor, "most inputs"]
-) -> Float[Tensor, "most most"]:
-    """Rotates the null directions of a metric so that they descend in their contribution to the matrix itself."""
-    num_significant = int((strength > NULL_SHARE * strength[0]).sum())
-    if num_significant == len(strength):
-        return vectors
-    known, null = vectors[:, :num_significant], vectors[:, num_significant:]
-    return torch.cat([known, null @ torch.linalg.svd(null.mT @ inner, full_matrices=False).U], dim=1)
-
-
 def _projected(bias: Bias, basis: Tensor, inner: Tensor, moment: Tensor, bound: Tensor) -> LowRank:
     """Projects the outputs basis @ inner on the leading eigenvectors of their moment.
 
@@ -160,14 +149,12 @@ def _projected(bias: Bias, basis: Tensor, inner: Tensor, moment: Tensor, bound: 
     values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
     rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
     strength = torch.where(values > rounding, values, 0).sqrt()
-    turn = _order_unseen(vectors, strength, inner)
-    return LowRank(turn.mT @ inner, basis @ turn, strength, bias)
+    return LowRank(vectors.mT @ inner, basis @ vectors, strength, bias)
 
 
 def _scaled_inputs(weight: Tensor, bias: Tensor | None, scale: Tensor) -> LowRank:
     basis, inner = _reachable(weight)
-    vectors, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
-    turn = _order_unseen(vectors, strength, inner)
+    turn, strength, _ = torch.linalg.svd(inner * scale, full_matrices=False)
     # U^T W equals diag(s) V^T S^-1 without the division, so full rank is exact for any scale.
     return LowRank(turn.mT @ inner, basis @ turn, strength, bias)
 

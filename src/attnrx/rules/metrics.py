@@ -85,7 +85,6 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     readings: dict[str, Tensor] = {
         name: value for name, value in layer.readings.items() if name == "selectivity" or name.startswith("divergence_")
     }
-    readings["metric_rank"] = torch.tensor(found.rank)  # directions with nonzero strength in the metric
     for side, name, table in (("query", "query_gram", found.left), ("key", "key_covariance", found.right)):
         if name in layer.readings:
             gram = table @ layer.reading(name).double() @ table.mT

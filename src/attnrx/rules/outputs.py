@@ -10,7 +10,7 @@ from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.maps import HEADS, LINEAR_MAPS
 from attnrx.prescription import HeadDecision, OutputDecision, ScoreDecision
-from attnrx.rules.decisions import NO_STRENGTH, keep_only
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN
 from attnrx.rules.rule import Rule, inner_rules, metric_of
 from attnrx.shapes import Float, Tensor
@@ -70,8 +70,7 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     decisions: list[HeadDecision | None] = []
     for index, layer in enumerate(layers):
         decision = rule.decide(view, index)
-        reasons = tuple(f"{each}; metric {metric}" for each in decision.reasons)
-        found = HeadDecision(decision.keep[0], layer.spectrum.strength[0], reasons)
+        found = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
         decisions.append(None if bool(found.keep.all()) else found)
     return decisions
 
@@ -118,7 +117,7 @@ def decide_values(
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
         weight = read_out(directions, decision.keep, covariance)
-        reasons = metric_reasons(decision, metric, directions.rank)
+        reasons = metric_reasons(decision, metric)
         encode = directions.left[decision.keep]
         decisions.append(OutputDecision(decision.ranks, encode, weight, center, directions.strength, reasons))
     return decisions
@@ -170,15 +169,8 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
     return [None if found is None else next(decisions) for found in maps]
 
 
-def metric_reasons(decision: ScoreDecision, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Returns the reasons of a decision, extended by its metric; `ranks` are the ranks of the head or map in that
-    metric.
-    """
-    dead = f"; {NO_STRENGTH}"
-    return tuple(
-        f"{reason}{'' if rank or dead in reason else dead}; metric {metric}"
-        for reason, rank in zip(decision.reasons, ranks, strict=True)
-    )
+def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
+    return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
 
 
 def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputDecision | None:
@@ -186,7 +178,7 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, me
     (rank,) = decision.ranks
     if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
-    kept, reasons = own.directions[decision.keep[0]].double(), metric_reasons(decision, metric, (rank,))
+    kept, reasons = own.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
     return OutputDecision((rank,), kept, kept.mT, own.center, own.strength[None], reasons)
 
 

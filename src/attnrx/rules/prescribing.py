@@ -1,6 +1,5 @@
 """Creates a prescription from a diagnosis and rules."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from attnrx.prescription import (
     ScoreDecision,
     TokenPrescription,
 )
-from attnrx.rules.decisions import keep_only, score_bound
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN, rewritten
 from attnrx.rules.outputs import (
     CENTERED,
@@ -41,12 +40,10 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
 
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
-    about the optimal directions in its metric (METRICS), by their strengths there, or about
-    the model's own; without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric
-    (OUTPUT_METRICS). "tokens" needs no reading, because tokens are selected for every image at run time. The
-    prescription records the rules with their metrics, all information of the diagnosis about its model and data, and
-    under `score_bounds` the bound on the change of the masked scores of each head on the same tokens (Theorem 1), or
-    null where no bound exists.
+    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
+    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS). "tokens" needs
+    no reading, because tokens are selected for every image at run time. The prescription records the rules with their
+    metrics, and all information of the diagnosis about its model and data.
     """
     given, tokens = parse_rules(rules)
     if not diagnosis.layers:
@@ -71,13 +68,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     )
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
         raise NoOpPrescription(_no_op_message(spectra, scores, given, tokens))
-    bounds = [
-        score_bound(*each).tolist() for each in zip(spectra, scores, (layer.heads for layer in layers), strict=True)
-    ]
-    finite = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    about = {**diagnosis.about, "score_bounds": finite}
     texts = {name: str(rule) for name, rule in stated.items()}
-    return Prescription(layers, texts, diagnosis.fingerprint, about, tokens)
+    return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
 
 
 def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
@@ -120,7 +112,7 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         changed = _changes_scores(spectrum, layer)
-        reasons = metric_reasons(layer, metric, view.layers[index].readings["metric_rank"].tolist())
+        reasons = metric_reasons(layer, metric)
         layers.append(
             replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
         )
