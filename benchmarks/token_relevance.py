@@ -24,7 +24,7 @@ from attnrx.checks.statistics import Estimate, mean_estimate
 from attnrx.costs import device_name
 from attnrx.data import Columns, ImageSet
 from attnrx.diagnostics.perturbation import noise_like
-from attnrx.diagnostics.token_relevance import running_mean
+from attnrx.diagnostics.watches import running_mean
 from attnrx.errors import AttnrxError, InvalidInput
 from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, model_fingerprint, reduction_of

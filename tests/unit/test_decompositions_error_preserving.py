@@ -15,7 +15,7 @@ from attnrx.decompositions import (
     epc,
     least_sensitivity,
 )
-from attnrx.decompositions.error_preserving import bounded_update, column_sensitivity
+from attnrx.decompositions.canonical import bounded_update, column_sensitivity
 from sensitivities import term_sensitivity
 
 

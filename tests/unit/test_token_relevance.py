@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.diagnostics.token_relevance import running_mean
+from attnrx.diagnostics.watches import running_mean
 from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import attach_tokens_, family_of, reduction_of

@@ -14,10 +14,17 @@ from attnrx.decompositions.block_term import (
     tied_als,
     water_filled_blocks,
 )
-from attnrx.decompositions.canonical import Canonical, als, least_sensitivity, water_filled
-from attnrx.decompositions.elimination import elimination_losses
-from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc, epc
+from attnrx.decompositions.canonical import (
+    Canonical,
+    CorrectionSchedule,
+    als,
+    cpd_epc,
+    epc,
+    least_sensitivity,
+    water_filled,
+)
 from attnrx.decompositions.factored import FactoredTensor
+from attnrx.decompositions.least_squares import StrengthFit, elimination_losses
 from attnrx.decompositions.low_rank import (
     LowRank,
     activation_aware,
@@ -29,7 +36,6 @@ from attnrx.decompositions.low_rank import (
     plain_svd,
     svd_llm,
 )
-from attnrx.decompositions.strength_fit import StrengthFit
 
 __all__ = [
     "Balanced",

@@ -10,11 +10,12 @@ import torch
 
 from attnrx.decompositions.canonical import (
     Canonical,
+    CorrectionSchedule,
     Factors,
     alternated,
+    cpd_epc,
     water_filled,
 )
-from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc
 from attnrx.decompositions.factored import FactoredTensor, unit_columns
 from attnrx.errors import UnknownName
 from attnrx.shapes import Float, Int, Tensor

@@ -1,16 +1,15 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
-from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.diagnostics.diagnostic import Diagnostic
 from attnrx.diagnostics.difference import Change, compare_diagnoses
 from attnrx.diagnostics.geometry import Geometry
 from attnrx.diagnostics.image_scale import ImageScale
-from attnrx.diagnostics.maps import MapWatch, singular_directions
 from attnrx.diagnostics.moments import Moments
 from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
 from attnrx.diagnostics.redundancy import Redundancy
 from attnrx.diagnostics.spectral_shape import SpectralShape
-from attnrx.diagnostics.token_relevance import RelevanceWatch
+from attnrx.diagnostics.watches import MapWatch, RelevanceWatch, singular_directions
 from attnrx.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -23,7 +22,6 @@ DIAGNOSTICS: dict[str, type[Diagnostic]] = {
 
 __all__ = [
     "DIAGNOSTICS",
-    "Accumulator",
     "Change",
     "Diagnostic",
     "Geometry",

@@ -16,7 +16,7 @@ from attnrx.rules.by_strength import (
 from attnrx.rules.controls import CONTROLS, control_prescriptions
 from attnrx.rules.decisions import score_bound
 from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
-from attnrx.rules.metrics import METRICS, OWN, rewritten
+from attnrx.rules.metrics import METRICS, rewritten
 from attnrx.rules.outputs import OUTPUT_METRICS
 from attnrx.rules.parsing import RULES, SHARE, RulesLike, Template, by_layer, parse_rule, parse_rules
 from attnrx.rules.prescribing import prescribe_maps
@@ -27,7 +27,6 @@ __all__ = [
     "CONTROLS",
     "METRICS",
     "OUTPUT_METRICS",
-    "OWN",
     "RULES",
     "SHARE",
     "And",
