@@ -41,7 +41,7 @@ def diagnosed(form: str, *, dead: bool) -> tuple[VisionTransformer, Diagnosis, I
             for module in (attention.scores, attention.value, *mlp):
                 for parameter in module.parameters():
                     parameter.zero_()
-    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.suited_diagnostics(()), rx.diagnostics.Moments())
     return model, rx.diagnose(model, images, diagnostics=readings), images
 
 

@@ -32,7 +32,7 @@ def subjects() -> dict[str, tuple[nn.Module, rx.Diagnosis, Tensor]]:
     for form, model in own.items():
         config = cases.ViTConfig.uniform("dense", **{**SHAPE, "channels": 3 if form == "timm" else SHAPE["channels"]})
         data = pixels(config, 24)
-        readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
+        readings = (*rx.diagnostics.suited_diagnostics(()), rx.diagnostics.Moments())
         images = torch.cat([batch.images for batch in data.batches(24)])
         found[form] = (model.double().eval(), rx.diagnose(model, data, diagnostics=readings), images.double())
     return found

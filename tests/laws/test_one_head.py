@@ -57,7 +57,7 @@ def images() -> ImageSet:
 
 @pytest.fixture(scope="module")
 def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[str, Diagnosis]:
-    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.suited_diagnostics(()), rx.diagnostics.Moments())
     return {form: rx.diagnose(model, images, diagnostics=readings) for form, model in models.items()}
 
 

@@ -163,7 +163,7 @@ def test_models_and_data_that_do_not_fit_are_refused(setting: Setting):
     more = cases.model(replace(setting.reference.config, classes=4))
     with pytest.raises(InvalidInput, match="different numbers of classes"):
         _ = setting.comparison(more).predictions
-    with pytest.raises(InvalidInput, match="batch_size=0"):
+    with pytest.raises(DataError, match="batches of 0"):
         setting.comparison(setting.reference, batch_size=0)
 
 

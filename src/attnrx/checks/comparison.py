@@ -56,12 +56,8 @@ class Comparison:
     _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # logits and labels
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.seed < 0:
-            raise InvalidInput(
-                f"batch_size={self.batch_size}, seed={self.seed}: give at least one image and a seed of 0 or more."
-            )
-        if len(self.data) == 0:
-            raise DataError("the data to verify on is empty; give at least one labelled image.")
+        if len(self.data) == 0 or self.batch_size < 1:
+            raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
 
     @property
     def models(self) -> dict[str, nn.Module]:

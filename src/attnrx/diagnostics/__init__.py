@@ -35,21 +35,16 @@ __all__ = [
     "SpectralShape",
     "compare_diagnoses",
     "singular_directions",
-    "standard_diagnostics",
     "suited_diagnostics",
 ]
 
 
-def standard_diagnostics() -> tuple[Diagnostic, ...]:
-    """Returns the diagnostics of the SVDA paper with their default options."""
-    return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
-
-
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
-    """Returns the diagnostics that fit layers with these spectra.
+    """Returns the diagnostics of the SVDA paper, and `Moments` for layers that need them, with their default options.
 
     Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
     with norms (SVDA), too, whose values and MLP have no other metric of the data.
     """
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
-    return (*standard_diagnostics(), Moments()) if free else standard_diagnostics()
+    standard = (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
+    return (*standard, Moments()) if free else standard
