@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.decompositions.canonical import (
-    Canonical,
-    CorrectionSchedule,
-    Factors,
-    alternated,
-    cpd_epc,
-    water_filled,
-)
+from attnrx.decompositions.canonical import Canonical, CorrectionSchedule, Factors, alternated, cpd_epc, water_filled
 from attnrx.decompositions.factored import FactoredTensor, unit_columns
 from attnrx.errors import UnknownName
 from attnrx.shapes import Float, Int, Tensor

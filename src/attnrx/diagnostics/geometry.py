@@ -85,8 +85,6 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _mean_unit(
-    rows: Float[Tensor, "batch tokens heads directions"],
-) -> Float[Tensor, "batch heads directions"]:
+def _mean_unit(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads directions"]:
     rows = _wide(rows)
     return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny).mean(1)

@@ -21,11 +21,7 @@ CONTROLS = ("random", "largest", "uniform")
 
 
 def control_prescriptions(
-    diagnosis: Diagnosis,
-    prescription: Prescription,
-    kinds: Sequence[str] | None = None,
-    draws: int = 10,
-    seed: int = 0,
+    diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns controls by kind: `draws` random ones, and one of each other kind.
 

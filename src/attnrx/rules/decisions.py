@@ -64,11 +64,7 @@ def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "h
     return bound if spectrum.has_norms else torch.where(bound == 0, bound, math.inf)
 
 
-def keep_only(
-    spectrum: Spectrum,
-    keep: Bool[Tensor, "heads directions"],
-    notes: Sequence[str] = (),
-) -> ScoreDecision:
+def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
     """Returns a decision that keeps these directions at their strengths.
 
     `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and

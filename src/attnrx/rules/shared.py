@@ -6,15 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.decompositions import (
-    Canonical,
-    CorrectionSchedule,
-    FactoredTensor,
-    als,
-    block_terms,
-    cpd_epc,
-    fusion_ranks,
-)
+from attnrx.decompositions import Canonical, CorrectionSchedule, FactoredTensor, als, block_terms, cpd_epc, fusion_ranks
 from attnrx.decompositions.canonical import STARTS
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.errors import InvalidRule, NotSupported, UnknownName
