@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 import attnrx as rx
-from attnrx.diagnostics.token_relevance import rank_correlation
 from attnrx.planning.allocation import Frontier
 from attnrx.planning.cost_table import exact_cost_table
 from attnrx.planning.plan_search import search_ranges, weights_of
@@ -50,7 +50,7 @@ def told(measured: Measured, images: int, splits: int, seed: int) -> dict[str, t
     half = truth.shape[1] // 2
     for name, own in measured.items():
         pairs = [(own[:, order[:images]].mean(1), truth[:, order[half:]].mean(1)) for order in orders]
-        agree = [float(rank_correlation(one, other)) for one, other in pairs]
+        agree = [float(spearmanr(one, other).statistic) for one, other in pairs]
         regret = [float(other[one.argmin()] - other.min()) for one, other in pairs]
         found[name] = float(np.mean(agree)), float(np.mean(regret))
     return found

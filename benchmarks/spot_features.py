@@ -17,7 +17,6 @@ from torch import nn
 import attnrx as rx
 from attnrx.checks.statistics import mean_estimate
 from attnrx.data import Columns
-from attnrx.diagnostics.token_relevance import kept, overlap
 from attnrx.models import family_of, reduction_of
 from attnrx.prescription import TokenPrescription
 from attnrx.realization import realize_tokens_
@@ -36,7 +35,10 @@ def measured(predictor: SpotPredictor, state: TokenState, count: int) -> Measure
     given = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
     scores = [odds(predictor.scores(each)) for each in given]
     local = tokens[..., : tokens.shape[-1] - tokens.shape[-1] // 2]  # the others are means over the patches
-    shared = overlap(kept(scores[0], count), kept(scores[1], count))
+    with_features, without = (
+        torch.zeros_like(each, dtype=torch.bool).scatter(-1, each.topk(count).indices, True) for each in scores
+    )
+    shared = (with_features & without).sum(-1).double() / count
     return shared, local.std(1).mean(1), attention.std(1).mean(1)
 
 

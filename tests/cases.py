@@ -254,12 +254,12 @@ PROMISED = {"expected": dict.fromkeys(("divergence", "agreement", "change"), EXP
 # name -> the check, for a reference with a prescription.
 CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "accuracy": lambda vit, given: Accuracy(),
-    "fidelity": lambda vit, given: Fidelity(realize(vit, given, by="mask"), most_discrepancy=0.5),
+    "fidelity": lambda vit, given: Fidelity(most_discrepancy=0.5),
     "calibration": lambda vit, given: Calibration(bins=5),
     "costs": lambda vit, given: Costs(),
     "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
     "bounds": lambda vit, given: Bounds(images=6),
-    "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit), must_beat=()),
+    "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit)),
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
     "promises": lambda vit, given: Promises(promised=PROMISED),

@@ -5,13 +5,11 @@ import torch
 
 import cases
 from attnrx.checks import Bounds
-from attnrx.checks.theorems import (
+from attnrx.checks.bounds import (
     FLOOR,
     bound_ratio,
     head_scores,
     proposition_1,
-    proposition_1_half_range,
-    proposition_1_prior,
     proposition_4,
     spectral_norm,
     theorem_1,
@@ -47,8 +45,6 @@ def test_every_bound_holds_on_random_draws(seed: int):
     for bounded in (
         theorem_1(change, most),
         proposition_1(change, moved),
-        proposition_1_half_range(change, moved),
-        proposition_1_prior(moved, most),
         proposition_4((query, key), perturbed, strength, SCALE),
     ):
         assert bounded.shape == (BATCH, HEADS)
@@ -70,15 +66,7 @@ def test_proposition_1_is_nearly_reached_at_even_odds():
     change = torch.tensor([[[[0.01, -0.01]]]])
     moved = scores.softmax(-1) - (scores - change).softmax(-1)
     assert 0.999 < float(proposition_1(change, moved)) <= 1
-    assert 0.999 < float(proposition_1_half_range(change, moved)) <= 1
     assert float(proposition_1(change, 1.01 * moved)) > 1
-
-
-def test_half_the_range_is_the_tighter_bound_and_ignores_row_constants():
-    change, moved = change_and_moved(rows(1), rows(2), strengths(3), torch.zeros(HEADS, DIRECTIONS))
-    assert bool((proposition_1_half_range(change, moved) >= proposition_1(change, moved)).all())
-    shifted = proposition_1_half_range(change + 7, moved)
-    assert torch.allclose(shifted, proposition_1_half_range(change, moved), rtol=1e-9)
 
 
 def test_proposition_4_is_reached_in_one_direction():
@@ -123,5 +111,5 @@ def test_the_bounds_of_a_threshold_are_not_vacuous():
     near = {finding.details["quantity"]: finding.value for finding in findings}
     assert near["Theorem 1, Eq. 12"] > 0.3
     assert near["Theorem 1, Eq. 13"] <= near["Theorem 1, Eq. 12"]
-    assert near["Proposition 1, half range"] > 0.3
+    assert near["Proposition 1"] > 0.1
     assert near["Proposition 4"] > 0.05

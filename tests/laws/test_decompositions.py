@@ -12,13 +12,11 @@ from attnrx.decompositions import (
     FactoredTensor,
     als,
     cpd_epc,
-    deflate,
     epc,
-    term_sensitivity,
     tied_als,
-    truncated_blocks,
     water_filled_blocks,
 )
+from sensitivities import term_sensitivity
 
 QUICK = CorrectionSchedule(sweeps=10, correction_sweeps=5)
 
@@ -49,16 +47,13 @@ def error(tensor: FactoredTensor, found: BlockTerms | Canonical) -> float:
 @pytest.mark.parametrize("rank", [4, 8, 16])
 @pytest.mark.parametrize("kind", ["independent", "shared", "uneven", "ragged"])
 def test_a_larger_family_started_from_the_smaller_one_is_never_worse(kind: str, rank: int) -> None:
-    """CP <= tied block terms <= water-filling <= uniform ranks; warm-started blocks <= water-filling."""
+    """CP <= tied block terms <= water-filling."""
     tensor = drawn(kind, seed=rank)
-    uniform = truncated_blocks(tensor, [rank // 4] * 4)
     filled = water_filled_blocks(tensor, rank)
     tied = tied_als(tensor, filled, sweeps=20)
-    warm = deflate(tensor, filled, sweeps=1, inner_sweeps=2)
     canonical = als(tensor, rank, start=tied.canonical, sweeps=20)
-    errors = [error(tensor, found) for found in (canonical, tied, filled, uniform)]
+    errors = [error(tensor, found) for found in (canonical, tied, filled)]
     assert all(larger <= smaller + 1e-12 for larger, smaller in pairwise(errors))
-    assert error(tensor, warm) <= error(tensor, filled) + 1e-12
     if kind == "shared" and rank > 4:  # where slices share directions, the larger family pays
         assert errors[0] < 0.98 * errors[1] and errors[1] < 0.98 * errors[2]
 

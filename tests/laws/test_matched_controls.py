@@ -75,7 +75,7 @@ class Subject:
 @pytest.fixture(scope="module")
 def subjects() -> list[Subject]:
     shape: dict[str, Any] = {"width": 12, "depth": 3, "heads": 3, **cases.TINY}
-    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.suited_diagnostics(()), rx.diagnostics.Moments())
     own = {form: cases.model(cases.ViTConfig.uniform(form, **shape)) for form in SCORES}
     found = [
         Subject(form, model, rx.diagnose(model, pixels(model.config, 12), diagnostics=readings))

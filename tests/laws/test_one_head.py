@@ -57,7 +57,7 @@ def images() -> ImageSet:
 
 @pytest.fixture(scope="module")
 def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[str, Diagnosis]:
-    readings = (*rx.diagnostics.standard_diagnostics(), rx.diagnostics.Moments())
+    readings = (*rx.diagnostics.suited_diagnostics(()), rx.diagnostics.Moments())
     return {form: rx.diagnose(model, images, diagnostics=readings) for form, model in models.items()}
 
 
@@ -108,7 +108,7 @@ def test_shared_directions_of_one_head_stay_shared(
         rx.realize(models["dense"], prescription, by="mask")
     found = rx.diagnose(small, images)
     assert all(layer.spectrum.shared for layer in found.layers)
-    with pytest.raises(NotSupported, match="one head"):
+    with pytest.raises(NotSupported, match="has 1 heads"):
         rx.prescribe(found, "fusion_owner")
 
 

@@ -7,7 +7,7 @@ import torch
 
 from attnrx.checks import Bounds
 from attnrx.checks.bounds import SpectralChange
-from attnrx.errors import FingerprintMismatch, InvalidInput
+from attnrx.errors import FingerprintMismatch
 from cases import PATTERNS, prescription
 from comparisons import Setting, weakest_removed
 
@@ -33,14 +33,6 @@ def test_equation_13_speaks_of_heads_that_lost_their_weakest_directions_only():
     assert float(emptied.threshold) == 2
 
 
-def test_prescription_and_masked_model_tell_the_same():
-    setting = Setting.of("svda-deep", "ragged")
-    comparison = setting.comparison(setting.compressed, images=8)
-    from_prescription = Bounds(images=8)(comparison)
-    from_masked = Bounds(setting.masked, images=8)(replace(comparison, prescription=None))
-    assert [(f.claim, f.value) for f in from_prescription] == [(f.claim, f.value) for f in from_masked]
-
-
 def test_without_either_only_what_concerns_the_reference_alone_is_claimed():
     setting = Setting.of("svda")
     findings = Bounds(images=4)(replace(setting.comparison(setting.compressed), prescription=None))
@@ -53,12 +45,8 @@ def test_findings_say_how_near_the_bound_is_reached():
     for finding in findings:
         assert finding.n == (6 if finding.details["quantity"] == "Eq. 25" else 8)
         assert finding.limit == 1
-        assert finding.details["slack"] == pytest.approx(1 - finding.value)
     theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
-    assert set(theorem.details["worst_per_layer"]) == {"0", "1", "2"}
-    assert max(theorem.details["worst_per_layer"].values()) == theorem.value
-    assert 0 < theorem.details["mean_ratio"] < theorem.value
-    assert theorem.details["compared"] == 3 * 2 * 8
+    assert 0 < theorem.value <= 1
 
 
 def test_rows_that_are_not_of_unit_length_are_caught(monkeypatch: pytest.MonkeyPatch):
@@ -84,8 +72,10 @@ def test_float32_models_reach_their_bounds_and_hold_them():
     """With one direction a row is 1 or -1, so every score moves by exactly its bound: rounding must not condemn it."""
     setting = Setting.of("svda-one-direction", "zero")
     reference = setting.reference.float()
-    comparison = replace(setting.comparison(reference, images=8), prescription=None)
-    findings = Bounds(Setting(reference, prescription(reference, PATTERNS["zero"])).masked, images=8)(comparison)
+    comparison = replace(
+        setting.comparison(reference, images=8), prescription=prescription(reference, PATTERNS["zero"])
+    )
+    findings = Bounds(images=8)(comparison)
     theorem = next(f for f in findings if f.details["quantity"] == "Theorem 1, Eq. 12")
     assert theorem.value == pytest.approx(1, abs=1e-6)
     assert all(f.outcome == "holds" for f in findings)
@@ -95,8 +85,3 @@ def test_what_belongs_to_another_model_is_refused():
     setting, other = Setting.of("svda"), Setting.of("svda-deep")
     with pytest.raises(FingerprintMismatch):
         Bounds(images=4)(replace(setting.comparison(setting.compressed), prescription=other.prescription))
-    without = replace(setting.comparison(setting.compressed), prescription=None)
-    with pytest.raises(InvalidInput, match="mask the reference itself"):
-        Bounds(other.masked, images=4)(without)
-    with pytest.raises(InvalidInput, match="noise above 0"):
-        Bounds(noise=0.0)

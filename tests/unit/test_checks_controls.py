@@ -9,7 +9,6 @@ from torch import nn
 import cases
 from attnrx.checks import Controls
 from attnrx.checks.controls import resample_draws, spread
-from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.prescription import Prescription
 from attnrx.realization import realize
@@ -80,10 +79,3 @@ def test_p_counts_the_draws_that_do_as_well():
     told = spread("discrepancy", [2.0, 1.0, 2.0, 3.0, 4.0], lower_is_better=True)
     assert told["p"] == pytest.approx(3 / 5)
     assert spread("accuracy", [9.0, 1.0, 2.0], lower_is_better=False)["p"] == pytest.approx(1 / 3)
-
-
-def test_controls_that_are_missing_are_refused(setting: Setting):
-    with pytest.raises(InvalidInput, match="nothing to compare"):
-        Controls({"random": ()}, partial(masking, setting))
-    with pytest.raises(InvalidInput, match="no prescription of the kind uniform"):
-        Controls({"random": controls(setting)["random"]}, partial(masking, setting), must_beat=("uniform",))

@@ -13,7 +13,6 @@ from attnrx_lab.checks import Robustness
         ("accuracy", {"accuracy": {}}),
         ("accuracy, costs", {"accuracy": {}, "costs": {}}),
         ("accuracy(most_drop=2),fidelity", {"accuracy": {"most_drop": 2.0}, "fidelity": {}}),
-        ("controls(must_beat=random/largest)", {"controls": {"must_beat": ("random", "largest")}}),
         ("accuracy(most_drop=none)", {"accuracy": {"most_drop": None}}),
         (
             "robustness( severities = 1/3 , corruptions=fog/extra, images=none )",

@@ -1,6 +1,5 @@
 """Balanced directions: the identity, the optimum and the units, for Grams of every kind."""
 
-import inspect
 import time
 
 import pytest
@@ -252,7 +251,6 @@ def test_results_are_float64_whatever_comes_in():
     [
         (lambda gram: gram * float("nan"), "not finite"),
         (lambda gram: gram + torch.triu(gram, 1), "not symmetric"),
-        (lambda gram: gram - 2 * torch.eye(SIZE) * gram.norm(), "negative eigenvalues"),
     ],
 )
 def test_what_is_no_gram_is_refused(damage, message: str):
@@ -274,23 +272,6 @@ def test_both_triangles_of_a_gram_count_where_they_differ_by_rounding():
     good = gram(features())
     noisy = good * (1 + 1e-7 * torch.triu(torch.ones(SIZE, SIZE), 1))
     assert torch.allclose(balance(noisy, good).strength, balance(noisy.mT, good).strength, rtol=1e-12)
-
-
-def test_rows_that_are_not_finite_or_do_not_match_are_refused():
-    rows = torch.randn(HEADS, SIZE, 5)
-    with pytest.raises(InvalidInput, match="the right table"):
-        svd_directions(rows, rows / 0)
-
-
-def test_rows_and_grams_that_do_not_match_are_refused():
-    # The runtime check of shapes refuses them first under test, so the plain function is called.
-    rows, square = torch.randn(HEADS, SIZE, 5), torch.randn(HEADS, SIZE, SIZE)
-    with pytest.raises(InvalidInput, match="same heads and rows"):
-        inspect.unwrap(svd_directions)(rows, rows[:, 1:])
-    with pytest.raises(InvalidInput, match=r"\[heads, d, d\]"):
-        inspect.unwrap(balance)(square, square[:2])
-    with pytest.raises(InvalidInput, match=r"\[heads, d, d\]"):
-        inspect.unwrap(balance)(rows, rows)
 
 
 @pytest.mark.parametrize("method", ["rows", "grams"])

@@ -1,6 +1,5 @@
 """Two factors for a matrix: Eckart and Young's law in every metric, exactness at full rank, and the baselines."""
 
-import inspect
 from collections.abc import Callable
 
 import pytest
@@ -48,8 +47,7 @@ class Case:
 METHODS: dict[str, Callable[[Case], LowRank]] = {
     "plain": lambda case: plain_svd(case.weight, case.fixed),
     "moment": lambda case: activation_aware(case.weight, case.fixed, case.moment),
-    "centred": lambda case: activation_aware(case.weight, case.fixed, case.moment, case.mean),
-    "outputs": lambda case: output_pca(case.weight, case.fixed, case.covariance, case.output_mean),
+    "outputs": lambda case: output_pca(case.weight, case.fixed, case.covariance),
     "asvd": lambda case: asvd(case.weight, case.fixed, case.inputs.abs().mean(0)),
     "fwsvd outputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher, side="outputs"),
     "fwsvd inputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher),
@@ -64,8 +62,10 @@ def applied(low_rank: LowRank, inputs: Tensor) -> Tensor:
 
 def error(case: Case, low_rank: LowRank, method: str) -> float:
     """The squared error of two factors in the metric that the method says it makes least."""
-    if method in ("moment", "centred", "outputs", "svd-llm"):
+    if method in ("moment", "outputs", "svd-llm"):
         missed = applied(low_rank, case.inputs) - case.outputs
+        if method == "outputs":  # about the mean
+            missed = missed - missed.mean(0)
         return float(missed.square().sum(1).mean())
     missed = case.weight - low_rank.weight
     if method == "asvd":
@@ -107,7 +107,7 @@ def test_error_is_the_energy_left_out(method: str, shape: tuple[int, int]):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", ["moment", "centred", "outputs"])
+@pytest.mark.parametrize("method", ["moment", "outputs"])
 def test_error_is_the_energy_left_out_where_the_data_is_deficient(method: str, shape: tuple[int, int]):
     case = Case(*shape, deficient=True)
     whole = METHODS[method](case)
@@ -131,8 +131,7 @@ def test_no_other_factors_of_the_same_rank_are_nearer(method: str, shape: tuple[
         for _ in range(10):
             first = best.first + size * torch.randn_like(best.first)
             second = best.second + size * torch.randn_like(best.second)
-            center = best.bias if method != "centred" else best.bias + size * torch.randn(shape[0])
-            assert error(case, LowRank(first, second, best.strength, center), method) >= least * (1 - 1e-12)
+            assert error(case, LowRank(first, second, best.strength, best.bias), method) >= least * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,25 +142,6 @@ def test_ranks_are_nested(method: str):
     assert torch.equal(twice.weight, once.weight) and torch.equal(twice.bias, once.bias)
     assert torch.equal(once.first, whole.first[:2]) and torch.equal(once.second, whole.second[:, :2])
     assert once.rank == 2 and once.strength is whole.strength
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_input_and_output_statistics_give_the_same_centred_map(shape: tuple[int, int]):
-    case = Case(*shape)
-    for rank in range(min(shape) + 1):
-        by_inputs, by_outputs = (METHODS[name](case).truncated(rank) for name in ("centred", "outputs"))
-        assert torch.allclose(by_inputs.weight, by_outputs.weight, atol=1e-9)
-        assert by_inputs.bias is not None and by_outputs.bias is not None
-        assert torch.allclose(by_inputs.bias, by_outputs.bias, atol=1e-9)
-
-
-@pytest.mark.parametrize("method", ["centred", "outputs"])
-def test_matching_the_mean_keeps_it_and_is_nearer(method: str):
-    case = Case(6, 10)
-    for rank in range(6):
-        matched, plain = (METHODS[name](case).truncated(rank) for name in (method, "moment"))
-        assert torch.allclose(applied(matched, case.inputs).mean(0), case.output_mean, rtol=1e-10, atol=1e-10)
-        assert error(case, matched, method) < error(case, plain, "moment")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -196,42 +176,22 @@ def test_scaling_by_nothing_is_the_plain_svd():
     assert torch.allclose(fwsvd(case.weight, None, torch.ones(6, 10)).truncated(3).weight, plain)
 
 
-def test_unseen_directions_are_ordered_by_what_they_add_to_the_matrix():
-    weight = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    moment = torch.diag(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    whole = activation_aware(weight, None, moment)
-    assert whole.strength.tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert torch.allclose(whole.truncated(2).weight, torch.diag(torch.tensor([1.0, 0.0, 0.0, 4.0])))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_strengths_that_are_rounding_are_zero(shape: tuple[int, int], mean: float):
     outputs, inputs = shape
     data = torch.randn(300, 3) @ torch.randn(3, inputs) + mean
-    weight, center = torch.randn(outputs, inputs), data.mean(0)
-    whole = activation_aware(weight, None, data.T @ data / 300, center)
+    weight, centred = torch.randn(outputs, inputs), data - data.mean(0)
+    whole = activation_aware(weight, None, centred.T @ centred / 300)
     assert bool((whole.strength[:3] > 1e-3).all()) and bool((whole.strength[3:] == 0).all())
-    # What is left is then ordered by the matrix: no direction adds less to it than the ones after it.
-    left_over = whole.first[3:].norm(dim=1)
-    assert bool((left_over.diff() <= 1e-12).all())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_full_rank_is_the_original_even_with_the_statistics_of_other_data(shape: tuple[int, int]):
     case, other = Case(*shape), torch.randn(50, shape[0])
-    whole = output_pca(case.weight, case.fixed, other.T @ other, torch.randn(shape[0]))
+    whole = output_pca(case.weight, case.fixed, other.T @ other)
     assert whole.bias is not None and (whole.bias - case.fixed).abs().max() <= 1e-12
     assert (whole.weight - case.weight).abs().max() <= 1e-12
-
-
-def test_without_a_bias_only_a_matched_mean_makes_one():
-    case = Case(6, 10)
-    assert plain_svd(case.weight).bias is None and activation_aware(case.weight, None, case.moment).bias is None
-    made = activation_aware(case.weight, None, case.moment, case.mean)
-    assert made.bias is not None and made.bias.abs().max() <= 1e-11
-    mean = case.output_mean - case.fixed
-    assert output_pca(case.weight, None, case.covariance, mean).truncated(2).bias is not None
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "rank", "expected"), [(768, 3072, 614, True), (768, 3072, 615, False)])
@@ -243,14 +203,6 @@ def test_two_factors_pay_below_the_break_even_rank(outputs: int, inputs: int, ra
 
 def test_a_square_matrix_pays_below_half_its_rank_only():
     assert pays(3, 8, 8) and not pays(4, 8, 8)
-    with pytest.raises(InvalidInput, match="positive number"):
-        pays(1, 0, 8)
-
-
-@pytest.mark.parametrize("rank", [-1, 7])
-def test_a_rank_that_is_not_there_is_refused(rank: int):
-    with pytest.raises(InvalidInput, match=f"rank {rank} was requested"):
-        plain_svd(torch.randn(6, 10)).truncated(rank)
 
 
 NAN = float("nan")
@@ -259,42 +211,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda case: plain_svd(case.weight * NAN), "weight of the map"),
-        (lambda case: plain_svd(case.weight, case.fixed / 0), "bias of the map"),
-        (lambda case: plain_svd(case.weight[:0]), "map needs a weight"),
-        (lambda case: activation_aware(case.weight, None, case.moment * NAN), "moment of the inputs"),
-        (lambda case: activation_aware(case.weight, None, -case.moment), "negative eigenvalues"),
+        (lambda case: activation_aware(case.weight, None, case.moment * NAN), "not finite"),
         (lambda case: activation_aware(case.weight, None, torch.triu(case.moment)), "not symmetric"),
-        (lambda case: activation_aware(case.weight, None, case.moment, case.mean * NAN), "mean of the inputs"),
-        (lambda case: activation_aware(case.weight, None, case.moment, 3 * case.mean), "negative eigenvalues"),
-        (lambda case: output_pca(case.weight, None, -case.covariance, case.output_mean), "negative eigenvalues"),
-        (lambda case: asvd(case.weight, None, -torch.ones(10)), "mean magnitude"),
-        (lambda case: asvd(case.weight, None, torch.full((10,), NAN)), "mean magnitude"),
-        (lambda case: fwsvd(case.weight, None, -case.fisher), "Fisher information"),
-        (lambda case: fwsvd(case.weight, None, case.fisher, side="rows"), "outputs"),
         (lambda case: svd_llm(case.weight, None, case.moment * 0), "zero or has negative"),
-        (lambda case: svd_llm(case.weight, None, -case.moment), "zero or has negative"),
     ],
 )
 def test_what_is_no_map_and_no_statistics_is_refused(attempt: Callable[[Case], LowRank], message: str):
     with pytest.raises(InvalidInput, match=message):
-        attempt(Case(6, 10))
-
-
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        lambda case: inspect.unwrap(plain_svd)(case.weight, case.fixed[1:]),
-        lambda case: inspect.unwrap(activation_aware)(case.weight, None, case.moment[1:, 1:]),
-        lambda case: inspect.unwrap(activation_aware)(case.weight, None, case.moment, case.mean[1:]),
-        lambda case: inspect.unwrap(output_pca)(case.weight, None, case.moment, case.output_mean),
-        lambda case: inspect.unwrap(asvd)(case.weight, None, torch.ones(9)),
-        lambda case: inspect.unwrap(fwsvd)(case.weight, None, case.fisher.T),
-        lambda case: inspect.unwrap(svd_llm)(case.weight, None, case.covariance),
-    ],
-)
-def test_shapes_that_do_not_match_are_refused(attempt: Callable[[Case], LowRank]):
-    # The runtime check of shapes would refuse them first under test, so the plain functions are called. Inner
-    # functions are still checked, hence either error.
-    with pytest.raises((InvalidInput, TypeError)):
         attempt(Case(6, 10))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, standard_diagnostics
+from attnrx.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, suited_diagnostics
 from attnrx.diagnostics.geometry import alignment, selectivity
 from attnrx.diagnostics.perturbation import noise_like
 from attnrx.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
@@ -79,25 +79,14 @@ def test_padding_counts_nowhere() -> None:
     used = torch.arange(6).expand(3, 6) < 4
     for reading in (entropy, effective_rank, spectral_redundancy):
         torch.testing.assert_close(reading(padded, used), reading(strength))
-    torch.testing.assert_close(sparsity(padded, relative=0.5, used=used), sparsity(strength, relative=0.5))
+    torch.testing.assert_close(sparsity(padded, used), sparsity(strength))
     torch.testing.assert_close(sensitivity(padded, 0.5, used), sensitivity(strength, 0.5))
     torch.testing.assert_close(energy(padded, used)[:, :4], energy(strength))
 
 
-def test_sparsity_does_not_depend_on_the_size_of_the_strengths_unless_absolute() -> None:
+def test_sparsity_does_not_depend_on_the_size_of_the_strengths() -> None:
     strength = torch.tensor([[1.0, 0.05, 0.2, 0.0]])
     assert sparsity(strength) == sparsity(1000 * strength) == 0.5
-    assert sparsity(strength, relative=0.1) == 0.5 and sparsity(strength, relative=0.01) == 0.25
-    assert sparsity(strength, absolute=0.1) == 0.5 and sparsity(1000 * strength, absolute=0.1) == 0.25
-    for threshold in (0.0, -1.0, float("nan")):
-        with pytest.raises(InvalidInput, match=f"relative={threshold}"):
-            sparsity(strength, relative=threshold)
-        with pytest.raises(InvalidInput, match=f"absolute={threshold}"):
-            sparsity(strength, absolute=threshold)
-        with pytest.raises(InvalidInput, match=f"absolute={threshold}"):
-            SpectralShape(absolute=threshold)
-    with pytest.raises(InvalidInput, match="one threshold"):
-        SpectralShape(relative=0.1, absolute=0.1)
 
 
 def test_alignment_bounds() -> None:
@@ -125,7 +114,7 @@ def test_selectivity_rises_as_attention_sharpens() -> None:
 def test_a_duplicated_head_is_found_whatever_the_sign_of_its_strengths() -> None:
     strength = torch.randn(HEADS, DIRECTIONS)
     seen = permuted(observation(4, strength), [0, 1, 0])
-    panel = Panel(standard_diagnostics(), (spectrum(torch.stack([strength[0], strength[1], -strength[0]])),))
+    panel = Panel(suited_diagnostics(()), (spectrum(torch.stack([strength[0], strength[1], -strength[0]])),))
     panel.observe_pairs(0, seen)
     for name in ("spectral_redundancy", "output_similarity"):
         matrix = panel.readings()[0][name]
@@ -158,7 +147,7 @@ def test_centred_moment_survives_a_mean_that_dwarfs_the_variation() -> None:
 def test_batches_of_three_read_as_all_at_once() -> None:
     strength = torch.randn(HEADS, DIRECTIONS)
     whole = observation(10, strength)
-    panels = {size: Panel(standard_diagnostics(), (spectrum(strength),)) for size in (3, 10)}
+    panels = {size: Panel(suited_diagnostics(()), (spectrum(strength),)) for size in (3, 10)}
     for size, panel in panels.items():
         for first in range(0, 10, size):
             panel.observe(0, part(whole, slice(first, first + size)))
@@ -173,7 +162,7 @@ def test_readings_follow_a_permutation_of_the_heads() -> None:
     strength, order = torch.randn(HEADS, DIRECTIONS), [2, 0, 1]
     seen, table = observation(4, strength), spectrum(strength)
     moved = replace(table, query=table.query[order], key=table.key[order], strength=strength[order], heads=tuple(order))
-    plain, other = Panel(standard_diagnostics(), (table,)), Panel(standard_diagnostics(), (moved,))
+    plain, other = Panel(suited_diagnostics(()), (table,)), Panel(suited_diagnostics(()), (moved,))
     plain.observe_pairs(0, seen)
     other.observe_pairs(0, permuted(seen, order))
     for name, reading in plain.readings()[0].items():
@@ -183,7 +172,7 @@ def test_readings_follow_a_permutation_of_the_heads() -> None:
 
 def test_every_reading_is_float64_with_the_heads_first() -> None:
     strength = torch.randn(HEADS, DIRECTIONS)
-    panel = Panel(standard_diagnostics(), (spectrum(strength), spectrum(torch.zeros(0, 1))))
+    panel = Panel(suited_diagnostics(()), (spectrum(strength), spectrum(torch.zeros(0, 1))))
     seen = observation(4, strength)
     panel.observe_pairs(0, replace(seen, query=seen.query.half(), key=seen.key.half(), output=seen.output.half()))
     full, empty = panel.readings()
@@ -198,7 +187,7 @@ def test_nan_is_refused_with_the_layer() -> None:
     strength = torch.randn(HEADS, DIRECTIONS)
     seen = observation(2, strength)
     seen.output[0, 1, 2, 0] = float("nan")
-    panel = Panel(standard_diagnostics(), (spectrum(strength),) * 3)
+    panel = Panel(suited_diagnostics(()), (spectrum(strength),) * 3)
     with pytest.raises(InvalidInput, match="layer 2 "):
         panel.observe(2, seen)
 
@@ -213,7 +202,7 @@ def test_knobs_round_trip_and_bad_ones_are_refused() -> None:
     assert [PerturbationResponse().count(images) for images in (1, 9, 800, 10_000)] == [1, 2, 100, 256]
     assert PerturbationResponse(images=20).count(7) == 7
     with pytest.raises(InvalidInput, match="given twice"):
-        Panel((SpectralShape(), SpectralShape(0.2)), ())
+        Panel((SpectralShape(), SpectralShape()), ())
     with pytest.raises(InvalidInput, match="at least one"):
         Panel((), ())
 

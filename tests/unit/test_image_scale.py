@@ -68,10 +68,7 @@ def test_dull_and_few_images_on_the_right_scale_are_not_noted(stated: str) -> No
 def test_the_statistics_are_those_of_all_images_together() -> None:
     pixels = photographs()
     images = SCALES["imagenet"].apply(pixels).double()
-    mean, std = images.mean((0, 2, 3)), images.std((0, 2, 3), correction=0)
     told = scale("half", "imagenet", pixels).describe()
-    for values in (mean, std):
-        assert ", ".join(f"{value:.3g}" for value in values.tolist()) in told
     assert f"from {images.min():.3g} to {images.max():.3g}" in told
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from torch import nn
-
 from attnrx.checks.accuracy import Accuracy
 from attnrx.checks.aggregation import aggregate
 from attnrx.checks.bounds import Bounds
@@ -58,10 +56,6 @@ def parse_checks(text: str) -> tuple[RequestedCheck, ...]:
     return parse_checks_text(text, all_checks())
 
 
-def standard_checks(masked: nn.Module | None = None, controls: Controls | None = None) -> tuple[Check, ...]:
-    """Returns the standard checks with their defaults, and `controls` if given.
-
-    `masked`, the reference with the pruned directions set to zero, is included in fidelity and bounds.
-    """
-    checks = (Accuracy(), Fidelity(masked), Calibration(), Costs(), Latency(), Bounds(masked))
-    return checks if controls is None else (*checks, controls)
+def standard_checks() -> tuple[Check, ...]:
+    """Returns the checks that do not need to be requested, with their defaults."""
+    return tuple(check() for check in CHECKS.values() if not check.on_request)

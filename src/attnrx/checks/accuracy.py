@@ -6,7 +6,6 @@ from typing import ClassVar
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import Estimate, mcnemar, paired_change, proportion
-from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.shapes import Bool, Tensor
 
@@ -23,10 +22,6 @@ class Accuracy(Check):
     name: ClassVar[str] = "accuracy"
     needs_labels: ClassVar[bool] = True
     most_drop: float | None = 1.0
-
-    def __post_init__(self):
-        if self.most_drop is not None and self.most_drop < 0:
-            raise InvalidInput(f"Accuracy(most_drop={self.most_drop}): a drop is given in points and is 0 or more.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         predictions, seed = comparison.predictions, comparison.seed

@@ -1,24 +1,17 @@
-"""Bounds: the paper's theorems, checked on the activations of the reference."""
+"""Bounds: the paper's theorems, checked on the activations of the reference.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+The functions of the theorems return a measured quantity divided by its bound: above 1 it is violated. They take float64
+rows of one layer: the query and key rows that enter the scores, one per token.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import nn
 
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
-from attnrx.checks.theorems import (
-    head_scores,
-    proposition_1,
-    proposition_1_half_range,
-    proposition_1_prior,
-    proposition_4,
-    theorem_1,
-)
 from attnrx.diagnostics.spectral_shape import effective_rank
-from attnrx.errors import InvalidInput
 from attnrx.evidence import FAILS, HOLDS, Finding
 from attnrx.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.observation import Observation
@@ -29,13 +22,14 @@ CLAIMS = {
     "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",
     "Theorem 1, Eq. 13": "no score moves by more than the threshold of its head allows (Theorem 1, Eq. 13)",
     "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
-    "Proposition 1, half range": "no attention row moves by more than half the range of its scores' change",
-    "Proposition 1 with Theorem 1": "no attention row moves by more than the removed strengths allow for any input",
     "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
 }
 
 # Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
 ROUNDING = 1e-5
+# Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
+FLOOR = 1e-9
+NOISE = 0.1  # the standard deviation of the perturbation of Proposition 4, in normalized units
 AT_ONCE = 16  # images per batch; every score of every head is held in float64
 
 
@@ -47,68 +41,51 @@ class Bounds(Check):
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
     largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
 
-    The pruned directions are taken from the comparison's prescription, else from `masked` or the comparison's masked
-    model. Without any of them, and in layers without strengths, Theorem 1 and Proposition 1 are skipped. Unchanged
-    heads are not counted. Eq. 13 applies only to heads whose weakest directions were pruned; its threshold is the
-    smallest kept strength. Proposition 4 perturbs the images with Gaussian noise of standard deviation `noise`, in
-    normalized units.
+    The pruned directions are those of the comparison's prescription. Without it, and in layers without strengths,
+    Theorem 1 and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
+    directions were pruned; its threshold is the smallest kept strength. Proposition 4 perturbs the images with Gaussian
+    noise of standard deviation NOISE.
     """
 
     name: ClassVar[str] = "bounds"
-    masked: nn.Module | None = None
     images: int = 256
-    noise: float = 0.1
-
-    def __post_init__(self):
-        if self.images < 1 or self.noise <= 0:
-            raise InvalidInput(
-                f"Bounds(images={self.images}, noise={self.noise}): take at least one image and noise above 0."
-            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Evaluates the reference on clean and on perturbed images."""
-        comparison = comparison.with_masked(self.masked).taking(self.images)
-        tally = Tally(spectral_changes(comparison))
+        comparison = comparison.taking(self.images)
+        changes, worst = spectral_changes(comparison), dict[str, float]()
+
+        def observe(layer: int, observation: Observation) -> None:
+            for name, ratios in _ratios(observation, changes.get(layer)).items():
+                if ratios.numel():
+                    worst[name] = max(worst.get(name, 0.0), float(ratios.max()))
+
         generator = torch.Generator().manual_seed(comparison.seed)
         model = comparison.reference
         require_all_tokens(model, "check the bounds of")
         dtype = next(model.parameters()).dtype
-        with evaluating([model]), observing(model, family_of(model), tally.observe):
+        with evaluating([model]), observing(model, family_of(model), observe):
             for batch in comparison.data.batches(AT_ONCE, device=comparison.device):
                 # Drawn on the CPU: the same noise on every device.
-                noise = self.noise * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
+                noise = NOISE * torch.randn(batch.images.shape, generator=generator, dtype=dtype)
                 images = batch.images.to(dtype)
-                # One pass of both halves: the tally splits every observation again.
+                # One pass of both halves, which `_ratios` splits again.
                 model(torch.cat([images, images + noise.to(images.device)]))
-        found = [self._bound(name, tally.ratios[name], comparison) for name in CLAIMS if name in tally.ratios]
-        return (*found, self._effective_rank(comparison))
-
-    def _bound(self, name: str, layers: Mapping[int, list[Tensor]], comparison: Comparison) -> Finding:
-        ratios = {layer: torch.cat(parts) for layer, parts in layers.items()}
-        worst = {str(layer): float(ratio.max()) for layer, ratio in ratios.items()}
-        details = {
-            "mean_ratio": float(torch.cat([ratio.flatten() for ratio in ratios.values()]).mean()),
-            "worst_per_layer": worst,
-            "compared": sum(ratio.numel() for ratio in ratios.values()),
-        }
-        finding = self._finding(name, CLAIMS[name], max(worst.values()), details)
-        return replace(finding, n=len(comparison.data), seed=comparison.seed)
-
-    def _effective_rank(self, comparison: Comparison) -> Finding:
-        """Returns the finding for Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads."""
-        spectra = _spectra(comparison.reference)
+        images = len(comparison.data)
+        found = [_finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst]
+        # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
+        spectra = _spectra(comparison)
         ranks = torch.cat([effective_rank(spectrum.strength, spectrum.used) for spectrum in spectra])
         directions = torch.cat([spectrum.rank for spectrum in spectra])
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
-        worst = torch.maximum(ranks / directions, 1 / ranks).max() if len(ranks) else ranks.new_zeros(())
-        details = {"effective_ranks": ranks.tolist(), "directions": directions.tolist()}
+        largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
         claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
-        return replace(self._finding("Eq. 25", claim, float(worst), details), n=len(ranks))
+        return (*found, _finding("Eq. 25", claim, largest, len(ranks)))
 
-    def _finding(self, name: str, claim: str, worst: float, details: Mapping[str, Any]) -> Finding:
-        outcome = HOLDS if worst <= 1 + ROUNDING else FAILS
-        about = {"quantity": name, "slack": 1 - worst, "rounding": ROUNDING, **details}
-        return Finding(self.name, claim, worst, "of the bound", limit=1.0, outcome=outcome, details=about)
+
+def _finding(name: str, claim: str, worst: float, n: int, seed: int | None = None) -> Finding:
+    outcome, details = HOLDS if worst <= 1 + ROUNDING else FAILS, {"quantity": name}
+    return Finding(Bounds.name, claim, worst, "of the bound", 1.0, outcome, n=n, seed=seed, details=details)
 
 
 @dataclass(frozen=True)
@@ -145,72 +122,95 @@ class SpectralChange:
 
 
 def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
-    """Returns the changes by layer index, from the prescription or else the masked model, without unchanged layers."""
-    spectra = _spectra(comparison.reference)
-    after = _after(comparison)
-    if after is None:
+    """Returns the changes of the prescription by layer index, without unchanged layers; empty without one."""
+    if comparison.prescription is None:
         return {}
-    if [strength.shape for strength, _ in after] != [spectrum.strength.shape for spectrum in spectra]:
-        raise InvalidInput(
-            f"the masked model has strengths of shape {[tuple(strength.shape) for strength, _ in after]}, the "
-            f"reference of {[tuple(spectrum.strength.shape) for spectrum in spectra]}; mask the reference itself."
-        )
-    changes = {
-        index: SpectralChange.between(spectrum.strength, strength, stays)
-        for index, (spectrum, (strength, stays)) in enumerate(zip(spectra, after, strict=True))
-    }
-    return {index: change for index, change in changes.items() if bool(change.counted.any())}
+    comparison.prescription.require(model_fingerprint(comparison.reference))
+    pairs = zip(_spectra(comparison), comparison.prescription.layers, strict=True)
+    changes = (
+        SpectralChange.between(spectrum.strength, layer.qk.strength.double() * layer.qk.keep, layer.heads)
+        for spectrum, layer in pairs
+    )
+    return {index: change for index, change in enumerate(changes) if bool(change.counted.any())}
 
 
-def _after(comparison: Comparison) -> list[tuple[Tensor, Tensor]] | None:
-    """Returns the strengths after pruning and the kept heads, per layer; None without prescription and mask."""
-    if comparison.prescription is not None:
-        comparison.prescription.require(model_fingerprint(comparison.reference))
-        layers = comparison.prescription.layers
-        return [(layer.qk.strength.double() * layer.qk.keep, layer.heads) for layer in layers]
-    if comparison.masked is None:
-        return None
-    spectra = _spectra(comparison.masked)
-    return [(spectrum.strength, torch.ones(len(spectrum.heads), dtype=torch.bool)) for spectrum in spectra]
-
-
-def _spectra(model: nn.Module) -> list[Spectrum]:
+def _spectra(comparison: Comparison) -> list[Spectrum]:
+    model = comparison.reference
     return [layer.spectrum() for layer in family_of(model).attention(model)]
 
 
-@dataclass
-class Tally:
-    """Collects the ratios of measurement to bound by claim and layer, per image and counted head."""
+def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str, Float[Tensor, "batch counted"]]:
+    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half."""
+    (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
+    scale, given = observation.scale, observation.strength
+    strength = torch.ones_like(query[0, 0]) if given is None else given.double()
+    ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
+    if given is None or change is None:
+        return ratios
+    removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
+    scores = head_scores(query, key, strength, scale)
+    # The change is computed directly: the difference of two scores would be dominated by their rounding.
+    lost = head_scores(query, key, removed, scale)
+    moved = (scores - lost).softmax(-1) - scores.softmax(-1)
+    counted = change.counted.to(strength.device)
+    return ratios | {
+        "Theorem 1, Eq. 12": theorem_1(lost, scale * removed.abs().amax(-1))[:, counted],
+        "Theorem 1, Eq. 13": theorem_1(lost, scale * threshold)[:, change.thresholded.to(strength.device)],
+        "Proposition 1": proposition_1(lost, moved)[:, counted],
+    }
 
-    changes: Mapping[int, SpectralChange]
-    ratios: dict[str, dict[int, list[Float[Tensor, "batch counted"]]]] = field(default_factory=dict)
 
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Measures one layer on a batch whose second half is the perturbed first half."""
-        (query, moved_query), (key, moved_key) = (
-            rows.double().chunk(2) for rows in (observation.query, observation.key)
-        )
-        strength = torch.ones_like(query[0, 0]) if observation.strength is None else observation.strength.double()
-        ratios = proposition_4((query, key), (moved_query, moved_key), strength, observation.scale)
-        self._add("Proposition 4", layer, ratios)
-        if observation.strength is not None and layer in self.changes:
-            self._observe_change(layer, (query, key), strength, observation.scale)
+def bound_ratio(measured: Float[Tensor, "*shape"], bound: Float[Tensor, "*#shape"]) -> Float[Tensor, "*shape"]:
+    return measured / bound.clamp(min=FLOOR)
 
-    def _observe_change(self, layer: int, rows: tuple[Tensor, Tensor], strength: Tensor, scale: float) -> None:
-        change = self.changes[layer]
-        removed, threshold = change.lost.to(strength.device), change.threshold.to(strength.device)
-        scores = head_scores(*rows, strength, scale)
-        # The change is computed directly: the difference of two scores would be dominated by their rounding.
-        lost = head_scores(*rows, removed, scale)
-        moved = (scores - lost).softmax(-1) - scores.softmax(-1)
-        most = scale * removed.abs().amax(-1)
-        self._add("Theorem 1, Eq. 12", layer, theorem_1(lost, most), change.counted)
-        self._add("Theorem 1, Eq. 13", layer, theorem_1(lost, scale * threshold), change.thresholded)
-        self._add("Proposition 1", layer, proposition_1(lost, moved), change.counted)
-        self._add("Proposition 1, half range", layer, proposition_1_half_range(lost, moved), change.counted)
-        self._add("Proposition 1 with Theorem 1", layer, proposition_1_prior(moved, most), change.counted)
 
-    def _add(self, name: str, layer: int, ratios: Tensor, heads: Tensor | None = None) -> None:
-        ratios = ratios.cpu() if heads is None else ratios.cpu()[:, heads]
-        if ratios.numel():
-            self.ratios.setdefault(name, {}).setdefault(layer, []).append(ratios)
+def head_scores(
+    query: Float[Tensor, "batch queries heads directions"],
+    key: Float[Tensor, "batch keys heads directions"],
+    strength: Float[Tensor, "heads directions"],
+    scale: float,
+) -> Float[Tensor, "batch heads queries keys"]:
+    """Returns the scores of the rows with these strengths (Eq. 2)."""
+    return scale * torch.einsum("bihr,hr,bjhr->bhij", query, strength, key)
+
+
+def theorem_1(
+    change: Float[Tensor, "batch heads queries keys"], most: Float[Tensor, "heads"]
+) -> Float[Tensor, "batch heads"]:
+    """The largest change of a score is at most `most`: scale times the largest change of a strength (Eq. 12).
+
+    With `most` = scale times an upper limit of the pruned strengths it is Eq. 13. Requires rows of unit length.
+    """
+    return bound_ratio(change.abs().amax((-2, -1)), most)
+
+
+def proposition_1(
+    change: Float[Tensor, "batch heads queries keys"], moved: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "batch heads"]:
+    """The 1-norm of an attention row's change `moved` is at most the largest change of its scores (Eq. 21, C_sm = 1).
+
+    C_sm = 1 because the softmax Jacobian's norm from the max norm to the 1-norm is 4 P (1 - P) <= 1, where P is the
+    mass of the increased entries. Returns the largest ratio over the rows of each head.
+    """
+    return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
+
+
+def proposition_4(
+    clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
+) -> Float[Tensor, "batch heads"]:
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (Eq. 36).
+
+    `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
+    """
+    change = head_scores(*perturbed, strength, scale) - head_scores(*clean, strength, scale)
+    moved = [
+        torch.linalg.vector_norm(after - before, dim=(1, 3)) for before, after in zip(clean, perturbed, strict=True)
+    ]
+    reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
+    return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
+
+
+def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:
+    """Returns the largest singular value of every head's rows, from their Gram matrix."""
+    gram = torch.einsum("bihr,bihs->bhrs", rows, rows)
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp(min=0).sqrt()  # rounding may put the smallest below zero

@@ -8,7 +8,6 @@ import torch
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.checks.statistics import calibration_error, calibration_gaps, estimate, resampled_means
-from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 
 
@@ -25,13 +24,6 @@ class Calibration(Check):
     needs_labels: ClassVar[bool] = True
     bins: int = 15
     most_rise: float | None = None
-
-    def __post_init__(self):
-        if self.bins < 1 or (self.most_rise is not None and self.most_rise < 0):
-            raise InvalidInput(
-                f"Calibration(bins={self.bins}, most_rise={self.most_rise}): take at least one bin, and a limit of "
-                "0 or more, or None."
-            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         predictions, seed = comparison.predictions, comparison.seed

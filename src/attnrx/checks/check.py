@@ -27,6 +27,12 @@ class Check(ABC):
     needs_labels: ClassVar[bool] = False
     """Whether the check compares labels with predictions, so that labels must be class indices of the model."""
 
+    def __post_init__(self):
+        for knob, kind in knobs_of(type(self)).items():
+            value, least = getattr(self, knob), 1 if kind is int else 0
+            if isinstance(value, int | float) and not value >= least:
+                raise InvalidInput(f"{self.name}({knob}={value}): give {least} or more.")
+
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Measures the candidate against the reference."""

@@ -57,12 +57,8 @@ class Comparison:
     _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # logits and labels
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.seed < 0:
-            raise InvalidInput(
-                f"batch_size={self.batch_size}, seed={self.seed}: give at least one image and a seed of 0 or more."
-            )
-        if len(self.data) == 0:
-            raise DataError("the data to verify on is empty; give at least one labelled image.")
+        if len(self.data) == 0 or self.batch_size < 1:
+            raise DataError(f"{len(self.data)} images in batches of {self.batch_size}: give at least one image.")
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -89,10 +85,6 @@ class Comparison:
     def place(self) -> tuple[int, int]:
         """(rank, world size) of the processes that share the comparison; (0, 1) without `together`."""
         return processes.place() if self.together else (0, 1)
-
-    def with_masked(self, masked: nn.Module | None) -> "Comparison":
-        """Returns the comparison, with its cached predictions, for another masked model; unchanged for None."""
-        return self if masked is None else replace(self, masked=masked)
 
     def taking(self, images: int | None) -> "Comparison":
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""

@@ -12,12 +12,11 @@ from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison, predict
 from attnrx.checks.fidelity import discrepancy, squared_distances
 from attnrx.checks.statistics import estimate, resampled_means
-from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding
 from attnrx.prescription import Prescription
 from attnrx.shapes import Float, Int, Tensor
 
-BEATEN = ("largest",)
+BEATEN = "largest"
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class Controls(Check):
     `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
     each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's (Eq.
     46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate. Intervals
-    resample the images, paired, and the draws if there are several. For the kinds in `must_beat` (by default "largest",
-    if given) the smaller discrepancy is a claim: it holds if the whole interval is above 0 and fails if no part of it
-    is. The details contain the rules and the token policy of the control; maps without a rule are the candidate's.
+    resample the images, paired, and the draws if there are several. For "largest" the smaller discrepancy is a claim:
+    it holds if the whole interval is above 0 and fails if no part of it is. The details contain the rules and the token
+    policy of the control; maps without a rule are the candidate's.
     """
 
     name: ClassVar[str] = "controls"
@@ -37,19 +36,6 @@ class Controls(Check):
     on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]]
     realize: Callable[[Prescription], nn.Module]
-    must_beat: tuple[str, ...] = BEATEN
-
-    def __post_init__(self):
-        if not self.prescriptions or not all(self.prescriptions.values()):
-            raise InvalidInput(
-                "Controls without prescriptions have nothing to compare with; give at least one per kind."
-            )
-        missing = sorted(set(self.must_beat) - self.prescriptions.keys())
-        if missing and self.must_beat != BEATEN:
-            raise InvalidInput(
-                f"Controls(must_beat={self.must_beat}): there is no prescription of the kind {', '.join(missing)}; "
-                f"there are {', '.join(self.prescriptions)}."
-            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
@@ -79,7 +65,7 @@ class Controls(Check):
         )
         better = estimate(accuracies[0] - fmean(accuracies[1:]), 100 * (resampled[:, 0, 2] - controls[..., 2].mean(1)))
         claim, limit = f"discrepancy to the reference, {kind}-matched control minus candidate", None
-        if kind in self.must_beat:
+        if kind == BEATEN:
             claim, limit = f"the candidate is nearer to the reference than the {kind}-matched control", 0.0
         about = {"kind": kind, "rules": rules}
         return (

@@ -53,10 +53,6 @@ class Promises(Check):
     rounds: int = 20
     promised: Mapping[str, Any] | None = None
 
-    def __post_init__(self):
-        if self.within < 0 or self.rounds < 2:
-            raise InvalidInput(f"Promises(within={self.within}, rounds={self.rounds}): give 0 or more, and two rounds.")
-
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         given = comparison.prescription
         record = self.promised or (None if given is None else given.about.get("plan"))

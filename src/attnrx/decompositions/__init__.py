@@ -1,7 +1,7 @@
 """Matrix and tensor decompositions: functions of tensors, independent of attention."""
 
-from attnrx.decompositions.allocation import allocate_by_loss, uniform_ranks, water_fill
-from attnrx.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
+from attnrx.decompositions.allocation import allocate_by_loss, water_fill
+from attnrx.decompositions.balanced import Balanced, balance, factor_directions, read_out, svd_directions
 from attnrx.decompositions.block_term import (
     BlockTerms,
     Fusion,
@@ -9,14 +9,22 @@ from attnrx.decompositions.block_term import (
     deflate,
     fusion_ranks,
     initial_blocks,
+    nonnegative_units,
+    ownership_penalty,
     tied_als,
-    truncated_blocks,
     water_filled_blocks,
 )
-from attnrx.decompositions.canonical import Canonical, Trace, als, least_sensitivity, term_sensitivity, water_filled
-from attnrx.decompositions.elimination import elimination_losses
-from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc, epc
+from attnrx.decompositions.canonical import (
+    Canonical,
+    CorrectionSchedule,
+    als,
+    cpd_epc,
+    epc,
+    least_sensitivity,
+    water_filled,
+)
 from attnrx.decompositions.factored import FactoredTensor
+from attnrx.decompositions.least_squares import StrengthFit, elimination_losses
 from attnrx.decompositions.low_rank import (
     LowRank,
     activation_aware,
@@ -28,27 +36,16 @@ from attnrx.decompositions.low_rank import (
     plain_svd,
     svd_llm,
 )
-from attnrx.decompositions.output_projection import Circuit, Readout, read_out, readout_directions
-from attnrx.decompositions.rank_constrained import (
-    constrained_blocks,
-    nonnegative_units,
-    owned_blocks,
-    ownership_penalty,
-)
-from attnrx.decompositions.strength_fit import StrengthFit
 
 __all__ = [
     "Balanced",
     "BlockTerms",
     "Canonical",
-    "Circuit",
     "CorrectionSchedule",
     "FactoredTensor",
     "Fusion",
     "LowRank",
-    "Readout",
     "StrengthFit",
-    "Trace",
     "activation_aware",
     "allocate_by_loss",
     "als",
@@ -56,7 +53,6 @@ __all__ = [
     "balance",
     "block_terms",
     "break_even_rank",
-    "constrained_blocks",
     "cpd_epc",
     "deflate",
     "elimination_losses",
@@ -68,18 +64,13 @@ __all__ = [
     "least_sensitivity",
     "nonnegative_units",
     "output_pca",
-    "owned_blocks",
     "ownership_penalty",
     "pays",
     "plain_svd",
     "read_out",
-    "readout_directions",
     "svd_directions",
     "svd_llm",
-    "term_sensitivity",
     "tied_als",
-    "truncated_blocks",
-    "uniform_ranks",
     "water_fill",
     "water_filled",
     "water_filled_blocks",

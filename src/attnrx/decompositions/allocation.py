@@ -23,10 +23,11 @@ def water_fill(
     The ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of `multiple` and
     above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
     index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`,
-    rounded up to it. Raises InvalidInput for a total out of range, another multiple, or strengths that are not finite.
+    rounded up to it. Raises InvalidInput for a total out of range or another multiple.
     """
-    require_multiple(multiple, 0, "nothing")  # before dividing by it
-    layers = [_steps(layer, strengths[layer], multiple, minimum) for layer in range(len(strengths))]
+    for strength in strengths:
+        _require_directions(strength.shape[1], multiple, minimum)
+    layers = [_steps(strength, multiple) for strength in strengths]
     floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
     _require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
     gains = [layer[:, floor:] for layer in layers]
@@ -38,44 +39,26 @@ def water_fill(
     return tuple(tuple((count * multiple).tolist()) for count in counts)
 
 
-def uniform_ranks(total: int, units: int, most: int, *, multiple: int = 1) -> Ranks:
-    """Returns `units` ranks up to `most` that sum to `total` and differ by one step at most, the larger ones first."""
-    require_multiple(multiple, most, "the directions of a unit")
-    _require_total(total, multiple, 0, units * most)
-    steps, extra = divmod(total // multiple, units) if units else (0, 0)
-    return tuple((steps + (unit < extra)) * multiple for unit in range(units))
-
-
-def require_multiple(multiple: int, count: int, what: str) -> None:
-    """Raises InvalidInput unless `multiple` is positive and divides the count."""
-    if multiple < 1:
-        raise InvalidInput(f"ranks are multiples of a positive number, found {multiple}.")
-    if count % multiple:
-        below = count - count % multiple
-        raise InvalidInput(
-            f"ranks must be multiples of {multiple}, which does not divide {what}, {count}: "
-            f"take {below} or {below + multiple}, or another multiple."
-        )
-
-
-def _steps(layer: int, strength: Tensor, multiple: int, minimum: int) -> Float[Tensor, "units steps"]:
+def _steps(strength: Tensor, multiple: int) -> Float[Tensor, "units steps"]:
     """Returns the energy that each step of `multiple` directions adds, descending along a unit."""
-    if strength.ndim != 2 or not bool(torch.isfinite(strength).all()):
-        raise InvalidInput(f"the strengths of layer {layer} must be finite, [units, directions].")
-    directions = strength.shape[1]
-    require_multiple(multiple, directions, f"the directions of layer {layer}")
-    if not 0 <= minimum <= directions:
-        raise InvalidInput(
-            f"a minimum rank of {minimum} was requested for layer {layer}, which has {directions} directions."
-        )
     energy = strength.detach().cpu().double().square().sort(dim=1, descending=True).values
-    return energy.unflatten(1, (-1, multiple)).sum(-1) if directions else energy
+    return energy.unflatten(1, (-1, multiple)).sum(-1) if energy.shape[1] else energy
 
 
 def _require_total(total: int, multiple: int, least: int, most: int) -> None:
-    require_multiple(multiple, total, "the total rank")
-    if not least <= total <= most:
-        raise InvalidInput(f"a total rank of {total} is out of range: give between {least} and {most}.")
+    if multiple < 1 or total % multiple or not least <= total <= most:
+        raise InvalidInput(
+            f"a total rank of {total} in multiples of {multiple} is not possible: give a multiple between {least} and "
+            f"{most}."
+        )
+
+
+def _require_directions(directions: int, multiple: int, minimum: int) -> None:
+    if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
+        raise InvalidInput(
+            f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "
+            "the multiple must divide them."
+        )
 
 
 def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
@@ -85,17 +68,10 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
     monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
     with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
 
-    `multiple` and `minimum` are those of `water_fill`. Raises InvalidInput for a total out of range, a multiple that
-    does not divide the number of directions, or losses that are not finite.
+    `multiple` and `minimum` are those of `water_fill`, and so are the errors.
     """
     units, most = loss.shape[0], loss.shape[1] - 1
-    finite = torch.isfinite(loss).all(dim=1)
-    if most < 0 or not bool(finite.all()):
-        worst = int(finite.int().argmin()) if loss.numel() else 0
-        raise InvalidInput(f"the losses need a finite number for every rank from 0 up; those of unit {worst} do not.")
-    require_multiple(multiple, most, "the directions of a unit")
-    if not 0 <= minimum <= most:
-        raise InvalidInput(f"units have {most} directions, and a minimum rank of {minimum} was requested.")
+    _require_directions(most, multiple, minimum)
     floor = -(-minimum // multiple)
     _require_total(total, multiple, units * floor * multiple, units * most)
     choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]

@@ -4,12 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decompositions.grams import gram_factor, require_finite
 from attnrx.errors import InvalidInput
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Bool, Float, Tensor
 
+# Asymmetries up to this share of a Gram's size are rounding (float32 sums).
+TOLERANCE = 1e-5
 # Singular values are accurate to about d * 2e-16 of the form's scale: below this share, a row divided by one is noise.
 NULL_SHARE = 1e-13
+# Kept features are duplicates if the eigenvalues of their correlations are below this share of the largest one, or if
+# their energy is below this share of the energy of the features that they combine.
+COPY_SHARE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,9 @@ def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "he
     No Gram is inverted; Grams may be singular, zero and of any scale.
 
     Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
-    the rows themselves are available. Raises InvalidInput for Grams of other shapes, not finite, not symmetric or not
-    positive semidefinite.
+    the rows themselves are available. Raises InvalidInput for Grams that are not finite or not symmetric.
     """
-    _require_alike(left_gram.shape, right_gram.shape, square=True)
-    return factor_directions(gram_factor(left_gram, "left Gram"), gram_factor(right_gram, "right Gram"))
+    return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
 
 
 def svd_directions(
@@ -55,12 +57,8 @@ def svd_directions(
     """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
 
     The product is never formed: two thin QR factorizations and one d x d SVD per head preserve the precision of small
-    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side. Raises InvalidInput for
-    rows that are not finite, and sides that differ in heads or rows.
+    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
     """
-    _require_alike(left_rows.shape[:2], right_rows.shape[:2])
-    for side, rows in (("left", left_rows), ("right", right_rows)):
-        require_finite(rows, f"{side} table")
     left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
     return factor_directions(left, right)
 
@@ -123,7 +121,56 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
     return torch.where(both > 0, both, fallback)
 
 
-def _require_alike(left: tuple[int, ...], right: tuple[int, ...], *, square: bool = False) -> None:
-    if tuple(left) != tuple(right) or (square and left[-1] != left[-2]):
-        wanted = "[heads, d, d] on both sides" if square else "the same heads and rows on both sides"
-        raise InvalidInput(f"the two sides of a form need {wanted}, found {list(left)} and {list(right)}.")
+def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
+    """Returns the symmetric part in float64; raises InvalidInput if it is not finite or not symmetric."""
+    gram = gram.detach().double()
+    limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
+    if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):
+        raise InvalidInput("a Gram matrix is not symmetric or not finite; give second moments, features^T features.")
+    return (gram + gram.mT) / 2
+
+
+def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
+    """Returns R with R^T R = gram, from the correlations, so that badly scaled features keep their precision."""
+    epsilon = torch.finfo(gram.dtype).eps
+    gram = checked_gram(gram)
+    if gram.numel() == 0:
+        return gram
+    # The diagonal of a difference of moments can be slightly negative.
+    spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    unit = torch.where(spread > 0, 1 / spread, 0)
+    values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
+    # Eigenvalues below the rounding of the correlations, in the precision of the given Gram, are noise.
+    cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
+    root = torch.where(values > cut, values, 0).sqrt()
+    return root[:, :, None] * vectors.mT * spread[:, None, :]
+
+
+def read_out(
+    directions: Balanced,
+    keep: Bool[Tensor, "heads directions"],
+    covariance: Float[Tensor, "features features"] | None = None,
+) -> Float[Tensor, "features kept"]:
+    """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
+
+    A head gives the features left[kept] @ o_h; with K the projection of all heads, each head restored alone has the
+    weight W0 = strength * right. With the `covariance` C of the outputs of all heads, features ordered head by head, it
+    is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C K^T)^+ is a minimum of
+    E |o - W K o - constant|^2, the one nearest to W0 if kept features are duplicates.
+    """
+    kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
+    projections = torch.block_diag(*directions.left)[kept]
+    weight = torch.block_diag(*(directions.strength[..., None] * directions.right)).mT[:, kept]
+    if covariance is None or not bool(kept.any()):
+        return weight
+    covariance = checked_gram(covariance)
+    missed = torch.eye(len(kept), dtype=weight.dtype) - weight @ projections
+    moved = projections @ covariance
+    moment = moved @ projections.mT
+    energy = moment.diagonal().clamp_min(0)
+    # The energy of a constant feature is rounding, in proportion to the energy of the features that it combines.
+    alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
+    # On correlations: kept features differ in scale by many orders of magnitude.
+    unit = torch.where(alive, energy.rsqrt(), 0)
+    inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
+    return weight + (missed @ moved.mT * unit) @ inverse * unit

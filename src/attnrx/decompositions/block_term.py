@@ -1,30 +1,21 @@
 """The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
 
-Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 as published, or with a warm
-start whose error never increases).
+Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 as published). The ranks of the
+blocks come from the fusion matrix, after training with constraints (Eq. 7) or without.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import pad
 
-from attnrx.decompositions.canonical import (
-    Canonical,
-    Factors,
-    Trace,
-    alternated,
-    check_fit,
-    check_sweeps,
-    water_filled,
-)
-from attnrx.decompositions.error_preserving import CorrectionSchedule, cpd_epc
-from attnrx.decompositions.factored import FactoredTensor, as_matrix, unit_columns
-from attnrx.errors import InvalidInput, UnknownName
+from attnrx.decompositions.canonical import Canonical, CorrectionSchedule, Factors, alternated, cpd_epc, water_filled
+from attnrx.decompositions.factored import FactoredTensor, unit_columns
+from attnrx.errors import UnknownName
 from attnrx.shapes import Float, Int, Tensor
 
-FORMS = ("tied", "warm", "literal")
+FORMS = ("tied", "literal")
+SWEEPS = 5  # of Algorithm 3, and of Algorithm 2 for each block
+TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 
 
 @dataclass(frozen=True)
@@ -32,28 +23,14 @@ class BlockTerms:
     """Y(:, :, h) = sum_b mix[h, b] left_b right_b^T, where left_b are the columns of left with owner b (Eq. 6).
 
     There are as many blocks as slices; if `mix` is the identity, every slice has exactly the terms it owns. A block may
-    have no terms. Stored in float64. Raises InvalidInput for shapes that do not fit, owners that are not block indices,
-    and values that are not finite.
+    have no terms. `errors` are the relative errors at the start and after each sweep.
     """
 
     left: Float[Tensor, "rows rank"]
     right: Float[Tensor, "columns rank"]
     mix: Float[Tensor, "slices slices"]
     owner: Int[Tensor, "rank"]
-    trace: Trace = field(default_factory=Trace)
-
-    def __post_init__(self):
-        for name in ("left", "right", "mix"):
-            object.__setattr__(self, name, as_matrix(getattr(self, name), name))
-        if self.owner.is_floating_point():
-            raise InvalidInput(f"owner has the dtype {self.owner.dtype}; give integers, the block index of each term.")
-        object.__setattr__(self, "owner", self.owner.to(self.left.device, torch.int64))
-        blocks, ranks = self.mix.shape[-1], {self.left.shape[-1], self.right.shape[-1], len(self.owner)}
-        if len(ranks) != 1 or self.mix.shape != (blocks, blocks):
-            shapes = [tuple(part.shape) for part in (self.left, self.right, self.mix, self.owner)]
-            raise InvalidInput(f"factors of shapes {shapes} are not block terms: give one rank and a square mix.")
-        if not bool(((self.owner >= 0) & (self.owner < blocks)).all()):
-            raise InvalidInput(f"owner {self.owner.tolist()} has indices out of range; there are {blocks} blocks.")
+    errors: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,22 +40,21 @@ class BlockTerms:
     @property
     def canonical(self) -> Canonical:
         """The same tensor as a canonical decomposition, whose terms of one block share their mix."""
-        return Canonical(self.left, self.right, self.mix[:, self.owner], self.trace)
+        return Canonical(self.left, self.right, self.mix[:, self.owner], self.errors)
 
 
 @dataclass(frozen=True)
 class Fusion:
     """The slice that owns each term of a canonical decomposition, from its mix: the paper's choice of ranks.
 
-    `owner` is the slice with the largest absolute value in the column, the first one on ties. `order` sorts the terms
-    by owner; `reordered` is the mix in that order, each column divided by its entry of the largest absolute value
-    (Figure 3 b). `off_block` is the share of each column's energy outside its owner, in the original order: zero
-    everywhere if the mix is block-diagonal.
+    `owner` is the slice with the largest absolute value in the column, the first one on ties. `reordered` is the mix
+    with its columns sorted by owner, each divided by its entry of the largest absolute value (Figure 3 b). `off_block`
+    is the share of each column's energy outside its owner, in the original order: zero everywhere if the mix is
+    block-diagonal.
     """
 
     owner: Int[Tensor, "rank"]
     ranks: tuple[int, ...]
-    order: Int[Tensor, "rank"]
     reordered: Float[Tensor, "slices rank"]
     off_block: Float[Tensor, "rank"]
 
@@ -92,12 +68,10 @@ def fusion_ranks(terms: Canonical) -> Fusion:
     peak = terms.mix.gather(0, owner[None])[0]
     normalized = terms.mix / peak.masked_fill(peak == 0, 1)
     energy = normalized.square().sum(0)
-    order = owner.argsort(stable=True)
     return Fusion(
         owner=owner,
         ranks=tuple(torch.bincount(owner, minlength=len(terms.mix)).tolist()),
-        order=order,
-        reordered=normalized[:, order],
+        reordered=normalized[:, owner.argsort(stable=True)],
         off_block=torch.where(energy > 0, 1 - 1 / energy, 0),
     )
 
@@ -108,8 +82,8 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
     The largest value of each column of the mix is moved to `left`, the columns are sorted by owner, and the mix becomes
     the identity.
     """
-    fusion = fusion_ranks(terms)
-    owner, order = fusion.owner, fusion.order
+    owner = fusion_ranks(terms).owner
+    order = owner.argsort(stable=True)
     left = terms.left * terms.mix.gather(0, owner[None])
     identity = torch.eye(len(terms.mix), dtype=torch.float64, device=owner.device)
     return BlockTerms(left[:, order], terms.right[:, order], identity, owner[order])
@@ -120,25 +94,6 @@ def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
     return initial_blocks(water_filled(tensor, rank))
 
 
-def truncated_blocks(tensor: FactoredTensor, ranks: Sequence[int]) -> BlockTerms:
-    """Returns the best blocks of the given ranks with the identity as mix: the truncated SVD of every slice.
-
-    Raises InvalidInput unless there is one rank per slice, each at most the rank of the slice, and not all are zero.
-    """
-    slices, most = len(tensor.left), tensor.slice_rank
-    if len(ranks) != slices or not all(0 <= rank <= most for rank in ranks) or not sum(ranks):
-        raise InvalidInput(f"ranks {list(ranks)}: give {slices}, each from 0 to {most}, not all zero.")
-    left, strength, right = tensor.svd()
-    owner = torch.repeat_interleave(torch.arange(slices), torch.tensor(ranks)).to(left.device)
-    index = torch.cat([torch.arange(rank) for rank in ranks]).to(left.device)
-    return BlockTerms(
-        left[owner, :, index].T * strength[owner, index],
-        right[owner, :, index].T,
-        torch.eye(slices, dtype=torch.float64, device=left.device),
-        owner,
-    )
-
-
 def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, tolerance: float = 1e-8) -> BlockTerms:
     """Improves all blocks jointly by alternating least squares; the error never increases.
 
@@ -147,11 +102,10 @@ def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, to
     This replaces Algorithms 2 and 3, which improve one block at a time. Owners and ranks do not change. The returned
     columns of mix have unit length. Stops as `als` does.
     """
-    check_fit(tensor, start.left, start.right, start.mix)
     belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
-    (left, right, mix), trace = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
+    (left, right, mix), errors = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
     mix, length = unit_columns(mix)
-    return BlockTerms(left * length[start.owner], right, mix, start.owner, trace)
+    return BlockTerms(left * length[start.owner], right, mix, start.owner, errors)
 
 
 def block_terms(
@@ -165,11 +119,10 @@ def block_terms(
 ) -> BlockTerms:
     """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1, and one of FORMS.
 
-    "tied" improves all blocks jointly (`tied_als`, with the least-squares options of the schedule); "warm" and
-    "literal" improve one block at a time (`deflate`; "literal" follows Algorithms 2 and 3 as published). With the start
+    "tied" improves all blocks jointly (`tied_als`); "literal" improves one block at a time (`deflate`). With the start
     "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
     the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
-    and "warm" are never worse than water-filling; "literal", whose error can rise, uses only the random start.
+    is never worse than water-filling; "literal", whose error can rise, uses only the random start.
     """
     schedule = schedule or CorrectionSchedule()
     if form not in FORMS:
@@ -177,62 +130,43 @@ def block_terms(
     is_best = start == "best"
     terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
     starts = [initial_blocks(terms)]
-    if is_best and form != "literal":
+    if form == "literal":
+        return deflate(tensor, starts[0])
+    if is_best:
         starts.append(water_filled_blocks(tensor, rank))
-    if form == "tied":
-        found = [tied_als(tensor, blocks, sweeps=schedule.sweeps, tolerance=schedule.tolerance) for blocks in starts]
-    else:
-        found = [deflate(tensor, blocks, literal=form == "literal") for blocks in starts]
-    return min(found, key=lambda blocks: blocks.trace.errors[-1])
+    found = [tied_als(tensor, blocks, sweeps=schedule.sweeps) for blocks in starts]
+    return min(found, key=lambda blocks: blocks.errors[-1])
 
 
-def deflate(
-    tensor: FactoredTensor,
-    start: BlockTerms,
-    *,
-    literal: bool = False,
-    sweeps: int = 5,
-    inner_sweeps: int = 5,
-    tolerance: float = 0.0,
-) -> BlockTerms:
-    """Fits each block in turn to the residual of the others (Algorithm 3), by `inner_sweeps` of Algorithm 2.
+def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:
+    """Fits each block in turn to the residual of the others (Algorithms 2 and 3 as published).
 
-    `literal` starts the mix of a block from the leading eigenvector of the residual every time, as in the published
-    Algorithm 2: a block can move to another slice, and the error can rise. Otherwise the mix starts from its current
-    value, and the error never increases. The trace has the error of every sweep, including increases. Stops after
-    `sweeps`, or when a sweep changes the error by at most `tolerance` of itself.
+    The mix of a block starts from the leading eigenvector of the residual every time: a block can move to another
+    slice, and the error can rise.
 
     The slices are never formed, only their sum weighted by the mix of the block, one rows x columns matrix, because a
     step is its truncated SVD.
     """
-    check_sweeps(sweeps, tolerance)
-    check_fit(tensor, start.left, start.right, start.mix)
-    if inner_sweeps < 1:
-        raise InvalidInput(f"inner_sweeps={inner_sweeps}: a block needs at least one sweep.")
-    blocks, errors, converged = start, [tensor.relative_error(*start.canonical.factors)], False
-    for _ in range(sweeps):
+    blocks, errors = start, [tensor.relative_error(*start.canonical.factors)]
+    for _ in range(SWEEPS):
         for block, rank in enumerate(blocks.ranks):
             if rank:
-                blocks = _refit(tensor, blocks, block, literal, inner_sweeps)
+                blocks = _refit(tensor, blocks, block)
         errors.append(tensor.relative_error(*blocks.canonical.factors))
-        converged = abs(errors[-2] - errors[-1]) <= tolerance * errors[-2]
-        if converged:
-            break
-    return replace(blocks, trace=Trace(tuple(errors), converged=converged))
+    return replace(blocks, errors=tuple(errors))
 
 
-def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int, literal: bool, inner_sweeps: int) -> BlockTerms:
+def _refit(tensor: FactoredTensor, blocks: BlockTerms, block: int) -> BlockTerms:
     """Algorithm 2 for one block: alternates the truncated SVD of the slices of the residual X' (X minus the other
     blocks), summed by the mix, with the best rank-one fit of their products.
     """
     mine = blocks.owner == block
-    others = blocks.left[:, ~mine], blocks.right[:, ~mine], blocks.canonical.mix[:, ~mine]
-    mix = blocks.mix[:, block]
-    if literal or not bool(mix.any()):
-        mix = _leading_mix(tensor, others)
-    left, right, scale = blocks.left[:, mine], blocks.right[:, mine], torch.ones_like(mix[:1])
-    for _ in range(inner_sweeps):
-        left, right = _leading(_mixed(tensor, others, mix / mix.norm()), int(mine.sum()))
+    rank, others = int(mine.sum()), (blocks.left[:, ~mine], blocks.right[:, ~mine], blocks.canonical.mix[:, ~mine])
+    left, right, scale = blocks.left[:, mine], blocks.right[:, mine], torch.ones(1)
+    mix = _leading_mix(tensor, others)
+    for _ in range(SWEEPS):
+        left, _, right = torch.linalg.svd(_mixed(tensor, others, mix), full_matrices=False)
+        left, right = left[:, :rank], right[:rank].T
         # X'_(3) khatri-rao(left, right)
         products = tensor.mix_products(tensor.project_left(left), tensor.project_right(right))
         products = products - others[2] @ ((others[0].T @ left) * (others[1].T @ right))
@@ -267,8 +201,23 @@ def _mixed(tensor: FactoredTensor, others: Factors, mix: Float[Tensor, "slices"]
     return weighted.T @ tensor.right.flatten(0, 1) - (left * (mix @ other_mix)) @ right.T
 
 
-def _leading(matrix: Float[Tensor, "rows columns"], rank: int) -> tuple[Tensor, Tensor]:
-    """Returns the leading singular vectors of both sides, padded with zero columns if the matrix has fewer."""
-    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    missing = max(rank - left.shape[1], 0)
-    return pad(left[:, :rank], (0, missing)), pad(right[:rank].T, (0, missing))
+def nonnegative_units(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, "slices rank"]:
+    """Returns the nearest mix whose columns are nonnegative and of unit length; for use after each training step.
+
+    For such a mix, S^H (S^H)^T of Eq. 7 is diagonal exactly when each column has one owner. A column without a positive
+    value becomes one-hot at its largest value.
+    """
+    positive = mix.clamp_min(0)
+    largest = torch.zeros_like(mix).scatter(0, mix.argmax(0, keepdim=True), 1.0)
+    return torch.where(positive.any(0), torch.nn.functional.normalize(positive, dim=0, eps=TINY), largest)
+
+
+def ownership_penalty(mix: Float[Tensor, "slices rank"]) -> Float[Tensor, ""]:
+    """Returns sum_r (|c_r|_1^2 / |c_r|_2^2 - 1), to be added to a training loss.
+
+    Zero if and only if each column has at most one nonzero value; at most rank * (slices - 1). The length of the
+    columns has no effect.
+    """
+    square = mix.square().sum(0)
+    nonzero = square > 0
+    return (mix.abs().sum(0)[nonzero].square() / square[nonzero] - 1).sum()

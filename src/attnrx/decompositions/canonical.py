@@ -1,8 +1,13 @@
-"""The canonical polyadic decomposition: a sum of rank-one terms shared by all slices, by alternating least squares."""
+"""The canonical polyadic decomposition: a sum of rank-one terms shared by all slices.
+
+By alternating least squares (`als`), and with the error-preserving correction (`cpd_epc`), which reduces cancellation
+at the same error.
+"""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from attnrx.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
@@ -20,35 +25,21 @@ Factors = tuple[Float[Tensor, "rows rank"], Float[Tensor, "columns rank"], Float
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The history of an iteration: relative errors (and objectives, if any) at the start and after each sweep.
-
-    `converged` is True if it stopped because a sweep gained less than the tolerance, False if all sweeps were used.
-    """
-
-    errors: tuple[float, ...] = ()
-    objectives: tuple[float, ...] = ()
-    converged: bool = False
-
-
-@dataclass(frozen=True)
 class Canonical:
     """Y(:, :, h) = sum_r mix[h, r] left[:, r] right[:, r]^T (Eq. 3: S^Q, S^K and the fusion matrix S^H), in float64.
 
-    Raises InvalidInput for factors that are empty, not finite or of different ranks.
+    `errors` are the relative errors of the iteration, at the start and after each sweep. Raises InvalidInput for
+    factors that are empty or not finite.
     """
 
     left: Float[Tensor, "rows rank"]
     right: Float[Tensor, "columns rank"]
     mix: Float[Tensor, "slices rank"]
-    trace: Trace = field(default_factory=Trace)
+    errors: tuple[float, ...] = ()
 
     def __post_init__(self):
         for name in ("left", "right", "mix"):
             object.__setattr__(self, name, as_matrix(getattr(self, name), name))
-        if len({factor.shape[1:] for factor in self.factors}) != 1 or self.left.ndim != 2:
-            shapes = [tuple(factor.shape) for factor in self.factors]
-            raise InvalidInput(f"factors of shapes {shapes} are no decomposition: give three matrices of one rank.")
 
     @property
     def factors(self) -> Factors:
@@ -77,19 +68,12 @@ class Canonical:
         return torch.einsum("ir,jr,hr->ijh", *self.factors)
 
 
-def term_sensitivity(terms: Canonical) -> float:
-    """Returns sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
-
-    This is the expected squared change of the tensor, per variance of an independent error in every entry of the
-    factors, in the limit of zero variance. It depends on the scaling of the terms; `balanced` minimizes it.
-    """
-    left, right, mix = (factor.square().sum(0) for factor in terms.factors)
-    rows, columns, slices = (factor.shape[0] for factor in terms.factors)
-    return float((slices * left * right + columns * left * mix + rows * right * mix).sum())
-
-
 def least_sensitivity(terms: Canonical) -> float:
-    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3)."""
+    """Returns the sensitivity after `balanced`, in closed form: 3 (IJK)^(1/3) sum_r lambda_r^(4/3).
+
+    The sensitivity is the expected squared change of the tensor, per variance of an independent error in every entry of
+    the factors, in the limit of zero variance: sum_r (K |a|^2 |b|^2 + J |a|^2 |c|^2 + I |b|^2 |c|^2).
+    """
     size = math.prod(factor.shape[0] for factor in terms.factors)
     return float(3 * size ** (1 / 3) * terms.strength.pow(4 / 3).sum())
 
@@ -100,7 +84,6 @@ def water_filled(tensor: FactoredTensor, rank: int) -> Canonical:
     This is the best approximation with one owner per term: its squared error is the energy of the discarded triples.
     Terms are sorted by descending strength; on ties the earlier slice comes first.
     """
-    check_rank(tensor, rank)
     left, strength, right = tensor.svd()
     slices, triples = strength.shape
     selected = strength.flatten().sort(descending=True, stable=True).indices[:rank]
@@ -124,30 +107,29 @@ def als(
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
     returns the result with the smaller error. `seed` is that of the random terms. Stops after `sweeps`, or when a sweep
     lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
-    length; mix contains the strength. Raises InvalidInput for options out of range, UnknownName for another start.
+    length; mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for another start.
     """
     if start == "best":
         runs = (
             als(tensor, rank, start=single, sweeps=sweeps, tolerance=tolerance, seed=seed)
             for single in ("water_filling", "random")
         )
-        return min(runs, key=lambda terms: terms.trace.errors[-1])
+        return min(runs, key=lambda terms: terms.errors[-1])
     factors = starting_terms(tensor, rank, start, seed).factors
-    (left, right, mix), trace = alternated(tensor, factors, sweeps, tolerance)
+    (left, right, mix), errors = alternated(tensor, factors, sweeps, tolerance)
     # A start that no sweep improved has columns of any length.
     (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
-    return Canonical(left, right, mix * left_length * right_length, trace)
+    return Canonical(left, right, mix * left_length * right_length, errors)
 
 
 def alternated(
     tensor: FactoredTensor, factors: Factors, sweeps: int, tolerance: float, belongs: Tensor | None = None
-) -> tuple[Factors, Trace]:
+) -> tuple[Factors, tuple[float, ...]]:
     """Improves three factors by alternating least squares; the error never increases.
 
     With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
     """
-    check_sweeps(sweeps, tolerance)
-    best, errors, converged = factors, [tensor.relative_error(*_untied(factors, belongs))], False
+    best, errors = factors, [tensor.relative_error(*_untied(factors, belongs))]
     right, mix = unit_columns(factors[1])[0], factors[2]
     projection = tensor.project_right(right)
     for _ in range(sweeps):
@@ -160,7 +142,7 @@ def alternated(
             errors.append(error)
         if converged:
             break
-    return best, Trace(tuple(errors), converged=converged)
+    return best, tuple(errors)
 
 
 def _untied(factors: Factors, belongs: Tensor | None) -> Factors:
@@ -199,12 +181,11 @@ def _sweep(
 
 
 def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, seed: int) -> Canonical:
-    """Returns the requested start, after checking that it fits the tensor."""
-    check_rank(tensor, rank)
+    """Returns the requested start; a decomposition is returned as it is."""
+    largest = len(tensor.left) * tensor.slice_rank
+    if not 1 <= rank <= largest:
+        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
     if isinstance(start, Canonical):
-        check_fit(tensor, *start.factors)
-        if start.rank != rank:
-            raise InvalidInput(f"the start has {start.rank} terms, {rank} were requested; give a start of that rank.")
         return start
     if start == "water_filling":
         return water_filled(tensor, rank)
@@ -217,28 +198,154 @@ def starting_terms(tensor: FactoredTensor, rank: int, start: str | Canonical, se
     raise UnknownName("start", start, STARTS)
 
 
-def check_fit(tensor: FactoredTensor, left: Tensor, right: Tensor, mix: Tensor) -> None:
-    """Raises InvalidInput if the shape of the factors is not that of the tensor."""
-    shape = len(left), len(right), len(mix)
-    if shape != tensor.shape:
-        raise InvalidInput(f"factors of shape {shape} do not fit a tensor of shape {tensor.shape}.")
-
-
-def check_rank(tensor: FactoredTensor, rank: int) -> None:
-    """Raises InvalidInput unless 1 <= rank <= the rank at which every slice is exact."""
-    largest = len(tensor.left) * tensor.slice_rank
-    if not 1 <= rank <= largest:
-        raise InvalidInput(f"rank={rank}: give 1 to {largest}, where every slice of this tensor is exact.")
-
-
-def check_sweeps(sweeps: int, tolerance: float) -> None:
-    """Raises InvalidInput for options of an iteration that are out of range."""
-    if sweeps < 0 or not 0 <= tolerance < 1:
-        raise InvalidInput(f"sweeps={sweeps}, tolerance={tolerance}: give sweeps >= 0 and 0 <= tolerance < 1.")
-
-
 def error_of(tensor: FactoredTensor, factors: Factors, square: float) -> float:
     """Returns the relative error for a squared residual; recomputes it if rounding dominates the residual."""
     if square > _NEARLY_EXACT**2 * tensor.square:
         return (square / tensor.square) ** 0.5
     return tensor.relative_error(*factors)
+
+
+# The smallest relative error that can be a bound: its square must exceed the rounding of || Y ||^2.
+SMALLEST_BOUND = 1e-6
+_MARGIN = 64 * torch.finfo(torch.float64).eps
+# Eigenvalues of a normal matrix below this share of the largest one are rounding.
+_NULL_SHARE = 1e-14
+_STEPS = 60  # each halves an interval: enough for all digits of float64
+_TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by less than this share
+
+
+@dataclass(frozen=True)
+class CorrectionSchedule:
+    """The options of CPD-EPC: alternating least squares, a correction, and least squares from the corrected terms.
+
+    `sweeps` are those of each least-squares run, `correction_sweeps` those of the correction. With `finish` a last
+    correction follows: at the final error, its terms are the least sensitive to rounding and the easiest to train.
+    """
+
+    sweeps: int = 200
+    correction_sweeps: int = 100
+    finish: bool = False
+
+
+def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
+    """Lowers the sensitivity while the relative error stays at or below that of the start.
+
+    The objective is the sensitivity of the balanced terms. No update is accepted that raises it or violates the bound.
+    The result is balanced. Stops after `sweeps`, or when a sweep gains too little. An error below SMALLEST_BOUND may
+    rise to it.
+    """
+    terms = start.balanced()
+    errors, objective = [tensor.relative_error(*terms.factors)], least_sensitivity(terms)
+    limit = max(errors[0], SMALLEST_BOUND)
+    projection = tensor.project_right(terms.right)
+    for _ in range(sweeps):
+        found, projection, square = _corrected(tensor, terms, projection, limit**2 * tensor.square)
+        terms = found.balanced()
+        # `balanced` rescales the columns: the projection follows, instead of being computed again.
+        length = found.right.norm(dim=0)
+        projection = projection * (terms.right.norm(dim=0) / length.masked_fill(length == 0, 1))
+        errors.append(error_of(tensor, terms.factors, square))
+        before, objective = objective, least_sensitivity(terms)
+        if before - objective <= _TOLERANCE * before:
+            break
+    return replace(terms, errors=tuple(errors))
+
+
+def cpd_epc(
+    tensor: FactoredTensor,
+    rank: int,
+    *,
+    start: str | Canonical = "best",
+    schedule: CorrectionSchedule | None = None,
+    seed: int = 0,
+) -> Canonical:
+    """Returns a decomposition by CPD-EPC (the first line of Algorithm 1): least squares, correction, least squares.
+
+    `start` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
+    """
+    schedule = schedule or CorrectionSchedule()
+    terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, seed=seed)
+    terms = epc(tensor, terms, sweeps=schedule.correction_sweeps)
+    terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps)
+    return epc(tensor, terms, sweeps=schedule.correction_sweeps) if schedule.finish else terms
+
+
+def _corrected(
+    tensor: FactoredTensor, terms: Canonical, projection: Tensor, bound: float
+) -> tuple[Canonical, Tensor, float]:
+    left, right, mix = terms.factors
+    # The margin is the rounding of the squared error, which grows with the terms that cancel.
+    bound = bound - _MARGIN * (tensor.square + float(terms.strength.square().sum()))
+    squares = tensor.square, bound
+    left, _ = _updated(left, tensor.left_products(projection, mix), (right, mix), squares)
+    left_projection = tensor.project_left(left)
+    right, _ = _updated(right, tensor.right_products(left_projection, mix), (left, mix), squares)
+    projection = tensor.project_right(right)
+    mix, square = _updated(mix, tensor.mix_products(left_projection, projection), (left, right), squares)
+    return Canonical(left, right, mix), projection, square
+
+
+def _updated(
+    old: Tensor, products: Tensor, others: tuple[Tensor, Tensor], squares: tuple[float, float]
+) -> tuple[Tensor, float]:
+    """Returns the factor after its bounded update, unchanged if that raises the objective, and the squared error."""
+    (other, another), (square, bound) = others, squares
+    normal, weights = (other.T @ other) * (another.T @ another), column_sensitivity(other, another)
+    new = bounded_update(normal, products, weights, square, bound)
+    if float((weights * (new.square() - old.square())).sum()) >= 0:
+        new = old
+    return new, square + float((new * (new @ normal - 2 * products)).sum())
+
+
+def column_sensitivity(one: Tensor, other: Tensor) -> Float[Tensor, "rank"]:
+    """Returns the sensitivity per squared entry of a column of the third factor, from the two others."""
+    return len(other) * one.square().sum(0) + len(one) * other.square().sum(0)
+
+
+def bounded_update(
+    normal: Float[Tensor, "rank rank"],
+    products: Float[Tensor, "size rank"],
+    weights: Float[Tensor, "rank"],
+    square: float,
+    bound: float,
+) -> Float[Tensor, "size rank"]:
+    """Returns the X that minimizes || X diag(weights)^(1/2) ||^2 under a bound on the squared error.
+
+    The constraint is square - 2 <X, products> + <X normal, X> <= bound. One scalar eta >= 0 is unknown: X = products
+    (normal + eta diag(weights))^-1. `square`, `bound` and `weights` are squared quantities. If no X satisfies the
+    bound, returns the least-squares X; if X = 0 satisfies it, returns zero. The root is approached from the feasible
+    side.
+    """
+    scale = torch.where(weights > 0, weights, torch.inf).rsqrt()
+    values, vectors = torch.linalg.eigh(scale[:, None] * normal * scale)
+    significant = values > _NULL_SHARE * values[-1].clamp_min(0)
+    values, vectors = values[significant], vectors[:, significant] * scale[:, None]
+    rotated = products @ vectors
+    energy = rotated.square().sum(0)
+    slack = bound - (square - float((energy / values).sum()))
+    if bound >= square or not len(values):
+        return torch.zeros_like(products)
+    eta = _secular_root(energy.cpu().numpy(), values.cpu().numpy(), slack) if slack > 0 else 0.0
+    return (rotated / (values + eta)) @ vectors.T
+
+
+def _secular_root(energy: np.ndarray, values: np.ndarray, slack: float) -> float:
+    """Returns the largest eta found with phi(eta) <= slack, by bisection of its logarithm.
+
+    phi(eta) = sum g eta^2 / (e (e + eta)^2) is the error above the least-squares error; it increases from 0 at eta = 0.
+    """
+
+    def phi(eta: float) -> float:
+        return float((energy / values * (eta / (values + eta)) ** 2).sum())
+
+    # (e + eta)^2 >= e^2 gives a point below the root.
+    low = (slack / float((energy / values**3).sum())) ** 0.5
+    for _ in range(_STEPS):
+        if phi(4 * low) > slack:
+            break
+        low *= 4
+    high = 4 * low
+    for _ in range(_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if phi(middle) <= slack else (low, middle)
+    return low

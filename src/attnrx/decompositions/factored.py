@@ -23,7 +23,7 @@ class FactoredTensor:
 
     Computed in float64, without gradients. Slices may have different ranks: zero rows in `left` and `right` contribute
     nothing. A product with R terms costs one matrix product of rows x (slices * inner) x R. Raises InvalidInput for
-    shapes that do not fit, empty factors and values that are not finite.
+    empty factors and values that are not finite.
     """
 
     left: Float[Tensor, "slices inner rows"]
@@ -31,11 +31,6 @@ class FactoredTensor:
 
     def __post_init__(self):
         left, right = as_matrix(self.left, "left"), as_matrix(self.right, "right")
-        if left.ndim != 3 or right.ndim != 3 or left.shape[:2] != right.shape[:2]:
-            raise InvalidInput(
-                f"left {tuple(left.shape)} and right {tuple(right.shape)} do not multiply: give [slices, inner, rows] "
-                "and [slices, inner, columns]."
-            )
         object.__setattr__(self, "left", left)
         object.__setattr__(self, "right", right)
 
@@ -121,10 +116,8 @@ class FactoredTensor:
 def as_matrix(values: Tensor, name: str) -> Tensor:
     """Returns the values in contiguous float64 without gradient; raises InvalidInput if empty or not finite."""
     values = values.detach().to(torch.float64).contiguous()
-    if values.numel() == 0:
-        raise InvalidInput(f"{name} is empty (shape {tuple(values.shape)}); give at least one row, column and term.")
-    if not bool(torch.isfinite(values).all()):
-        raise InvalidInput(f"{name} holds values that are not finite; check how it was computed.")
+    if values.numel() == 0 or not bool(torch.isfinite(values).all()):
+        raise InvalidInput(f"{name} of shape {tuple(values.shape)} is empty or holds values that are not finite.")
     return values
 
 

@@ -1,16 +1,15 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
-from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.diagnostics.diagnostic import Diagnostic
 from attnrx.diagnostics.difference import Change, compare_diagnoses
 from attnrx.diagnostics.geometry import Geometry
 from attnrx.diagnostics.image_scale import ImageScale
-from attnrx.diagnostics.maps import MapWatch, singular_directions
 from attnrx.diagnostics.moments import Moments
 from attnrx.diagnostics.panel import Panel
 from attnrx.diagnostics.perturbation import PerturbationResponse
 from attnrx.diagnostics.redundancy import Redundancy
 from attnrx.diagnostics.spectral_shape import SpectralShape
-from attnrx.diagnostics.token_relevance import RelevanceWatch
+from attnrx.diagnostics.watches import MapWatch, RelevanceWatch, singular_directions
 from attnrx.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -23,7 +22,6 @@ DIAGNOSTICS: dict[str, type[Diagnostic]] = {
 
 __all__ = [
     "DIAGNOSTICS",
-    "Accumulator",
     "Change",
     "Diagnostic",
     "Geometry",
@@ -37,21 +35,16 @@ __all__ = [
     "SpectralShape",
     "compare_diagnoses",
     "singular_directions",
-    "standard_diagnostics",
     "suited_diagnostics",
 ]
 
 
-def standard_diagnostics() -> tuple[Diagnostic, ...]:
-    """Returns the diagnostics of the SVDA paper with their default options."""
-    return (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
-
-
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
-    """Returns the diagnostics that fit layers with these spectra.
+    """Returns the diagnostics of the SVDA paper, and `Moments` for layers that need them, with their default options.
 
     Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
     with norms (SVDA), too, whose values and MLP have no other metric of the data.
     """
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
-    return (*standard_diagnostics(), Moments()) if free else standard_diagnostics()
+    standard = (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
+    return (*standard, Moments()) if free else standard

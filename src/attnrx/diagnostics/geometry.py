@@ -19,18 +19,16 @@ from attnrx.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Geometry(Diagnostic):
-    """Returns alignment and selectivity [heads], query_moment and key_moment [heads, directions], and three matrices.
+    """Returns alignment and selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
 
-    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments,
-    and score_gram, which gives the mean square of the row-centred scores for any strength (see `score_gram`).
+    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments.
     """
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         return Averages(len(spectra), self.measure)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
-        queries, keys = query_grams(observation.query), key_covariances(observation.key)
-        query, key = queries.mean(0), keys.mean(0)
+        query, key = query_grams(observation.query).mean(0), key_covariances(observation.key).mean(0)
         return {
             "alignment": alignment(observation.query, observation.key),
             "selectivity": selectivity(observation.attention),
@@ -38,7 +36,6 @@ class Geometry(Diagnostic):
             "key_moment": key.diagonal(dim1=-2, dim2=-1),
             "query_gram": query,
             "key_covariance": key,
-            "score_gram": (queries * keys).mean(0),
         }
 
 
@@ -84,23 +81,10 @@ def key_covariances(
     return query_grams(key - key.mean(1, keepdim=True))
 
 
-def score_gram(
-    query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
-) -> Float[Tensor, "heads directions directions"]:
-    """Returns the matrix M for which scale^2 s^T M s is the mean square of the row-centred scores with the strengths s.
-
-    With s = strength - new_strength it is the exact mean square error that a mask or a new strength makes on these
-    images: M is the mean over images of the elementwise product of the query's second moment and the key's covariance.
-    """
-    return (query_grams(query) * key_covariances(key)).mean(0)
-
-
 def _wide(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _mean_unit(
-    rows: Float[Tensor, "batch tokens heads directions"],
-) -> Float[Tensor, "batch heads directions"]:
+def _mean_unit(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads directions"]:
     rows = _wide(rows)
     return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny).mean(1)

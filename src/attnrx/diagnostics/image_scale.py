@@ -24,22 +24,18 @@ COMMON = {
 
 
 class ImageScale:
-    """Statistics of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
+    """The range of images that should be pixels in [0, 1], minus `mean`, divided by `std`; constant memory."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         self.mean, self.std = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
-        self.images, self._values = 0, 0
-        self._sums = torch.zeros(2, len(mean), dtype=torch.float64)
+        self.images = 0
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
     def observe(self, images: Float[Tensor, "batch channels height width"]) -> None:
         channels = images.detach().transpose(0, 1).flatten(1)
-        sums = (channels.sum(-1, dtype=torch.float64), channels.square().sum(-1, dtype=torch.float64))
-        self._sums += torch.stack(sums).cpu()
         low, high = (end.double().cpu() for end in channels.aminmax(dim=-1))
         self._ends = torch.stack([torch.minimum(self._ends[0], low), torch.maximum(self._ends[1], high)])
         self.images += len(images)
-        self._values += channels.shape[1]
 
     @property
     def is_finite(self) -> bool:
@@ -59,15 +55,10 @@ class ImageScale:
         return self._holds(self.mean, self.std) and (settled or not self._explanations())
 
     def describe(self) -> str:
-        """Returns the expected scale, the statistics of the images, and the scales that fit them."""
-        mean = self._sums[0] / self._values
-        # Rounding may put the variance of constant images below zero.
-        spread = (self._sums[1] / self._values - mean.square()).clamp_min(0).sqrt()
+        """Returns the expected scale, the range of the images, and the scales that fit them."""
         wanted = f"pixels in [0, 1] less {_listed(self.mean)}, by {_listed(self.std)}"
-        found = (
-            f"in units of that std the channels of the {self.images} images have means {_listed(mean)} and standard "
-            f"deviations {_listed(spread)}, from {float(self._ends[0].min()):.3g} to {float(self._ends[1].max()):.3g}"
-        )
+        low, high = float(self._ends[0].min()), float(self._ends[1].max())
+        found = f"in units of that std the {self.images} images have values from {low:.3g} to {high:.3g}"
         looks = " or ".join(self._explanations())
         return f"{wanted}; {found}" + (f". They look like {looks}" if looks else "")
 

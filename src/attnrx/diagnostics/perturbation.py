@@ -32,14 +32,8 @@ class PerturbationResponse(Diagnostic):
     images: int | None = None
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise InvalidInput(f"PerturbationResponse(kind={self.kind!r}): choose one of {', '.join(KINDS)}.")
-        if not (math.isfinite(self.size) and self.size > 0):
-            raise InvalidInput(f"PerturbationResponse(size={self.size}): a perturbation needs a positive finite size.")
-        if self.images is not None and self.images < 1:
-            raise InvalidInput(
-                f"PerturbationResponse(images={self.images}): perturb at least one image, or omit the diagnostic."
-            )
+        if self.kind not in KINDS or not 0 < self.size < math.inf or (self.images is not None and self.images < 1):
+            raise InvalidInput(f"{self}: give a kind of {', '.join(KINDS)}, a positive size, and at least one image.")
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         return Averages(len(spectra), self.measure)

@@ -4,13 +4,11 @@
 strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from attnrx.diagnostics.diagnostic import Accumulator, Diagnostic
-from attnrx.errors import InvalidInput
 from attnrx.observation import Observation
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.spectrum import Spectrum
@@ -21,42 +19,30 @@ INACTIVE_BELOW = 0.1
 
 @dataclass(frozen=True)
 class SpectralShape(Diagnostic):
-    """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads].
-
-    The sparsity has a threshold `relative` to the head's largest |strength| (0.1 if neither is given), or an `absolute`
-    one, which is the epsilon of Eq. 29.
-    """
-
-    relative: float | None = None
-    absolute: float | None = None
-
-    def __post_init__(self):
-        _require_threshold(self.relative, self.absolute)
+    """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads]."""
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        return _Shapes(self, spectra)
-
-    def measure(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        strength, used = spectrum.strength, spectrum.used
-        return {
-            "energy": energy(strength, used),
-            "entropy": entropy(strength, used),
-            "effective_rank": effective_rank(strength, used),
-            "sparsity": sparsity(strength, relative=self.relative, absolute=self.absolute, used=used),
-            "sensitivity": sensitivity(strength, spectrum.scale, used),
-        }
+        return _Shapes(spectra)
 
 
 @dataclass
 class _Shapes(Accumulator):
-    diagnostic: SpectralShape
     spectra: tuple[Spectrum, ...]
 
     def observe(self, layer: int, observation: Observation) -> None:
         """Does nothing: the strengths are the same for every image."""
 
     def readings(self) -> list[dict[str, Tensor]]:
-        return [self.diagnostic.measure(spectrum) for spectrum in self.spectra]
+        return [
+            {
+                "energy": energy(spectrum.strength, spectrum.used),
+                "entropy": entropy(spectrum.strength, spectrum.used),
+                "effective_rank": effective_rank(spectrum.strength, spectrum.used),
+                "sparsity": sparsity(spectrum.strength, spectrum.used),
+                "sensitivity": sensitivity(spectrum.strength, spectrum.scale, spectrum.used),
+            }
+            for spectrum in self.spectra
+        ]
 
 
 def energy(
@@ -93,26 +79,17 @@ def effective_rank(
 
 
 def sparsity(
-    strength: Float[Tensor, "*heads directions"],
-    *,
-    relative: float | None = None,
-    absolute: float | None = None,
-    used: Bool[Tensor, "*heads directions"] | None = None,
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
     """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, Eq. 29).
 
-    Eq. 29 has an `absolute` threshold epsilon. The default is ours: `relative=0.1`, a tenth of the head's largest
-    |strength|, which does not depend on the scale of the strengths.
+    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
+    the scale of the strengths.
     """
-    _require_threshold(relative, absolute)
     magnitude = _magnitude(strength, used)
     there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
-    if absolute is None:
-        limit = (INACTIVE_BELOW if relative is None else relative) * _largest(magnitude)[..., None]
-    else:
-        limit = absolute
     # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
-    inactive = ((magnitude < limit) | (magnitude == 0)) & there
+    inactive = ((magnitude < INACTIVE_BELOW * _largest(magnitude)[..., None]) | (magnitude == 0)) & there
     directions = there.sum(-1)
     share = inactive.sum(-1).to(strength.dtype) / directions.clamp(min=1)
     return torch.where(directions > 0, share, torch.ones_like(share))
@@ -132,11 +109,3 @@ def _magnitude(strength: Tensor, used: Tensor | None) -> Tensor:
 def _largest(magnitude: Tensor) -> Tensor:
     # amax refuses an axis without directions.
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
-
-
-def _require_threshold(relative: float | None, absolute: float | None) -> None:
-    if relative is not None and absolute is not None:
-        raise InvalidInput(f"sparsity with relative={relative}, absolute={absolute}: give one threshold.")
-    for name, value in (("relative", relative), ("absolute", absolute)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InvalidInput(f"sparsity with {name}={value}: no |strength| lies below it; give a positive number.")

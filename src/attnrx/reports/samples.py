@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from attnrx.diagnostics.token_relevance import CLASS_ATTENTION, running_mean
+from attnrx.diagnostics.watches import CLASS_ATTENTION, running_mean
 from attnrx.errors import InvalidInput
 from attnrx.model_diagnosis import patches_left, token_relevance
 from attnrx.models import Family, TokenReduction, evaluating, family_of, observing, reduction_of

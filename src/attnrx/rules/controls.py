@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from attnrx.diagnosis import Diagnosis
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.maps import HEADS, TOKENS
-from attnrx.prescription import Prescription, TokenPrescription
-from attnrx.rules.largest_matched import LargestMatched
+from attnrx.prescription import LayerPrescription, Prescription, TokenPrescription
+from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.rules.parsing import parse_rules
 from attnrx.rules.prescribing import prescribe_maps
-from attnrx.rules.random_matched import RandomMatched
-from attnrx.rules.registry import parse_rules
 from attnrx.rules.rule import Rule
-from attnrx.rules.uniform_matched import UniformMatched
 from attnrx.shapes import Tensor
 from attnrx.tokens import Random, TokenPolicy
 from attnrx.tokens.soft import Soft
@@ -21,11 +21,7 @@ CONTROLS = ("random", "largest", "uniform")
 
 
 def control_prescriptions(
-    diagnosis: Diagnosis,
-    prescription: Prescription,
-    kinds: Sequence[str] | None = None,
-    draws: int = 10,
-    seed: int = 0,
+    diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:
     """Returns controls by kind: `draws` random ones, and one of each other kind.
 
@@ -100,15 +96,12 @@ def _random_policy(policy: TokenPolicy, seed: int) -> TokenPolicy:
 
 def _same(one: Prescription, other: Prescription) -> bool:
     """Returns whether two prescriptions keep the same directions of every map."""
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        if mine.decisions.keys() != theirs.decisions.keys() or not (
-            _equal(mine.qk.keep, theirs.qk.keep) and _equal(mine.heads, theirs.heads)
-        ):
-            return False
-        if any(not _equal(own.encode, theirs.outputs[name].encode) for name, own in mine.outputs.items()):
-            return False
-    return True
+    mine, theirs = (
+        [part for layer in each.layers for part in (layer.qk.keep, layer.heads, *_encodings(layer))]
+        for each in (one, other)
+    )
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
+def _encodings(layer: LayerPrescription) -> list[Tensor]:
+    return [layer.outputs[name].encode for name in sorted(layer.outputs)]

@@ -48,14 +48,12 @@ def fewest_holding(
     return largest(amount, used, ranks.clamp(min=1))
 
 
-def score_bound(
-    spectrum: Spectrum, decision: ScoreDecision, heads: Bool[Tensor, "heads"] | None = None
-) -> Float[Tensor, "heads"]:
+def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
     """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (Theorem 1, Eq. 12).
 
     The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
-    removed. It is infinite for dense attention with any change (its rows have any length), for directions that all
-    heads share, and for a removed head (`heads` are the kept ones; default: all).
+    removed. It is infinite for dense attention with any change (its rows have any length), and for directions that
+    all heads share.
     """
     if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
         return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
@@ -63,18 +61,10 @@ def score_bound(
     change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
     # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
     bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
-    holds = torch.ones_like(bound, dtype=torch.bool) if spectrum.has_norms else bound == 0
-    return torch.where(holds if heads is None else holds & heads, bound, math.inf)
+    return bound if spectrum.has_norms else torch.where(bound == 0, bound, math.inf)
 
 
-NO_STRENGTH = "all strengths are zero"
-
-
-def keep_only(
-    spectrum: Spectrum,
-    keep: Bool[Tensor, "heads directions"],
-    notes: Sequence[str] = (),
-) -> ScoreDecision:
+def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
     """Returns a decision that keeps these directions at their strengths.
 
     `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
@@ -92,13 +82,14 @@ def give_strengths(
 ) -> ScoreDecision:
     """Returns a decision that keeps these directions with these strengths."""
     decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
-    reasons = []
-    for head, bound in enumerate(score_bound(spectrum, decision).tolist()):
-        note = f" ({notes[head]})" if notes else ""
-        bound_text = _describe_bound(bound) if spectrum.of == "qk" else ""
-        reasons.append(
-            _describe_kept(spectrum, decision, head) + note + _describe_removed(spectrum, keep, head) + bound_text
-        )
+    bounds = score_bound(spectrum, decision).tolist() if spectrum.of == "qk" else [0.0] * len(keep)
+    reasons = (
+        _describe_kept(spectrum, keep, head)
+        + (f" ({notes[head]})" if notes else "")
+        + _describe_removed(spectrum, keep, head)
+        + _describe_bound(bound)
+        for head, bound in enumerate(bounds)
+    )
     return replace(decision, reasons=tuple(reasons))
 
 
@@ -107,8 +98,8 @@ def at_most(value: float) -> str:
     return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
 
 
-def _describe_kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> str:
-    rank, total = int(decision.keep[head].sum()), int(spectrum.used[head].sum())
+def _describe_kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
+    rank, total = int(keep[head].sum()), int(spectrum.used[head].sum())
     what = "heads" if spectrum.of == HEADS else "directions"
     if not total:
         return f"has no {what}"
@@ -121,7 +112,7 @@ def _describe_kept(spectrum: Spectrum, decision: ScoreDecision, head: int) -> st
 def _describe_removed(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     used, removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
     if bool(used.any()) and not bool(spectrum.strength[head][used].any()):
-        return f"; {NO_STRENGTH}"
+        return "; all strengths are zero"
     if not bool(removed.any()):
         return ""
     share = (energy(spectrum.strength.double(), spectrum.used)[head] * keep[head]).sum().item()

@@ -1,20 +1,17 @@
 """Applies rules to heads, vo, fc1 and fc2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from attnrx.decompositions import Balanced, balance, elimination_losses, factor_directions
-from attnrx.decompositions.low_rank import pays
-from attnrx.decompositions.output_projection import Circuit, read_out
+from attnrx.decompositions import Balanced, balance, elimination_losses, factor_directions, pays, read_out
 from attnrx.diagnosis import Diagnosis, LayerDiagnosis, MapDiagnosis
-from attnrx.diagnostics import SpectralShape
 from attnrx.errors import InvalidRule, UnknownName
 from attnrx.maps import HEADS, LINEAR_MAPS
 from attnrx.prescription import HeadDecision, OutputDecision, ScoreDecision
-from attnrx.rules.decisions import NO_STRENGTH, keep_only
-from attnrx.rules.metrics import METRICS, OWN
+from attnrx.rules.decisions import keep_only
+from attnrx.rules.metrics import OWN
 from attnrx.rules.rule import Rule, inner_rules, metric_of
 from attnrx.shapes import Float, Tensor
 from attnrx.spectrum import Spectrum
@@ -30,33 +27,23 @@ HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
 NEEDS = {
     CENTERED: ("output_covariance", "output_mean", "readout_gram"),
     WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
+    OWN: (),
 }
 # Readings of pairs of heads.
 PAIRS = ("spectral_redundancy", "output_similarity")
-REMOVED = "the head is removed"
-REMEDY = (
-    "diagnose again with Moments() among the diagnostics (attnrx diagnose --moments), or use metric=weights, which "
-    "needs no data."
-)
 
 
 def output_metric(rule: Rule, of: str) -> str:
     """Returns the metric of a rule for one of OUTPUT_MAPS or "heads": the one it states, or its default.
 
     Raises:
-        UnknownName: The metric does not exist.
-        InvalidRule: The metric exists for other maps only.
+        UnknownName: The metric does not exist for this map.
     """
     known, default = (HEAD_METRICS, _head_metric(rule)) if of == HEADS else (OUTPUT_METRICS, CENTERED)
     metric = metric_of(rule) or default
-    if metric in known:
-        return metric
-    if metric in (OWN, *METRICS):
-        raise InvalidRule(
-            f"{of}={rule}: the metric {metric!r} does not exist for {of}; choose one of {', '.join(known)}, or omit it "
-            f"({default})."
-        )
-    raise UnknownName(f"metric of {of}", metric, known)
+    if metric not in known:
+        raise UnknownName(f"metric of {of}", metric, known)
+    return metric
 
 
 def _head_metric(rule: Rule) -> str:
@@ -72,28 +59,20 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
     """
     metric = output_metric(rule, HEADS)
     _require_moments(diagnosis, HEADS, rule, metric)
-    view = _view(diagnosis, [_head_spectrum(_head_strengths(layer, metric)) for layer in diagnosis.layers])
-    view = replace(view, layers=tuple(map(_with_pairs, view.layers, diagnosis.layers)))
+    layers = []
+    for layer in diagnosis.layers:
+        strength = _head_strengths(layer, metric)
+        identity = torch.eye(len(strength), dtype=torch.float64)[None]
+        readings = {name: value for name, value in layer.readings.items() if name in PAIRS}
+        readings["heads"] = torch.tensor([layer.spectrum.heads])  # their numbers in the original model
+        layers.append(LayerDiagnosis(_spectrum(identity, identity, strength[None], (0,), HEADS), readings))
+    view = replace(diagnosis, layers=tuple(layers))
     decisions: list[HeadDecision | None] = []
-    for index, layer in enumerate(view.layers):
+    for index, layer in enumerate(layers):
         decision = rule.decide(view, index)
-        found = HeadDecision(
-            decision.keep[0], layer.spectrum.strength[0], tuple(f"{each}; metric {metric}" for each in decision.reasons)
-        )
+        found = HeadDecision(decision.keep[0], layer.spectrum.strength[0], metric_reasons(decision, metric))
         decisions.append(None if bool(found.keep.all()) else found)
     return decisions
-
-
-def _with_pairs(view: LayerDiagnosis, layer: LayerDiagnosis) -> LayerDiagnosis:
-    """Returns the layer with the similarities of its heads, and the numbers of the heads in the original model."""
-    pairs = {name: value for name, value in layer.readings.items() if name in PAIRS}
-    heads = torch.tensor([layer.spectrum.heads], dtype=torch.float64)
-    return replace(view, readings={**view.readings, **pairs, "heads": heads})
-
-
-def _head_spectrum(strength: Float[Tensor, "heads"]) -> Spectrum:
-    identity = torch.eye(len(strength), dtype=torch.float64)[None]
-    return _spectrum(identity, identity, strength[None], (0,), HEADS)
 
 
 def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
@@ -101,9 +80,8 @@ def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"
         return (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
     if metric == WEIGHTS:
         return _value_directions(layer, metric).strength.square().sum(-1).sqrt()
-    gram = layer.reading("readout_gram")
-    covariance = layer.reading("output_covariance").reshape(gram.shape[0] * gram.shape[1], -1)
-    return elimination_losses(covariance, gram).sqrt()
+    covariance = layer.reading("output_covariance").flatten(0, 1)
+    return elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
 
 
 def decide_values(
@@ -135,26 +113,28 @@ def decide_values(
         if bool(decision.keep.all()):
             decisions.append(None)
             continue
-        circuit = _circuit(layer, metric)
-        reduced = read_out(circuit, directions, decision.keep, joint=metric == CENTERED)
-        decisions.append(
-            OutputDecision(
-                decision.ranks,
-                torch.cat(reduced.projection),
-                reduced.weight,
-                circuit.mean,
-                directions.strength,
-                metric_reasons(decision, metric, directions.rank),
-            )
-        )
+        is_centered = metric == CENTERED
+        covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
+        center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
+        weight = read_out(directions, decision.keep, covariance)
+        reasons = metric_reasons(decision, metric)
+        encode = directions.left[decision.keep]
+        decisions.append(OutputDecision(decision.ranks, encode, weight, center, directions.strength, reasons))
     return decisions
 
 
 def _require_moments(diagnosis: Diagnosis, name: str, rule: Rule, metric: str) -> None:
-    needed = NEEDS.get(metric, ())
+    needed = NEEDS[metric]
     missing = sorted({reading for layer in diagnosis.layers for reading in needed if reading not in layer.readings})
     if missing:
-        raise InvalidRule(f"{name}={rule} needs {', '.join(missing)}, which the diagnosis does not have: {REMEDY}")
+        raise _needs_moments(name, rule, ", ".join(missing))
+
+
+def _needs_moments(name: str, rule: Rule, missing: str) -> InvalidRule:
+    return InvalidRule(
+        f"{name}={rule} needs {missing}, which the diagnosis does not have: diagnose again with Moments() among the "
+        "diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
+    )
 
 
 def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
@@ -166,7 +146,8 @@ def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> Sco
     """Returns the decision without directions of removed heads, which is their reason."""
     if heads is None:
         return decision
-    reasons = (why if stays else REMOVED for why, stays in zip(decision.reasons, heads.keep.tolist(), strict=True))
+    stays = heads.keep.tolist()
+    reasons = (why if own else "the head is removed" for why, own in zip(decision.reasons, stays, strict=True))
     return replace(decision, keep=decision.keep & heads.keep[:, None], reasons=tuple(reasons))
 
 
@@ -180,23 +161,16 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
     maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
     present = [found for found in maps if found is not None]
     if any(metric not in found.metrics for found in present):
-        raise InvalidRule(f"{name}={rule} needs the moments of its map, which the diagnosis does not have: {REMEDY}")
+        raise _needs_moments(name, rule, "the moments of its map")
     tables = [found.metrics[metric] for found in present]
     spectra = [_spectrum(own.directions[None], own.directions[None], own.strength[None], (0,), name) for own in tables]
-    view = _view(replace(diagnosis, layers=diagnosis.layers[: len(present)]), spectra)
+    view = _view(diagnosis, spectra)
     decisions = iter([_decide_map(rule, view, index, found, metric) for index, found in enumerate(present)])
     return [None if found is None else next(decisions) for found in maps]
 
 
-def metric_reasons(decision: ScoreDecision, metric: str, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Returns the reasons of a decision, extended by its metric; `ranks` are the ranks of the head or map in that
-    metric.
-    """
-    dead = f"; {NO_STRENGTH}"
-    return tuple(
-        f"{reason}{'' if rank or dead in reason else dead}; metric {metric}"
-        for reason, rank in zip(decision.reasons, ranks, strict=True)
-    )
+def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
+    return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
 
 
 def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, metric: str) -> OutputDecision | None:
@@ -204,28 +178,16 @@ def _decide_map(rule: Rule, view: Diagnosis, index: int, found: MapDiagnosis, me
     (rank,) = decision.ranks
     if not 0 < rank or not pays(rank, own.directions.shape[1], found.inputs):
         return None
-    kept = own.directions[decision.keep[0]].double()
-    return OutputDecision(
-        (rank,), kept, kept.mT, own.center, own.strength[None], metric_reasons(decision, metric, (rank,))
-    )
-
-
-def _circuit(layer: LayerDiagnosis, metric: str) -> Circuit:
-    """Returns the identity on the value dimensions with their statistics; for "weights" only a center is known."""
-    center = layer.reading("output_mean" if metric == CENTERED else "value_bias").double()
-    size = center.numel()
-    covariance = layer.reading("output_covariance") if metric == CENTERED else center.new_zeros(size, size)
-    identity = torch.eye(size, dtype=center.dtype)
-    return Circuit(identity, None, covariance.double().reshape(size, size), center.flatten(), len(center))
+    kept, reasons = own.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
+    return OutputDecision((rank,), kept, kept.mT, own.center, own.strength[None], reasons)
 
 
 def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
     if metric == WEIGHTS:
         return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
-    heads, size = layer.reading("output_mean").shape
-    covariance = layer.reading("output_covariance").double().reshape(heads, size, heads, size)
-    own = covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    return balance(own, layer.reading("readout_gram"))
+    covariance = layer.reading("output_covariance").double()  # [heads, reads, heads * reads]
+    blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return balance(blocks, layer.reading("readout_gram"))
 
 
 def _spectrum(
@@ -235,7 +197,6 @@ def _spectrum(
     return Spectrum(left, right, strength.double(), used, 1.0, "none", units, of)
 
 
-def _view(diagnosis: Diagnosis, spectra: list[Spectrum]) -> Diagnosis:
+def _view(diagnosis: Diagnosis, spectra: Sequence[Spectrum]) -> Diagnosis:
     """Returns a diagnosis with the spectra of another map in place of the scores, as input of a rule."""
-    shape: Callable[[Spectrum], dict[str, Tensor]] = SpectralShape().measure
-    return replace(diagnosis, layers=tuple(LayerDiagnosis(spectrum, shape(spectrum)) for spectrum in spectra))
+    return replace(diagnosis, layers=tuple(LayerDiagnosis(spectrum, {}) for spectrum in spectra))

@@ -1,4 +1,4 @@
-"""Rules as text: parsing, and templates with an open share."""
+"""The registry of rules by name, rules as text, and templates with an open share."""
 
 import dataclasses
 import re
@@ -7,23 +7,67 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrx.errors import InvalidInput, InvalidRule, UnknownName
-from attnrx.maps import MAPS, TOKENS
-from attnrx.rules.by_layer import ByLayer
-from attnrx.rules.rule import And, Or, Rule, option_fields
+from attnrx.maps import LAYER_MAPS, MAPS, TOKENS
+from attnrx.prescription import TokenPrescription
+from attnrx.rules.by_attention import RemoveHeads, UniformHeads
+from attnrx.rules.by_strength import (
+    ContributionEnergy,
+    EffectiveRank,
+    EnergyRetention,
+    MedianThreshold,
+    NormClip,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    TotalRank,
+    UniformRank,
+)
+from attnrx.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.rules.rule import And, ByLayer, Or, Rule, option_fields, rule_name
+from attnrx.rules.shared import FusionOwner, FusionRank, SharedRank
 from attnrx.serialization.text_parsing import Language, Reader, Token, share
+from attnrx.tokens import TokenPolicy, parse_policy
+
+# Every rule by its name in text; the last three are controls, which match another rule.
+RULES: Mapping[str, type[Rule]] = {
+    rule_name(kind): kind
+    for kind in (
+        EnergyRetention,
+        Threshold,
+        MedianThreshold,
+        TopRank,
+        TotalRank,
+        UniformRank,
+        FusionRank,
+        FusionOwner,
+        SharedRank,
+        EffectiveRank,
+        ContributionEnergy,
+        Shrinkage,
+        NormClip,
+        UniformHeads,
+        RemoveHeads,
+        ByLayer,
+        RandomMatched,
+        LargestMatched,
+        UniformMatched,
+    )
+}
+
+RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
+"""The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 MAP = re.compile(r"(?:^|(?<=[^\s,;:(&|])\s+)([A-Za-z_]\w*)=")
 DEEPEST = 50  # brackets; far below the nesting that exhausts Python's stack
+SHARE = "{share}"
 
-LANGUAGE = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
 
-
-def parse_text(text: str, registry: Mapping[str, type[Rule]]) -> Rule:
-    """Builds a rule from text, with the rules of the registry."""
+def parse_rule(text: str) -> Rule:
+    """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`."""
     if text.count("(") > DEEPEST:
         raise InvalidRule(f"a rule in text may have {DEEPEST} brackets, found {text.count('(')}; build it in Python.")
-    reader = _Reader(text, registry)
+    reader = _Reader(text)
     rule = reader.read_any()
     reader.expect("end", "'&', '|' or the end")
     return rule
@@ -41,117 +85,126 @@ def split_maps(text: str) -> dict[str, str]:
     before, *parts = MAP.split(text.strip())
     if not parts:
         return {"qk": before} if before else {}
-    if before:
-        raise InvalidRule(f"the rules {text!r} begin with {before!r}: name its map, e.g. qk={before}.")
-    found: dict[str, str] = {}
-    for name, rule in zip(parts[::2], parts[1::2], strict=True):
-        if name not in MAPS:
-            raise UnknownName("map", name, MAPS)
-        if name in found or not rule.strip():
-            raise InvalidRule(f"the rules {text!r}: give {name} once, as in {name}=total_rank:0.5.")
-        found[name] = rule.strip()
-    return found
+    names, rules = parts[::2], [rule.strip() for rule in parts[1::2]]
+    for name in names:
+        _require_map(name)
+    if before or len(set(names)) < len(names) or not all(rules):
+        raise InvalidRule(f"the rules {text!r}: give every map once with its rule, as in qk=total_rank:0.5.")
+    return dict(zip(names, rules, strict=True))
+
+
+def _require_map(name: str) -> None:
+    if name not in MAPS:
+        raise UnknownName("map", name, MAPS)
+
+
+def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | None]:
+    """Returns the rule of every map, and the token policy.
+
+    A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
+    """
+    given = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"rules={rules!r}: give a text, e.g. 'qk=total_rank:0.5', a rule, or both by map.")
+    for name in given:
+        _require_map(str(name))
+    found: dict[str, Rule] = {}
+    for name in LAYER_MAPS:
+        rule = given.get(name)
+        rule = parse_rule(rule) if isinstance(rule, str) else rule
+        if isinstance(rule, Rule):
+            found[name] = rule
+        elif rule is not None:
+            raise InvalidInput(f"{name}={rule!r} is not a rule; give e.g. EnergyRetention(0.9), or its text.")
+    policy = given.get(TOKENS)
+    policy = parse_policy(policy) if isinstance(policy, str) else policy
+    if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):
+        raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'evit:0.7@4,7,10'.")
+    return found, TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
 
 
 class _Reader(Reader):
     """A recursive-descent parser; every method consumes the tokens of one grammar rule."""
 
-    language = LANGUAGE
-
-    def __init__(self, text: str, registry: Mapping[str, type[Rule]]):
-        super().__init__(text)
-        self.registry = registry
+    language = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
 
     def read_any(self) -> Rule:
-        rules = [self.read_all()]
+        rules = [self._read_all()]
         while self.take("|"):
-            rules.append(self.read_all())
+            rules.append(self._read_all())
         return Or(tuple(rules)) if len(rules) > 1 else rules[0]
 
-    def read_all(self) -> Rule:
-        rules = [self.read_single()]
+    def _read_all(self) -> Rule:
+        rules = [self._read_single()]
         while self.take("&"):
-            rules.append(self.read_single())
+            rules.append(self._read_single())
         return And(tuple(rules)) if len(rules) > 1 else rules[0]
 
-    def read_single(self) -> Rule:
+    def _read_single(self) -> Rule:
         if self.take("("):
             rule = self.read_any()
             self.expect(")", "')'")
             return rule
         name = self.expect("name", "the name of a rule")
-        if name.text not in self.registry:
-            raise UnknownName("rule", name.text, self.registry)
-        kind = self.registry[name.text]
-        given = self.read_matched(name, kind)
+        if name.text not in RULES:
+            raise UnknownName("rule", name.text, RULES)
+        kind = RULES[name.text]
+        given = self._read_inner(kind)
         if self.take(":"):
-            self.read_knob(name, kind, given)
+            self._read_knob(name, kind, given)
             while self.take(","):
-                self.read_knob(name, kind, given)
-        return self.build(name, kind, given)
-
-    def read_matched(self, name: Token, kind: type[Rule]) -> dict[str, Any]:
-        """Reads the rule in brackets that a control matches, or the rules of all layers."""
-        rule_fields = [field for field in option_fields(kind) if _holds_rules(field)]
-        here = self.tokens[self.position]
-        if self.take("("):
-            if not rule_fields:
-                raise self.problem(here.start, f"{name.text} takes no rule in brackets")
-            rules = [self.read_any()]
-            while rule_fields[0].type is not Rule and self.take(";"):
-                rules.append(self.read_any())
-            self.expect(")", "')'")
-            return {rule_fields[0].name: rules[0] if rule_fields[0].type is Rule else tuple(rules)}
-        if rule_fields:
-            what = "the rule that it matches" if rule_fields[0].type is Rule else "a rule for each layer"
-            message = f"{name.text} needs {what}, as in {name.text}(energy_retention:0.9)"
-            raise self.problem(here.start, message)
-        return {}
-
-    def read_knob(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> None:
-        """Reads one value into `given`."""
-        fields = [field for field in option_fields(kind) if not _holds_rules(field)]
-        knobs = {field.name: field.type for field in fields}
-        here = self.tokens[self.position]
-        free = [field.name for field in fields if not field.kw_only and field.name not in given]
-        if self.take("name"):
-            knob = here.text
-            self.expect("=", f"'=' after {knob}")
-        elif not free:
-            has = f"has only the knobs {', '.join(knobs)}" if knobs else "has no knobs"
-            raise self.problem(here.start, f"{name.text} {has}, found {here.text!r}")
-        else:
-            knob = free[0]
-        if knob not in knobs:
-            raise UnknownName(f"knob of {name.text}", knob, knobs)
-        if knob in given:
-            raise self.problem(here.start, f"{knob} is given twice")
-        if knobs[knob] in (str, str | None):
-            given[knob] = self.expect("name", f"a name for {knob}").text
-        else:
-            given[knob] = self.value(self.expect("number", f"a number for {knob}"), knob, knobs[knob])
-
-    def value(self, number: Token, knob: str, kind: Any) -> int | float:
-        if kind is float or (kind == int | float and not re.fullmatch(r"[-+]?\d+", number.text)):
-            return share(number.text)
-        if not re.fullmatch(r"[-+]?\d+", number.text):
-            raise self.problem(number.start, f"{knob} is a whole number, not {number.text}")
-        return int(number.text)
-
-    def build(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> Rule:
-        needed = [field.name for field in option_fields(kind) if field.default is dataclasses.MISSING]
-        missing = [name for name in needed if name not in given]
+                self._read_knob(name, kind, given)
+        missing = [
+            field.name
+            for field in option_fields(kind)
+            if field.default is dataclasses.MISSING and field.name not in given
+        ]
         if missing:
             message = f"{name.text} needs {' and '.join(missing)}, as in {name.text}:{missing[0]}=..."
             raise self.problem(name.start, message)
         return kind(**given)
 
+    def _read_inner(self, kind: type[Rule]) -> dict[str, Any]:
+        """Reads the rule in brackets that a control matches, or the rules of all layers."""
+        first = option_fields(kind)[0]
+        if not _holds_rules(first):
+            return {}
+        example = f"a rule in brackets, as in {rule_name(kind)}(energy_retention:0.9)"
+        self.expect("(", example)
+        rules = [self.read_any()]
+        while first.type is not Rule and self.take(";"):
+            rules.append(self.read_any())
+        self.expect(")", "')'")
+        return {first.name: rules[0] if first.type is Rule else tuple(rules)}
+
+    def _read_knob(self, name: Token, kind: type[Rule], given: dict[str, Any]) -> None:
+        """Reads one value into `given`."""
+        knobs = {field.name: field for field in option_fields(kind) if not _holds_rules(field)}
+        here = self.tokens[self.position]
+        free = [knob for knob, field in knobs.items() if not field.kw_only and knob not in given]
+        if self.take("name"):
+            knob = here.text
+            self.expect("=", f"'=' after {knob}")
+        elif free:
+            knob = free[0]
+        else:
+            raise self.problem(here.start, f"{name.text} has only the knobs {', '.join(knobs)}, found {here.text!r}")
+        if knob not in knobs:
+            raise UnknownName(f"knob of {name.text}", knob, knobs)
+        if knob in given:
+            raise self.problem(here.start, f"{knob} is given twice")
+        if knobs[knob].type in (str, str | None):
+            given[knob] = self.expect("name", f"a name for {knob}").text
+            return
+        number = self.expect("number", f"a number for {knob}")
+        is_whole = re.fullmatch(r"[-+]?\d+", number.text) is not None
+        if not is_whole and knobs[knob].type is int:
+            raise self.problem(number.start, f"{knob} is a whole number, not {number.text}")
+        given[knob] = int(number.text) if is_whole and knobs[knob].type is not float else share(number.text)
+
 
 def _holds_rules(field: "dataclasses.Field[Any]") -> bool:
     return field.type in (Rule, tuple[Rule, ...])
-
-
-SHARE = "{share}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Creates a prescription from a diagnosis and rules."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from attnrx.prescription import (
     ScoreDecision,
     TokenPrescription,
 )
-from attnrx.rules.decisions import keep_only, score_bound
+from attnrx.rules.decisions import keep_only
 from attnrx.rules.metrics import OWN, rewritten
 from attnrx.rules.outputs import (
     CENTERED,
@@ -29,8 +28,9 @@ from attnrx.rules.outputs import (
     output_metric,
     without_heads,
 )
-from attnrx.rules.registry import RulesLike, parse_rules
+from attnrx.rules.parsing import RulesLike, parse_rules
 from attnrx.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
+from attnrx.serialization.storage import require_finite_tensors
 from attnrx.spectrum import Spectrum
 
 
@@ -40,12 +40,10 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
 
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
-    about the optimal directions in its metric (METRICS), by their strengths there, or about
-    the model's own; without it the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric
-    (OUTPUT_METRICS). "tokens" needs no reading, because tokens are selected for every image at run time. The
-    prescription records the rules with their metrics, all information of the diagnosis about its model and data, and
-    under `score_bounds` the bound on the change of the masked scores of each head on the same tokens (Theorem 1), or
-    null where no bound exists.
+    about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
+    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS). "tokens" needs
+    no reading, because tokens are selected for every image at run time. The prescription records the rules with their
+    metrics, and all information of the diagnosis about its model and data.
     """
     given, tokens = parse_rules(rules)
     if not diagnosis.layers:
@@ -55,7 +53,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in given.items()}
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     if HEADS in stated:
-        require_readings(diagnosis, stated[HEADS])
+        _require_readings(diagnosis, stated[HEADS])
         heads = decide_heads(diagnosis, stated[HEADS])
     scores, spectra = _decide_scores(_without_removed(diagnosis, heads), stated.get("qk"))
     scores = [limited_to_heads(own, removal) for own, removal in zip(scores, heads, strict=True)]
@@ -70,13 +68,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     )
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
         raise NoOpPrescription(_no_op_message(spectra, scores, given, tokens))
-    bounds = [
-        score_bound(*each).tolist() for each in zip(spectra, scores, (layer.heads for layer in layers), strict=True)
-    ]
-    finite = [[bound if math.isfinite(bound) else None for bound in heads] for heads in bounds]
-    about = {**diagnosis.about, "score_bounds": finite}
     texts = {name: str(rule) for name, rule in stated.items()}
-    return Prescription(layers, texts, diagnosis.fingerprint, about, tokens)
+    return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
 
 
 def _without_removed(diagnosis: Diagnosis, heads: Sequence[HeadDecision | None]) -> Diagnosis:
@@ -108,7 +101,7 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own]
     if rule is None:
         return unchanged, own
-    require_readings(diagnosis, rule)
+    _require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
         return [rule.decide(diagnosis, layer) for layer in range(len(own))], own
@@ -119,7 +112,7 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
         changed = _changes_scores(spectrum, layer)
-        reasons = metric_reasons(layer, metric, view.layers[index].readings["metric_rank"].tolist())
+        reasons = metric_reasons(layer, metric)
         layers.append(
             replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
         )
@@ -127,15 +120,20 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     return layers, spectra
 
 
-def require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
-    """Raises InvalidRule if the diagnosis lacks a reading that the rule needs."""
+def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
+    """Raises InvalidRule if the diagnosis lacks a reading that the rule needs, InvalidInput for one that is not
+    finite.
+    """
     for index, layer in enumerate(diagnosis.layers):
-        missing = [name for name in readings_needed(rule) if name not in layer.readings]
+        needed = readings_needed(rule)
+        missing = [name for name in needed if name not in layer.readings]
         if missing:
             raise InvalidRule(
                 f"{rule} needs {' and '.join(missing)}, which the diagnosis of layer {index} does not have; it has "
                 f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that measure them."
             )
+        used = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
+        require_finite_tensors(used, f"the diagnosis of layer {index}")
 
 
 def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
@@ -150,42 +148,19 @@ def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
     )
 
 
-# Reasons of a no-op by map; the message for qk is separate, as it includes the range of the strengths.
-FACTORS = "every layer keeps the rank of the map, or has no rank below outputs * inputs / (outputs + inputs)"
-UNCHANGED = {
-    HEADS: "every head stays",
-    "vo": "every head keeps all its value dimensions",
-    "fc1": FACTORS,
-    "fc2": FACTORS,
-}
-
-
 def _no_op_message(
-    spectra: list[Spectrum],
-    scores: list[ScoreDecision],
-    rules: Mapping[str, Rule],
-    tokens: TokenPrescription | None,
+    spectra: list[Spectrum], scores: list[ScoreDecision], rules: Mapping[str, Rule], tokens: TokenPrescription | None
 ) -> str:
     if not rules:
         found = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
         return (
             f"{found}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
         )
-    found = [f"{name}={rules[name]} would change nothing: {why}" for name, why in UNCHANGED.items() if name in rules]
-    found = [_no_op_scores(spectra, scores, rules["qk"]), *found] if "qk" in rules else found
-    return f"{'; '.join(found)}. Request a smaller rank or share, or use another rule."
-
-
-def _no_op_scores(spectra: list[Spectrum], layers: list[ScoreDecision], rule: Rule | None) -> str:
+    texts = " ".join(f"{name}={rule}" for name, rule in rules.items())
+    found = f"{texts} would change nothing: every map keeps everything, or (fc1, fc2) has no rank that saves parameters"
     strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
-    span = (
-        f"|strength| lies in {strengths.min():.3g}..{strengths.max():.3g}"
-        if len(strengths)
-        else "there are no directions"
-    )
-    first = next((layer.reasons[0] for layer in layers if layer.reasons), "there are no heads")
-    heads = sum(len(layer.reasons) for layer in layers)
-    return (
-        f"qk={rule} would change nothing: all {heads} heads of {len(layers)} layers keep everything ({span}; "
-        f"the first head {first})"
-    )
+    reasons = [reason for layer in scores for reason in layer.reasons]
+    if "qk" in rules and len(strengths):
+        span = f"|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g}"
+        found = f"{found} ({span}; the first head {reasons[0]})"
+    return f"{found}. Request a smaller rank or share, or use another rule."

@@ -1,20 +1,24 @@
-"""The interface of a rule, and the two combinations of rules."""
+"""The interface of a rule, the combinations of rules, and what rules read of a diagnosis."""
 
 import dataclasses
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidRule
+from attnrx.errors import InvalidRule, NotSupported, UnknownName
 from attnrx.maps import LAYER_MAPS
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import give_strengths
-from attnrx.shapes import Float, Int, Tensor
+from attnrx.shapes import Tensor
+from attnrx.spectrum import Spectrum
+
+MOST = 2**31 - 1  # the largest whole number of an option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,14 @@ class Rule(ABC):
     """The maps that it can decide about; ("qk",) where it uses attention, changeable strengths or shared directions."""
     head_metric: ClassVar[str] = "centered"
     """The default metric for "heads" (HEAD_METRICS)."""
+    largest: ClassVar[float] = 1.0
+    """The largest value of its numbers: 1 for shares, infinite for numbers that are compared with strengths."""
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The values of its knobs that are names."""
+
+    def __post_init__(self):
+        for field in option_fields(type(self)):
+            _require_valid(self, field, getattr(self, field.name))
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
@@ -48,50 +60,90 @@ class Rule(ABC):
         return Or((self, other))
 
     def __str__(self) -> str:
-        return _spell(self)
+        parts = "; ".join(str(part) for part in inner_rules(self))
+        return rule_name(type(self)) + (f"({parts})" if parts else "") + _spell_knobs(self)
 
 
 @dataclass(frozen=True)
-class And(Rule):
+class Combination(Rule):
+    """Several rules that decide about the same directions."""
+
+    rules: tuple[Rule, ...]
+
+    how: ClassVar[str]
+    sign: ClassVar[str]
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Flat, so that (a & b) & c equals a & (b & c).
+        nested = (inner_rules(rule) if type(rule) is type(self) else (rule,) for rule in self.rules)
+        object.__setattr__(self, "rules", tuple(part for parts in nested for part in parts))
+
+    def __str__(self) -> str:
+        # & binds more tightly than |.
+        return self.sign.join(
+            f"({part})" if isinstance(self, And) and isinstance(part, Or) else str(part) for part in self.rules
+        )
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
+        keep = torch.stack([decision.keep for decision in decisions])
+        strength = torch.stack([decision.strength for decision in decisions])
+        is_and = isinstance(self, And)
+        chosen = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
+        spectrum = diagnosis.layers[layer].spectrum
+        own = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, chosen[None])[0])
+        each = zip(*(decision.reasons for decision in decisions), strict=True)
+        reasons = tuple(
+            f"{reason}. {self.how}: "
+            + "; ".join(f"[{rule}] {part}" for rule, part in zip(self.rules, why, strict=True))
+            for reason, why in zip(own.reasons, each, strict=True)
+        )
+        return replace(own, reasons=reasons)
+
+
+@dataclass(frozen=True)
+class And(Combination):
     """Keeps the directions that all of its rules keep, with the smallest strength of them."""
 
-    rules: tuple[Rule, ...]
-
-    def __post_init__(self):
-        object.__setattr__(self, "rules", _flat(And, self.rules))
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the intersection of the decisions."""
-        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
-        keep = torch.stack([decision.keep for decision in decisions]).all(0)
-        strengths = torch.stack([decision.strength for decision in decisions])
-        strength = _select(strengths, strengths.abs().argmin(0))
-        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength)
-        return replace(own, reasons=_reasons(own, "All of", self.rules, decisions))
+    how: ClassVar[str] = "All of"
+    sign: ClassVar[str] = " & "
 
 
 @dataclass(frozen=True)
-class Or(Rule):
+class Or(Combination):
     """Keeps the directions that any of its rules keeps, with the largest strength of them."""
+
+    how: ClassVar[str] = "Any of"
+    sign: ClassVar[str] = " | "
+
+
+@dataclass(frozen=True)
+class ByLayer(Rule):
+    """Applies a separate rule to every layer, the first rule to the first layer.
+
+    A target per layer resolves to this rule: the rank that meets the target differs from layer to layer. As text:
+    by_layer(total_rank:0.5; total_rank:0.25).
+    """
 
     rules: tuple[Rule, ...]
 
-    def __post_init__(self):
-        object.__setattr__(self, "rules", _flat(Or, self.rules))
-
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the union of the decisions."""
-        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
-        keep = torch.stack([decision.keep for decision in decisions]).any(0)
-        strengths = torch.stack([decision.strength for decision in decisions])
-        strength = _select(strengths, strengths.abs().argmax(0))
-        own = give_strengths(diagnosis.layers[layer].spectrum, keep, strength)
-        return replace(own, reasons=_reasons(own, "Any of", self.rules, decisions))
+        if len(self.rules) != len(diagnosis.layers):
+            raise InvalidRule(
+                f"by_layer has {len(self.rules)} rules for {len(diagnosis.layers)} layers: give one each."
+            )
+        return self.rules[layer].decide(diagnosis, layer)
 
 
 def rule_name(kind: type[Rule]) -> str:
     """Returns the name of a rule in text: `EnergyRetention` is `energy_retention`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
+    """Returns the fields of a rule, keyword-only ones last."""
+    return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))
 
 
 def inner_rules(rule: Rule) -> tuple[Rule, ...]:
@@ -123,50 +175,64 @@ def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
 
 def in_metric(rule: Rule, metric: str) -> Rule:
     """Returns the rule with its metric stated, in each of its parts where it has parts."""
-    fields = {field.name: getattr(rule, field.name) for field in option_fields(type(rule))}
-    held = {name: value for name, value in fields.items() if isinstance(value, Rule | tuple)}
-    if not held:
+    if not inner_rules(rule):
         return replace(rule, metric=metric)
-    changed = {
-        name: in_metric(value, metric) if isinstance(value, Rule) else tuple(in_metric(part, metric) for part in value)
-        for name, value in held.items()
-    }
+    changed: dict[str, Any] = {}
+    for field in option_fields(type(rule)):
+        value = getattr(rule, field.name)
+        if isinstance(value, Rule):
+            changed[field.name] = in_metric(value, metric)
+        elif isinstance(value, tuple):
+            changed[field.name] = tuple(in_metric(part, metric) for part in value)
     return replace(rule, metric=None, **changed)
 
 
-def _flat(kind: type[Rule], rules: Sequence[Any]) -> tuple[Rule, ...]:
-    """Flattens nested combinations of the same kind, so that (a & b) & c equals a & (b & c)."""
-    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
-    if wrong or len(rules) < 2:
-        raise InvalidRule(
-            f"{kind.__name__}({rules!r}): give at least two rules, e.g. And((Threshold(0.1), TopRank(8)))."
+def reading_of(diagnosis: Diagnosis, layer: int, name: str) -> Tensor:
+    return diagnosis.layers[layer].reading(name).double()
+
+
+def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
+    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
+
+    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
+    at the noise floor.
+    """
+    spectrum = diagnosis.layers[layer].spectrum
+    strength = spectrum.strength[spectrum.used]
+    if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
+        raise NotSupported(
+            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
+            "Use contribution_energy, which uses measured queries and keys, or train an SVDA model."
         )
-    return tuple(part for rule in rules for part in (inner_rules(rule) if isinstance(rule, kind) else (rule,)))
+    return spectrum
 
 
-def _select(
-    strengths: Float[Tensor, "rules heads directions"], indices: Int[Tensor, "heads directions"]
-) -> Float[Tensor, "heads directions"]:
-    return strengths.gather(0, indices[None])[0]
+def rank_among(value: int | float, total: int) -> int:
+    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
+    return value if isinstance(value, int) else max(1, round(value * total))
 
 
-def _reasons(
-    own: ScoreDecision, how: str, rules: Sequence[Rule], decisions: Sequence[ScoreDecision]
-) -> tuple[str, ...]:
-    each = zip(*(decision.reasons for decision in decisions), strict=True)
-    return tuple(
-        f"{reason}. {how}: " + "; ".join(f"[{rule}] {part}" for rule, part in zip(rules, parts, strict=True))
-        for reason, parts in zip(own.reasons, each, strict=True)
-    )
-
-
-def _spell(rule: Rule) -> str:
-    if isinstance(rule, And):
-        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in rule.rules)
-    if isinstance(rule, Or):
-        return " | ".join(str(part) for part in rule.rules)
-    parts = "; ".join(str(part) for part in inner_rules(rule))
-    return rule_name(type(rule)) + (f"({parts})" if parts else "") + _spell_knobs(rule)
+def _require_valid(rule: Rule, field: "dataclasses.Field[Any]", value: Any) -> None:
+    """Raises InvalidRule unless the value of a field is of its type and in its range."""
+    name = rule_name(type(rule))
+    if field.name in rule.choices and value not in rule.choices[field.name]:
+        raise UnknownName(f"{field.name} of {name}", str(value), rule.choices[field.name])
+    least = 1 if field.name == "multiple" else 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_count = is_number and isinstance(value, int) and least <= value <= MOST
+    is_positive = is_number and 0 < value <= rule.largest and math.isfinite(value)
+    parts = value if field.type == tuple[Rule, ...] else (value,)
+    is_rules = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, Rule) for part in parts)
+    kinds: Mapping[Any, tuple[bool, str]] = {
+        int: (is_count, f"a whole number in {least}..{MOST}"),
+        float: (is_positive, "a share in (0, 1], e.g. 0.9" if rule.largest == 1 else "a positive number"),
+        int | float: (is_count or is_positive, "a whole number of directions, or a share in (0, 1], e.g. 0.5"),
+        Rule: (is_rules, "a rule, e.g. EnergyRetention(0.9)"),
+        tuple[Rule, ...]: (is_rules, "a tuple of rules"),
+    }
+    is_valid, wanted = kinds.get(field.type, (True, ""))
+    if not is_valid:
+        raise InvalidRule(f"{name} was given {field.name}={value!r}: {field.name} must be {wanted}.")
 
 
 def _spell_knobs(rule: Rule) -> str:
@@ -179,8 +245,3 @@ def _spell_knobs(rule: Rule) -> str:
         elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):
             knobs.append(repr(value))
     return ":" + ",".join(knobs) if knobs else ""
-
-
-def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
-    """Returns the fields of a rule, keyword-only ones last."""
-    return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))

@@ -75,7 +75,7 @@ def _spectral(strength: Float[Tensor, "heads directions"], used: Bool[Tensor, "h
     readings: Mapping[str, Tensor] = {
         "entropy": entropy(strength, used),
         "effective_rank": effective_rank(strength, used),
-        "sparsity": sparsity(strength, used=used),
+        "sparsity": sparsity(strength, used),
         "max_strength": strength.abs().amax(-1),
         "retained_rank": ((shares.cumsum(-1) - shares < RETAINED) & (shares > 0)).sum(-1).double(),
     }

@@ -15,7 +15,7 @@ from attnrx.diagnosis import LayerDiagnosis
 from attnrx.errors import InvalidInput
 from attnrx.models import family_of, model_fingerprint
 from attnrx.progress import Log
-from attnrx.rules.metrics import JointForm
+from attnrx.rules.shared import JointForm
 from attnrx.serialization.storage import file_sha256, read_tensors, write_tensors
 from attnrx.shapes import Float, Tensor
 from attnrx.training import Reporter

@@ -1,11 +1,15 @@
-"""The maps of the MLP: the directions of their outputs that carry the data."""
+"""Watches of a pass over images: the outputs of the maps of the MLP, and the attention that every patch receives."""
+
+from collections import defaultdict
 
 import torch
 
 from attnrx.decompositions.low_rank import activation_aware, output_pca, plain_svd
 from attnrx.diagnosis import MapDirections
 from attnrx.diagnostics.redundancy import CentredMoment
+from attnrx.observation import Observation
 from attnrx.shapes import Float, Tensor
+from attnrx.tokens import TokenLayout
 
 
 class MapWatch:
@@ -33,10 +37,10 @@ class MapWatch:
         covariance = self.moment.value.cpu().double() / max(self.moment.rows, 1)
         covariance = (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
         if self.on_inputs:
-            found = activation_aware(weight, bias, covariance + torch.outer(mean, mean), mean)
+            found = activation_aware(weight, bias, covariance)
             mean = weight @ mean + (0.0 if bias is None else bias)
         else:
-            found = output_pca(weight, bias, covariance, mean)
+            found = output_pca(weight, bias, covariance)
         return MapDirections(found.strength, found.second.mT.contiguous(), mean)
 
 
@@ -51,3 +55,38 @@ def singular_directions(
     found = plain_svd(weight.detach().cpu())
     center = weight.new_zeros(len(weight)) if bias is None else bias
     return MapDirections(found.strength, found.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))
+
+
+CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
+
+
+class RelevanceWatch:
+    """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
+
+    "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
+    all tokens together: the scores of the reducers of these names while no token is pruned.
+    """
+
+    def __init__(self, layout: TokenLayout, depth: int):
+        self.layout, self.depth = layout, depth
+        self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        maps = observation.attention[..., self.layout.prefix :].detach()
+        if self.layout.class_token:
+            self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
+        self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
+
+    def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
+        """Returns the relevance by source; NaN in a layer that computed nothing."""
+        found = {}
+        for name, layers in self._seen.items():
+            known = next(torch.cat(batches) for batches in layers if batches)
+            found[name] = torch.stack([torch.cat(own) if own else known * torch.nan for own in layers], dim=1)
+        return found
+
+
+def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
+    """Returns the mean over layers 1..l for every l (Section 8); unknown layers are excluded."""
+    known = ~relevance.isnan()
+    return relevance.nan_to_num(0.0).cumsum(-2) / known.cumsum(-2)

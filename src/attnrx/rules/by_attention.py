@@ -1,4 +1,4 @@
-"""Remove heads: removes a head that is redundant with a kept one, by spectrum and by output."""
+"""Rules that decide about whole heads by what they compute: uniform attention, and repeated outputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,9 +9,28 @@ from attnrx.diagnosis import Diagnosis
 from attnrx.maps import HEADS
 from attnrx.prescription import ScoreDecision
 from attnrx.rules.decisions import keep_only
-from attnrx.rules.preconditions import read, read_spectrum, require_share
-from attnrx.rules.rule import Rule
+from attnrx.rules.rule import Rule, reading_of
 from attnrx.shapes import Float, Tensor
+
+
+@dataclass(frozen=True)
+class UniformHeads(Rule):
+    """Removes all directions from heads of at most this `selectivity`; the heads are kept and output the mean value.
+
+    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality the rows
+    of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm, which bounds the
+    error on those images. Works for every form, dense included.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("selectivity",)
+    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
+
+    selectivity: float = 1e-3
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum, found = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
+        keep = spectrum.used & (found > self.selectivity)[:, None]
+        return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in found.tolist()])
 
 
 @dataclass(frozen=True)
@@ -32,33 +51,20 @@ class RemoveHeads(Rule):
     spectral: float = 0.99
     output: float = 0.95
 
-    def __post_init__(self):
-        require_share(self, "spectral", self.spectral)
-        require_share(self, "output", self.output)
-
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum = read_spectrum(self, diagnosis, layer)
-        spectral = read(self, diagnosis, layer, "spectral_redundancy", per="pair")
-        output = read(self, diagnosis, layer, "output_similarity", per="pair")
+        spectrum = diagnosis.layers[layer].spectrum
+        spectral, output = (reading_of(diagnosis, layer, name) for name in self.needs)
         repeats = (spectral >= self.spectral) & (output >= self.output)
         twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
         keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)
-        numbers = [int(head) for head in diagnosis.layers[layer].reading("heads")[0].tolist()]
-        return keep_only(spectrum, keep, [_note(numbers, twin, spectral, output)])
-
-
-def _note(numbers: list[int], twin: dict[int, int], spectral: Tensor, output: Tensor) -> str:
-    """Describes the removed heads by their numbers in the original model, or the pair of the most similar outputs."""
-    pairs = [(first, second) for first in range(len(numbers)) for second in range(first)]
-    if not pairs:
-        return "the only head of its layer"
-    found = list(twin.items()) or [max(pairs, key=lambda pair: output[pair].item())]
-    how = "repeats head {}, which stays" if twin else "is most similar to head {}"
-    return "; ".join(
-        f"head {numbers[head]} {how.format(numbers[other])}: similarity {spectral[head, other]:.3f} of spectrum and "
-        f"{output[head, other]:.3f} of output"
-        for head, other in found
-    )
+        # The numbers of the heads in the original model.
+        names = [int(head) for head in reading_of(diagnosis, layer, "heads")[0].tolist()]
+        pairs = [
+            f"head {names[head]} repeats head {names[other]}, which stays: similarity {spectral[head, other]:.3f} of "
+            f"spectrum and {output[head, other]:.3f} of output"
+            for head, other in twin.items()
+        ]
+        return keep_only(spectrum, keep, ["; ".join(pairs) or "no head repeats another"])
 
 
 def _twins(similarity: Float[Tensor, "heads heads"], total: Float[Tensor, "heads"]) -> dict[int, int]:
