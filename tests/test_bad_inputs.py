@@ -167,6 +167,7 @@ COMPLETE = {
     "realize": "{model} --prescription {plain} --out {out}",
     "report": "--prescription {plain} --out {out}.html",
     "reproduce": "svda/table1 --out {out}",
+    "shrink": "{model} --data {data} --macs 0.5 --out {out}",
     "sweep": "run {sweep} --store {out}.sqlite",
     "train": "{model} --data {data} --out {out}",
     "verify": "{model} --reference {model} --data {data} --out {out}.json",

@@ -25,18 +25,18 @@ class Displayed:
 
 
 def _shown(item: Any) -> list[tuple[str, str]]:
-    return [(field.name, short(getattr(item, field.name))) for field in fields(item)]
+    return [(field.name, short_value(getattr(item, field.name))) for field in fields(item)]
 
 
-def short(value: Any, depth: int = 2) -> str:
+def short_value(value: Any, depth: int = 2) -> str:
     """Returns a text of at most OF_A_VALUE characters."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        parts = [f"{key!r}: {short(own, depth - 1)}" for key, own in list(value.items())[:ITEMS]] if depth else []
+        parts = [f"{key!r}: {short_value(own, depth - 1)}" for key, own in list(value.items())[:ITEMS]] if depth else []
         return _cut("{" + ", ".join(_with_rest(parts, len(value))) + "}", OF_A_VALUE)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [short(own, depth - 1) for own in value[:ITEMS]] if depth else []
+        parts = [short_value(own, depth - 1) for own in value[:ITEMS]] if depth else []
         return _cut("(" + ", ".join(_with_rest(parts, len(value))) + ")", OF_A_VALUE)
     return _cut(repr(value), OF_A_VALUE)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import check_schema, read_json, write_json
@@ -53,8 +54,8 @@ RECORD = fields.Record(
 )
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(Displayed):
     """One measured claim.
 
     A claim has a `limit` and an `outcome`: it holds if the whole interval satisfies the limit, fails if no part of the
@@ -134,8 +135,8 @@ def _rounded_up(count: float) -> int:
     return unit * math.ceil(count / unit)
 
 
-@dataclass(frozen=True)
-class Evidence:
+@dataclass(frozen=True, repr=False)
+class Evidence(Displayed):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions."""
 
     findings: tuple[Finding, ...]

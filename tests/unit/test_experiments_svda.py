@@ -44,7 +44,7 @@ def test_refit_is_nearer_to_the_original_at_the_same_cost(run: Run):
 def test_half_the_directions_go_and_every_bound_holds(run: Run):
     found = run.record["rules"]["share-0.50"]
     assert found["removed"] == pytest.approx(50)
-    assert len(found["bounds"]) == 7 and all(bound["outcome"] == "holds" for bound in found["bounds"])
+    assert len(found["bounds"]) == 5 and all(bound["outcome"] == "holds" for bound in found["bounds"])
 
 
 def test_controls_have_their_draws_and_an_even_cut_has_no_uniform_control(run: Run):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.checks.promises import PredictedQuantity
+from attnrx.display import Displayed
 from attnrx.prescription import KIND as PRESCRIPTION
 from attnrx.prescription import Prescription
 from attnrx.serialization.atomic_writes import replacing_folder
@@ -23,8 +24,8 @@ class Point:
     divergence: float
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
     `cost` is the predicted share of the original's cost, `measured` the latency measured while planning (for latency).

@@ -32,16 +32,17 @@ def add(parser: Parser) -> None:
     option(space, "--reducer", "REDUCER", "the token reducer, untrained", "ward")
     search = parser.add_argument_group("search")
     option(search, "--diagnosis", "FILE", "of this model (made on the first 96 training images)")
-    option(search, "--images", COUNT, "training images for the plan", 1024)
+    option(search, "--effort", ("quick", "normal", "thorough"), "how much is measured", "normal")
+    option(search, "--images", COUNT, "training images for the plan (192, 512 or 1024, by effort)")
     option(search, "--other-images", COUNT, "validation images for its predictions", 256)
-    option(search, "--trials", TRIALS, "plans to realize and measure", 48)
+    option(search, "--trials", TRIALS, "plans to realize and measure (24, 32 or 48, by effort)")
     option(search, "--storage", "PATH", "the storage of the trials: a file, or an Optuna URL")
     timing = parser.add_argument_group("measured latency")
     option(timing, "--batch", BATCH, "batch size", 32)
     option(timing, "--threads", THREADS, "CPU threads (torch's default)")
     option(timing, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
     option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
-    option(timing, "--rounds", ROUNDS, "rounds in which every block is timed", 7)
+    option(timing, "--rounds", ROUNDS, "rounds in which every block is timed (5, 5 or 7, by effort)")
     add_running(parser, 32)
 
 
@@ -50,8 +51,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     settings = replace(_settings(arguments), log=log)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    images = splits.train.take(arguments.images)
-    others = splits.validation.take(arguments.other_images)
+    images = splits.train.take(arguments.images or min(settings.effort.images, len(splits.train)))
+    others = splits.validation.take(min(arguments.other_images, len(splits.validation)))
     plan = rx.plan(model, _diagnosis(arguments, model, images), target, images, others, settings=settings)
     path = plan.save(arguments.out)
     rows = tuple((f"{point.cost:.3f}", f"{point.sensitivity:.3g}", f"{point.divergence:.3g}") for point in plan.front)
@@ -66,11 +67,16 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
     conditions = rx.costs.Conditions(arguments.device or default_device(), arguments.precision, arguments.threads)
     timing = rx.planning.TimingSettings(
-        arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall"), arguments.rounds
+        arguments.batch, conditions, arguments.clock or ("cuda" if conditions.on_cuda else "wall")
     )
-    search = rx.planning.Search(arguments.trials, arguments.seed, arguments.storage)
     axes = rx.planning.AXES if arguments.axes is None else tuple(arguments.axes.split(","))
-    return rx.planning.PlanSettings(axes, arguments.reducer, search, timing, arguments.batch_size)
+    preset = rx.planning.PlanSettings.of(
+        arguments.effort, timing, axes=axes, reducer=arguments.reducer, batch_size=arguments.batch_size
+    )
+    trials = preset.effort.trials if arguments.trials is None else arguments.trials
+    search = replace(preset.search, trials=trials, seed=arguments.seed, storage=arguments.storage)
+    rounds = preset.timing.rounds if arguments.rounds is None else arguments.rounds
+    return replace(preset, search=search, timing=replace(preset.timing, rounds=rounds))
 
 
 def _diagnosis(arguments: Namespace, model: "nn.Module", images: "rx.data.ImageSet") -> "rx.Diagnosis":

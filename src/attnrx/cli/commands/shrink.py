@@ -16,7 +16,7 @@ EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet 
 FASTER = RealNumber("TIMES", 1.0, 100.0, above=True)
 
 
-def points(text: str) -> float:
+def accuracy_points(text: str) -> float:
     """The type of percentage points, with or without the unit."""
     return RealNumber("POINTS", 0.0, 100.0)(text.strip().removesuffix("pt"))
 
@@ -28,7 +28,7 @@ def add(parser: Parser) -> None:
     option(target, "--faster", FASTER, "the speed-up, e.g. 1.6, measured on this machine")
     option(target, "--macs", SHARE, "the share of the MACs that stays, e.g. 0.5")
     option(target, "--params", SHARE, "the share of the parameters that stays, e.g. 0.7")
-    option(target, "--max-drop", points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")
+    option(target, "--max-drop", accuracy_points, "the points of accuracy that may be lost, e.g. 1pt", metavar="POINTS")
     add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)
     option(parser, "--effort", ("quick", "normal", "thorough"), "how much is measured", "quick")
     option(parser, "--batch", BATCH, "images per forward pass whose latency is measured", 32)
