@@ -252,7 +252,7 @@ class _Timer:
         models = {"own": space.model, "empty": self._empty()}
         runs = {name: partial(conditions.place(model), images) for name, model in models.items()}
         rows = self._placed(self.rows[self.grid[-1]])
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)}, 2 * self.timing.rounds)
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
         own, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
         scale = (own - outside) / float(attention[:, 0, 0, -1].sum())
