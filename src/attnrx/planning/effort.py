@@ -18,8 +18,9 @@ class Effort:
 
     `trials` plans, each the best predicted of some `variations`, are measured on `trial_images`, the best `finalists`
     of them on all `images`. A plan for latency is repeated up to `attempts` times, until its measured latency is
-    between `near` and 1 times the target; with `adjusts`, only its cost is corrected after the first one, without a new
-    search. `front` is the number of plans from the original to the target that are measured for comparison.
+    between `near` and `far` times the target; with `adjusts`, the first attempt aims below the target by the planner's
+    margin, and later ones correct its cost without a new search. `front` is the number of plans from the original to
+    the target that are measured for comparison.
     """
 
     sensitivity_images: int
@@ -35,6 +36,7 @@ class Effort:
     whole_rounds: int
     attempts: int
     near: float
+    far: float
     every: int
     front: int
     adjusts: bool
@@ -55,6 +57,7 @@ EFFORTS: Mapping[str, Effort] = {
         whole_rounds=5,
         attempts=3,
         near=0.93,
+        far=1.01,
         every=2,
         front=2,
         adjusts=True,
@@ -73,6 +76,7 @@ EFFORTS: Mapping[str, Effort] = {
         whole_rounds=12,
         attempts=3,
         near=0.98,
+        far=1.0,
         every=1,
         front=5,
         adjusts=False,
@@ -91,6 +95,7 @@ EFFORTS: Mapping[str, Effort] = {
         whole_rounds=28,
         attempts=4,
         near=0.98,
+        far=1.0,
         every=1,
         front=5,
         adjusts=False,

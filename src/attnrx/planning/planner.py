@@ -30,8 +30,10 @@ from attnrx.realization import realize
 from attnrx.runtime.subprocess_runner import call_in_subprocess_if
 from attnrx.tokens import Reducer, parse_reducer
 
-# Every attempt of a plan for latency aims at CARE times the target.
-CARE = 0.993
+# Every attempt of a plan for latency aims at CARE times the target; a first one that is not corrected, at MARGIN times.
+CARE, MARGIN = 0.993, 0.98
+# A plan that misses a target of latency by less, after all attempts, is returned; machines vary by as much.
+MISSED = 1.05
 # The number of images that calibrate the cost table if it is corrected later.
 CHUNK = 8
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
@@ -194,18 +196,24 @@ class Planner:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
-        allowed, ratios, best, trial = most, [], None, None
+        allowed, ratios, best, trial = most * (MARGIN if self.effort.adjusts else 1.0), [], None, None
+        timings: list[tuple[Trial, float, dict[str, Any]]] = []
+        limit = most * self.effort.far
         for attempt in range(self.effort.attempts):
             trial = self._attempt(attempt, allowed, trial)
             timed = self._clocked(trial)
             ratios.append(timed["ratio"])
             self.log(f"measured {1 / ratios[-1]:.2f}x faster where {1 / trial.step.cost:.2f}x was predicted")
-            if ratios[-1] <= most and (best is None or trial.divergence < best[0].divergence):
-                best = trial, allowed, timed
+            timings.append((trial, allowed, timed))
+            if ratios[-1] <= limit and (best is None or trial.divergence < best[0].divergence):
+                best = timings[-1]
             searched = attempt or self.effort.adjusts or self.settings.search.trials < 2
-            if self.effort.near * most <= ratios[-1] <= most and searched:
+            if self.effort.near * most <= ratios[-1] <= limit and searched:
                 break
             allowed = trial.step.cost * CARE * most / ratios[-1]
+        if best is None and self.effort.adjusts and min(ratios) <= MISSED * most:
+            best = timings[ratios.index(min(ratios))]
+            self.log(f"the target was missed: {1 / min(ratios):.2f}x faster instead of {1 / most:.2f}x")
         if best is None:
             raise NotSupported(
                 f"{self.target} cannot be promised: plans with a predicted ratio of about {most:.3f} were measured at "
