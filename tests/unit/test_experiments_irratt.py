@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
 
 from attnrx.api import diagnose, realize, save
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
@@ -14,7 +15,6 @@ from attnrx.serialization.config import to_dict
 from attnrx.training import Silent
 from attnrx_lab.papers import FusionExperiment, IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.fusion import blocks, fusions_at
-from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
 from attnrx_lab.papers.irratt import paper_price, realized_price
 
 pytestmark = pytest.mark.usefixtures("single_precision")
