@@ -1,6 +1,5 @@
-"""The IrrAtt experiments on tiny models: prices that are those of the models made, runs that go on, pictures."""
+"""The IrrAtt experiments on tiny models: prices that are those of the models made, and runs that go on."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +7,10 @@ import pytest
 import torch
 
 from attnrx.api import diagnose, realize, save
-from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.models import build_model, family_of
-from attnrx.serialization.config import to_dict
-from attnrx.training import Silent
-from attnrx_lab.papers import FusionExperiment, IrrattExperiment, IrrattMethod
-from attnrx_lab.papers.fusion import blocks, fusions_at
-from attnrx_lab.papers.fusion_pages import fusions_page, ranks_page
-from attnrx_lab.papers.irratt import paper_price, realized_price
+from attnrx_lab.papers.fusion import FusionExperiment, blocks
+from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -48,7 +43,7 @@ def test_prices_are_those_of_the_models_that_are_made(experiment: IrrattExperime
     model = experiment.original()
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))
     for method in HALF[:5]:
-        made = realized_price(model, method.candidate(model, diagnosis, "augmented", 0))
+        made = realized_price(model, method.candidate(model, diagnosis, 0))
         assert (made == paper_price(model, method)) == (method.name != "irratt"), method.name
         assert (made["params_percent"] < 100) == method.changes
 
@@ -61,7 +56,7 @@ def test_every_method_is_priced_and_what_needs_training_is_not_measured(experime
         assert (run.measure(method.name, "measured", "accuracy") is None) == method.by_training
     change = run.measure("original", "measured", "accuracy_change")
     assert change is not None and change["value"] == 0
-    assert any("Eq. 7" in note for note in run.notes)
+    assert any("Eq. 7" in note for note in run.record["data"]["notes"])
     assert not (tmp_path / "train").exists()
     with pytest.raises(CheckpointError, match="calibration_images was 32 and is now 16"):
         experiment.changed({"calibration_images": 16}).run(tmp_path)
@@ -76,8 +71,7 @@ def test_a_run_goes_on_where_it_was_stopped(experiment: IrrattExperiment, tmp_pa
     (tmp_path / "result.json").unlink()
     again = own.run(tmp_path)
     assert lost.exists() and kept.stat().st_mtime_ns == time
-    assert again.record == first.record == own.load(tmp_path).record
-    assert again.experiment == own
+    assert again.record == first.record
 
 
 def test_a_folder_is_not_claimed_by_settings_that_load_nothing(experiment: IrrattExperiment, tmp_path: Path):
@@ -90,31 +84,19 @@ def test_a_folder_is_not_claimed_by_settings_that_load_nothing(experiment: Irrat
 def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: IrrattExperiment, tmp_path: Path):
     own = replace(experiment, methods=HALF[:2])
     plain = own.run(tmp_path / "plain")
-    tuned = own.changed({"epochs": 1}).run(tmp_path / "tuned", reporter=Silent())
+    tuned = own.changed({"epochs": 1}).run(tmp_path / "tuned")
     assert [path.name for path in (tmp_path / "tuned" / "train").iterdir()] == ["truncatt"]
     measured = [run.measure("truncatt", "measured", "divergence_to_original") for run in (plain, tuned)]
     assert measured[0] is not None and measured[1] is not None and measured[0]["value"] != measured[1]["value"]
 
 
-def test_changes_are_told_and_settings_round_trip(experiment: IrrattExperiment):
+def test_changes_are_listed(experiment: IrrattExperiment):
     changed = replace(experiment, tiny=False).changed({"weights": "w.safetensors", "epochs": 2})
     assert changed.deviations(replace(experiment, tiny=False)) == [
-        "small: weights from a file (w.safetensors)",
-        "small: 2 epochs of fine-tuning instead of 0",
+        "small: weights = w.safetensors instead of None",
+        "small: epochs = 2 instead of 0",
     ]
-    assert "the compression ratios (CR) are exact" in experiment.deviations(experiment)[0]
-    assert IrrattExperiment.from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
-
-
-def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(InvalidInput, match="under its own name"):
-        IrrattExperiment("x", "y", "z", (IrrattMethod("a"), IrrattMethod("a")))
-    with pytest.raises(InvalidInput, match="epochs=-1"):
-        IrrattExperiment("x", "y", "z", (IrrattMethod("a"),), epochs=-1)
-    with pytest.raises(UnknownName, match="truncatt"):
-        IrrattMethod("a", "truncat")
-    with pytest.raises(InvalidInput, match=r"shares=\(0.0,\)"):
-        FusionExperiment("x", "y", (0.0,))
+    assert "tiny model" in experiment.deviations(experiment)[0]
 
 
 def test_blocks_of_a_fusion_matrix():
@@ -131,27 +113,24 @@ def test_blocks_of_a_fusion_matrix():
         blocks(torch.zeros(2, 2))
 
 
-def test_fusion_matrices_are_read_off_drawn_and_sorted(model_folder: str, tmp_path: Path):
+def test_ranks_of_the_heads_share_the_total(model_folder: str, tmp_path: Path):
     experiment = replace(FusionExperiment("small", model_folder, (0.25, 0.5)), sweeps=3)
     run = experiment.run(tmp_path)
-    assert [mix.shape for mix in fusions_at(run, 0.5)] == [(3, 12)] * 2
     for kind in ("fusion", "best"):
         means = [run.measure(f"0.5/head-{place}", kind, "mean") for place in (1, 2, 3)]
         values = [mean["value"] for mean in means if mean is not None]
         assert values == sorted(values) and sum(values) == pytest.approx(12)
     assert experiment.run(tmp_path).record == run.record
-    for page in (ranks_page([run], (0.25,)), fusions_page([run], (0.25,))):
-        assert "small, seed 0, 25 % of the directions" in page and "50 %" not in page
-    assert fusions_page([run], (0.25,)).count('<img class="pixels"') == 4  # two layers, before and after
 
 
 @pytest.mark.slow
 def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: IrrattExperiment, tmp_path: Path):
     model = experiment.original()
     diagnosis = diagnose(model, experiment.splits(model).train.take(16))
-    spec = family_of(model).attention(model)[0].spec
-    shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(diagnosis, spec, "augmented", 0))
+    shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(model, diagnosis, 0))
     run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
-    own = family_of(shared).attention(shared)[1].spectrum().strength
-    assert torch.equal(fusions_at(run, 0.5)[1].abs(), own.double().abs())
-    assert any("as it was given" in note for note in run.notes)
+    own = blocks(family_of(shared).attention(shared)[1].spectrum().strength.double())
+    found = run.measure("0.5/layer-1", "fusion", "rescaled")
+    assert found is not None and found["value"] == own["rescaled"]
+    assert run.measure("0.5/layer-1", "fusion", "error") is None
+    assert any("as it was given" in note for note in run.record["data"]["notes"])

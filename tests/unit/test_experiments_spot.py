@@ -1,6 +1,5 @@
 """The SPOT experiments on tiny models: what is trained and by what, runs that go on, originals that are shared."""
 
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,10 @@ import torch
 from attnrx.api import load
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.models import reduction_of
-from attnrx.serialization.config import to_dict
-from attnrx.training import Silent
 from attnrx_lab.papers.experiment import alone
-from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod, token_price
+from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod, outline_for, token_price
 from attnrx_lab.papers.spot_speed import SpeedExperiment
-from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected, untrained
+from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -29,7 +26,7 @@ def tiny(method: TokenMethod, seed: int = 42) -> SpotExperiment:
 
 
 def made(experiment: SpotExperiment, root: Path):
-    return experiment.run(root / experiment.place, reporter=Silent())
+    return experiment.run(root / experiment.place)
 
 
 @pytest.mark.parametrize(("depth", "stages"), [(12, (4, 7, 10)), (16, (5, 9, 13)), (4, (2, 3, 4))])
@@ -46,31 +43,27 @@ def test_patches_that_leave_by_chance_are_drawn_from_the_seed():
 
 
 def test_methods_that_cannot_be_are_refused():
-    with pytest.raises(InvalidInput, match="predictors that must be trained"):
-        untrained(projected(0))
     with pytest.raises(UnknownName, match="spot"):
-        TokenMethod("a", "spott")
-    with pytest.raises(InvalidInput, match="test_images=0"):
-        replace(SUBJECTS["vit_tiny"], test_images=0)
+        TokenMethod("a", "spott").policy(12)
 
 
 def test_what_every_method_learns_by():
-    tuning = FineTuning(similarity=10.0)
-    names = {
-        method.name: [type(loss).__name__ for loss in tuning.losses(method, "teacher", None)]
+    tuned = replace(SUBJECTS["deit_small"], tuning=FineTuning(similarity=10.0), seed=1)
+    configs = {
+        method.name: replace(tuned, method=method).training("teacher")
         for method in (SPOT, RANDOM, TokenMethod("dense"))
     }
+    names = {name: [type(loss).__name__ for loss in config.losses] for name, config in configs.items()}
     assert names == {
         "spot": ["Task", "Distillation", "KeepRatio", "TokenSimilarity"],
         "random": ["Task", "Distillation"],
         "dense": ["Task", "Distillation"],
     }
-    weights = [loss.weight for loss in tuning.losses(SPOT, "teacher", None)]
-    assert weights == [1.0, 0.5, 2.0, 10.0]  # Eq. 15, Appendix 6.2
-    config = tuning.config(tuning.losses(SPOT, "teacher", "w"), 80, 512, 1)
+    config = configs["spot"]
+    assert [loss.weight for loss in config.losses] == [1.0, 0.5, 2.0, 10.0]  # Eq. 15, Appendix 6.2
     assert (config.learning_rate, config.predictor_learning_rate, config.seed) == (1e-3, 10.0, 1)
-    unlabelled = replace(tuning, task=False).losses(RANDOM, "teacher", None)
-    assert not tuning.config(unlabelled, 1, 8, 0).reads_labels
+    unlabelled = replace(tuned, tuning=FineTuning(task=False), method=RANDOM)
+    assert not unlabelled.training("teacher").reads_labels
 
 
 @pytest.mark.slow
@@ -105,7 +98,6 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
     again = made(experiment, tmp_path)
     assert again.record == first.record
     assert times and times == {path: path.stat().st_mtime_ns for path in times}
-    assert again.experiment == experiment
     with pytest.raises(CheckpointError, match="epochs was 1 and is now 2"):
         experiment.changed({"epochs": 2}).run(first.folder)
 
@@ -146,23 +138,24 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
         pass
 
 
-def test_changes_are_told_and_settings_round_trip():
+def test_changes_are_listed():
     protocol = SUBJECTS["deit_small"]
     changed = protocol.changed({"weights": "w.safetensors", "epochs": 2})
     assert changed.deviations(protocol) == [
-        "deit_small: weights from a file (w.safetensors)",
-        "deit_small: 2 epochs of fine-tuning instead of 80",
+        "deit_small: weights = w.safetensors instead of None",
+        "deit_small: epochs = 2 instead of 80",
     ]
-    assert SpotExperiment.from_dict(json.loads(json.dumps(to_dict(changed)))) == changed
 
 
-def test_an_lvvit_without_weights_is_no_original():
+def test_an_lvvit_without_weights_is_no_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = SUBJECTS["lvvit_small"]
+    monkeypatch.setattr(SpotExperiment, "splits", own.as_tiny().splits)
     with pytest.raises(InvalidInput, match="--weights"):
-        SUBJECTS["lvvit_small"].pretrained()
+        own.run(tmp_path)
 
 
 def test_prices_follow_the_policy():
-    outline = SUBJECTS["cifar10_small"].outline()
+    outline = outline_for(None)
     dense, spot, small = (token_price(outline, method) for method in (ORIGINAL, SPOT, projected(0)))
     assert (dense["percent"], dense["predictors"], dense["patches_3"]) == (100, 0, 64)
     assert (spot["patches_1"], spot["patches_2"], spot["patches_3"]) == (44, 31, 21)
@@ -178,6 +171,3 @@ def test_speeds_are_timed_beside_the_original(tmp_path: Path):
         assert ratio is not None and 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
         assert images is not None and images["value"] > 0
     assert experiment.run(tmp_path).record == run.record
-    assert run.experiment == experiment
-    with pytest.raises(InvalidInput, match="rounds=1"):
-        replace(experiment, rounds=1)

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from attnrx.errors import CheckpointError, UnknownName
-from attnrx.serialization.config import to_dict
-from attnrx.training import Silent
-from attnrx_lab.papers import Run, SvdaExperiment, spread_over_epochs
+from attnrx.evidence import Evidence
+from attnrx_lab.papers import Run
+from attnrx_lab.papers.svda import CONTROL_KINDS, SvdaExperiment
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
-TINY = replace(SvdaExperiment("cifar10").as_tiny(), rhos=(0.9,), control_kinds=("renormalized",), draws=3)
+TINY = SvdaExperiment("cifar10").as_tiny()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return TINY.run(tmp_path_factory.mktemp("svda"), reporter=Silent())
+    return TINY.run(tmp_path_factory.mktemp("svda"))
 
 
 def value(run: Run, rule: str, kind: str, quantity: str) -> float:
@@ -42,23 +42,18 @@ def test_refit_is_nearer_to_the_original_at_the_same_cost(run: Run):
 
 
 def test_half_the_directions_go_and_every_bound_holds(run: Run):
-    found = run.record["rules"]["share-0.50"]
-    assert found["removed"] == pytest.approx(50)
-    assert len(found["bounds"]) == 5 and all(bound["outcome"] == "holds" for bound in found["bounds"])
+    assert value(run, "share-0.50", "mask", "removed") == pytest.approx(50)
+    bounds = Evidence.load(run.folder / "evidence" / "share-0.50" / "mask.json").of("bounds")
+    assert len(bounds) == 5 and all(bound.outcome == "holds" for bound in bounds)
 
 
-def test_controls_have_their_draws_and_an_even_cut_has_no_uniform_control(run: Run):
-    random = run.measure("rho-0.90", "renormalized", "nearer_than_random")
-    assert random is not None and len(random["draws"]) == TINY.draws and random["low"] <= random["high"]
-    assert run.measure("share-0.50", "renormalized", "nearer_than_uniform") is None
-    assert run.measure("rho-0.90", "mask", "nearer_than_random") is None  # not among the control kinds
-
-
-def test_epochs_tell_the_spread(run: Run):
-    last = run.record["epochs"][-1]
-    assert len(run.record["epochs"]) == TINY.epochs
-    assert last["removed"] == pytest.approx(run.record["rules"]["rho-0.90"]["removed"], abs=1e-9)
-    assert spread_over_epochs([run]).count("\n") == 2 + TINY.epochs
+@pytest.mark.parametrize("kind", CONTROL_KINDS)
+def test_controls_have_their_draws(run: Run, kind: str):
+    random = run.measure("rho-0.90", kind, "nearer_than_random")
+    assert random is not None and random["low"] <= random["value"] <= random["high"]
+    findings = Evidence.load(run.folder / "evidence" / "rho-0.90" / f"controls-{kind}.json").of("controls")
+    drawn = [len(finding.details["draws"]) for finding in findings if finding.details["kind"] == "random"]
+    assert drawn and set(drawn) == {TINY.draws}
 
 
 def test_a_lost_stage_is_made_again_and_nothing_else(run: Run):
@@ -69,19 +64,14 @@ def test_a_lost_stage_is_made_again_and_nothing_else(run: Run):
     times = [path.stat().st_mtime_ns for path in (other, weights)]
     lost.unlink()
     (run.folder / "result.json").unlink()
-    again = TINY.run(run.folder, reporter=Silent())
+    again = TINY.run(run.folder)
     assert lost.exists() and [path.stat().st_mtime_ns for path in (other, weights)] == times
     assert json.dumps(again.record["rules"]) == before
 
 
 def test_another_experiment_is_refused_with_what_differs(run: Run):
     with pytest.raises(CheckpointError, match=r"draws was 3 and is now 4"):
-        replace(TINY, draws=4).run(run.folder, reporter=Silent())
-
-
-def test_settings_round_trip():
-    experiment = SvdaExperiment("food101", epochs=40, batch_size=64, rhos=(0.5, 1.0), rank_share=None)
-    assert SvdaExperiment.from_dict(json.loads(json.dumps(to_dict(experiment)))) == experiment
+        replace(TINY, draws=4).run(run.folder)
 
 
 def test_unknown_dataset_names_the_nearest():
@@ -94,4 +84,4 @@ def test_finished_run_is_read_back_without_data(run: Run, monkeypatch: pytest.Mo
         raise AssertionError("a finished run loaded its data again")
 
     monkeypatch.setattr(SvdaExperiment, "splits", unreachable)
-    assert TINY.run(Path(run.folder)).record == SvdaExperiment.load(run.folder).record
+    assert TINY.run(Path(run.folder)).record == run.record

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,23 @@ from scipy import stats
 import attnrx_lab.papers
 from attnrx.cli.main import main
 from attnrx.errors import InvalidInput
-from attnrx_lab.papers import Run, SvdaExperiment, load_recipe, make_table
-from attnrx_lab.papers.recipe import Column, Expected, Recipe, RecipeFile, Row
-from attnrx_lab.papers.table import ReproducedTable
+from attnrx_lab.papers import ReproducedTable, Run, load_recipe, make_table
+from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
+from attnrx_lab.papers.svda import SvdaExperiment
 
 LOST = Column("lost", "lost", "refit", "accuracy_change", "pp", factor=-1.0)
 KEPT = Column("kept", "kept", "refit", "accuracy", "%", decimals=None)
-RECIPE = Recipe("a table", (Row("ten", "cifar10", "rho-0.90"),), (LOST, KEPT), (SvdaExperiment("cifar10"),))
-HEADER = {"Paper": "A paper.", "Table": "3", "Not stated": "the optimizer"}
-FILE = RecipeFile("paper/table", HEADER, RECIPE, {"ten": {"lost": Expected.of("0.4 pp")}})
+RECIPE = Recipe(
+    "a table",
+    (Row("ten", "cifar10", "rho-0.90"),),
+    (LOST, KEPT),
+    (SvdaExperiment("cifar10"),),
+    table="3",
+    not_stated="the optimizer",
+    name="paper/table",
+    paper="A paper.",
+    expected={"ten": {"lost": Expected.of("0.4 pp")}},
+)
 
 
 def run(seed: int, change: float, notes: Sequence[str] = ()) -> Run:
@@ -29,7 +38,7 @@ def run(seed: int, change: float, notes: Sequence[str] = ()) -> Run:
 
 def table(changes: Sequence[float], **options: object) -> ReproducedTable:
     runs = [run(42 + index, change) for index, change in enumerate(changes)]
-    return make_table(FILE, {"cifar10": runs}, **options)  # type: ignore[arg-type]
+    return make_table(RECIPE, runs, **options)  # type: ignore[arg-type]
 
 
 def test_mean_deviation_and_interval_over_seeds():
@@ -79,15 +88,14 @@ def test_deviations_of_another_scenario_do_not_count():
 @pytest.mark.parametrize(("same_shapes", "verdict"), [(True, "off"), (False, "not at protocol")])
 def test_exact_quantities_are_compared_at_any_protocol_of_the_same_shapes(same_shapes: bool, verdict: str):
     column = Column("lost", "lost", "refit", "accuracy_change", "%", exact=True)
-    recipe = Recipe("a table", RECIPE.rows, (column,), RECIPE.protocol)
-    file = RecipeFile("paper/table", HEADER, recipe, {"ten": {"lost": Expected.of("49.7")}})
-    made = make_table(file, {"cifar10": [run(42, 49.6)]}, {"cifar10": ["4 epochs"]}, same_shapes)
+    recipe = replace(RECIPE, columns=(column,), expected={"ten": {"lost": Expected.of("49.7")}})
+    made = make_table(recipe, [run(42, 49.6)], {"cifar10": ["4 epochs"]}, same_shapes)
     cell = made.cell("ten", "lost")
     assert cell is not None and cell.verdict == verdict
 
 
 def test_what_was_not_measured_is_missing_and_not_zero():
-    found = make_table(FILE, {"cifar10": [run(42, -0.9, ["a copy"])]})
+    found = make_table(RECIPE, [run(42, -0.9, ["a copy"])])
     assert found.cell("ten", "kept") is None
     text = found.to_markdown()
     assert "| ten | 0.90 pp [\N{MINUS SIGN}1.10, 1.90] (0.4 pp) ? | \N{EN DASH} |".replace(" ", "") in text.replace(
@@ -98,7 +106,7 @@ def test_what_was_not_measured_is_missing_and_not_zero():
 
 
 def test_rows_without_runs_are_left_out(tmp_path: Path):
-    empty = make_table(FILE, {"cifar10": []})
+    empty = make_table(RECIPE, [])
     assert empty.rows == () and empty.cells == ()
     record, text = empty.save(tmp_path)
     assert record == tmp_path / "paper" / "table.json" and text.exists()
@@ -138,16 +146,16 @@ Number = Callable[[str, str], float]
 def injected(recipe: str, number: Number) -> ReproducedTable:
     """The table of runs at protocol whose measures are `number(row label, column key)` for every seed."""
     file = load_recipe(recipe)
-    runs: dict[str, list[Run]] = {}
-    for scenario in {row.scenario for row in file.recipe.rows}:
+    runs: list[Run] = []
+    for scenario in {row.scenario for row in file.rows}:
         rules: dict = {}
-        for row in (row for row in file.recipe.rows if row.scenario == scenario):
-            for column in file.recipe.columns:
+        for row in (row for row in file.rows if row.scenario == scenario):
+            for column in file.columns:
                 if column.key in file.expected.get(row.label, {}):
                     value = number(row.label, column.key) / column.factor
                     measure = {"value": value, "low": value, "high": value}
                     rules.setdefault(row.rule, {}).setdefault(column.kind, {})[column.quantity] = measure
-        runs[scenario] = [
+        runs += [
             Run(Path("nowhere"), {"rules": rules, "data": {"notes": []}}, SvdaExperiment(scenario, seed=seed))
             for seed in SEEDS
         ]
@@ -195,7 +203,7 @@ def test_a_discrepancy_of_zero_is_off(recipe: str):
 
 @pytest.mark.parametrize("recipe", TABLES)
 def test_shuffled_rows_are_off(recipe: str):
-    true, rows = printed(recipe), [row.label for row in load_recipe(recipe).recipe.rows]
+    true, rows = printed(recipe), [row.label for row in load_recipe(recipe).rows]
     after = dict(zip(rows, [*rows[1:], rows[0]], strict=True))
     expected = load_recipe(recipe).expected
     found = injected(recipe, lambda row, column: true(after[row] if column in expected[after[row]] else row, column))

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, THREADS, add_out, option, seeds
+from attnrx.cli.options import BATCH, COUNT, DRAWS, add_out, option, seeds
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.progress import Log
@@ -36,7 +36,6 @@ def add(parser: Parser) -> None:
     option(parser, "--seeds", seeds, "instead of the recipe's, e.g. 42,43,44", metavar="N,N")
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
-    option(parser, "--jobs", THREADS, "runs side by side, a process each", 1)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     for name, (value, purpose) in KNOBS.items():
@@ -59,16 +58,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         seeds=arguments.seeds,
         tiny=arguments.tiny,
         folder=arguments.out,
-        jobs=arguments.jobs,
         **{knob: _value(getattr(arguments, knob)) for knob in KNOBS},
     )
-    kinds = ".md, .json and .html" if table.page else ".md and .json"
     off = tuple(
         f"off: {cell.row}, {cell.column}: {cell.value:.6g}, the paper {cell.expected.printed}"
         for cell in table.off
         if cell.expected
     )
-    shown = (table.to_markdown(), *off, f"also in {arguments.out}/{table.name}{kinds}")
+    shown = (table.to_markdown(), *off, f"also in {arguments.out}/{arguments.recipe}.md and .json")
     return Outcome(table.to_records(), shown, 1 if table.off else 0)
 
 

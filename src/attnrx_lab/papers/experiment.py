@@ -11,16 +11,21 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.checks import Comparison
+from attnrx.checks import Check, Comparison
 from attnrx.data import ImageSet
 from attnrx.errors import CheckpointError, InvalidInput
 from attnrx.evidence import Evidence, Finding
 from attnrx.progress import Log, no_log
-from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.config import to_dict
 from attnrx.serialization.storage import check_schema, read_json, write_json
-from attnrx.training import Reporter
 
-Measure = dict[str, Any]  # value, low, high, and other fields of the finding
+SCHEMA = 1  # of settings.json and result.json
+
+# The knobs of experiments that load a pre-trained model, and of those that load data by name.
+MODEL_KNOBS = ("model", "weights")
+DATA_KNOBS = ("dataset", "label_column", "test_column")
+
+Measure = dict[str, Any]  # value, low and high; without an interval the last two are None
 
 
 @dataclass(frozen=True)
@@ -31,33 +36,20 @@ class Run:
     record: Mapping[str, Any]
     experiment: "Experiment"
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(self.record["data"]["notes"])
-
     def measure(self, rule: str, kind: str, quantity: str) -> Measure | None:
-        """Returns one number (`value`, and `low` and `high`, which may be None), or None if it was not measured."""
         return self.record["rules"].get(rule, {}).get(kind, {}).get(quantity)
 
 
 class Experiment(ABC):
     """One run of a protocol, as a frozen dataclass of its settings; a subclass measures, the rest is here.
 
-    `kind` names the folder of the runs, `format` their files, and `parts` the dataclasses nested in the settings.
-    `knobs` are the settings that a user may change, each with the text for a change in the table: {own} is the
-    setting, {protocol} the paper's. `dataset` names the data, `seed` seeds every draw.
+    `kind` names the folder of the runs, and `knobs` the settings that a user may change.
     """
 
     kind: ClassVar[str]
-    format: ClassVar[str]
-    parts: ClassVar[tuple[type, ...]] = ()
-    knobs: ClassVar[Mapping[str, str]]
-    tiny_note: ClassVar[str] = (
-        "generated images and a tiny model; these numbers show that the recipe runs, and nothing else"
-    )
+    knobs: ClassVar[tuple[str, ...]]
     subject: str
-    dataset: str
-    seed: int
+    seed: int  # of every draw
     tiny: bool
 
     @property
@@ -78,54 +70,32 @@ class Experiment(ABC):
         """The same run on generated images or weights, in a second or two."""
 
     @abstractmethod
-    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
         Stages already in the folder are read back. It claims the folder once model and data are loaded.
         """
 
-    def run(self, folder: Path | str, *, reporter: Reporter | None = None, log: Log = no_log) -> Run:
-        """Makes the run, continues it, or reads it back; a folder that holds another one is refused.
-
-        If two processes request the same run, the first makes it; the second waits and reads it back.
-        """
+    def run(self, folder: Path | str, log: Log = no_log) -> Run:
+        """Makes the run, continues it, or reads it back; a folder that holds another one is refused."""
         folder = Path(folder)
         result = folder / "result.json"
-        self.require(folder)
-        if not result.exists():
-            with alone(folder):
-                self.require(folder)  # another process may have made it while this one waited
-                if not result.exists():
-                    own = self.measured(folder, reporter, log)
-                    write_json(result, {**self._header(), **own})
-                    log(f"{self.name}: done, {result}")
-        return self.load(folder)
-
-    @classmethod
-    def load(cls, folder: Path | str) -> Run:
-        """Reads a finished run of this kind back."""
-        path = Path(folder) / "result.json"
-        record = read_json(path)
-        check_schema(record, cls.format, SCHEMA, path)
-        return Run(Path(folder), record, cls.from_dict(record["settings"]))
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "Experiment":
-        """Returns the experiment that `to_dict` described."""
-        return from_dict(record, (cls, *cls.parts))
-
-    def here(self) -> "Experiment":
-        """The same run with the settings that suit this machine."""
-        return self
+        with alone(folder):  # a second process waits here, and then reads the result of the first
+            self.require(folder)
+            if not result.exists():
+                own = self.measured(folder, log)
+                write_json(result, {**self._header(), **own})
+                log(f"{self.name}: done, {result}")
+        return Run(folder, read_json(result), self)
 
     def seeded(self, seed: int) -> "Experiment":
         return replace(self, seed=seed)  # type: ignore[type-var]
 
     def changed(self, changes: Mapping[str, Any]) -> "Experiment":
         """The same run with some settings changed; unknown ones raise InvalidInput."""
-        strange = {name: value for name, value in changes.items() if name not in self.knobs}
+        strange = [name for name in changes if name not in self.knobs]
         if strange:
-            requested = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+            requested = ", ".join(f"{name}={changes[name]!r}" for name in strange)
             raise InvalidInput(
                 f"{requested}: the {self.kind} experiment of {self.scenario} has no such knob; it has "
                 f"{', '.join(self.knobs)}. Leave {', '.join(strange)} out."
@@ -135,21 +105,13 @@ class Experiment(ABC):
     def deviations(self, protocol: "Experiment") -> list[str]:
         """Returns the differences from the protocol, for readers of the table."""
         if self.tiny:
-            return [f"{self.scenario}: {self.tiny_note}"]
+            what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
+            return [f"{self.scenario}: {what}"]
         pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
         return [
-            f"{self.scenario}: {self.knobs[name].format(own=_value_text(own), protocol=_value_text(theirs))}"
+            f"{self.scenario}: {name} = {own} instead of {theirs}"
             for name, (own, theirs) in pairs.items()
             if own != theirs
-        ]
-
-    def differences(self, record: Mapping[str, Any]) -> list[str]:
-        """Returns the differences from the settings of a stored run."""
-        own = to_dict(self)
-        return [
-            f"{name} was {record.get(name)!r} and is now {own.get(name)!r}"
-            for name in sorted(own.keys() | record.keys())
-            if own.get(name) != record.get(name)
         ]
 
     def require(self, folder: Path) -> None:
@@ -158,8 +120,13 @@ class Experiment(ABC):
         if not path.exists():
             return
         record = read_json(path)
-        check_schema(record, self.format, SCHEMA, path)
-        differing = self.differences(record["settings"])
+        check_schema(record, self._header()["kind"], SCHEMA, path)
+        stored = record["settings"]
+        differing = [
+            f"{name} was {stored.get(name)!r} and is now {own!r}"
+            for name, own in to_dict(self).items()
+            if stored.get(name) != own
+        ]
         if differing:
             raise CheckpointError(
                 f"{folder} holds another run: {'; '.join(differing)}. Ask for the same settings to go on, choose "
@@ -168,22 +135,11 @@ class Experiment(ABC):
 
     def claim(self, folder: Path) -> None:
         """Stores the settings with the first stage; called after model and data were loaded with them."""
-        path = folder / "settings.json"
-        if not path.exists():
-            write_json(path, self._header())
-
-    def require_counts(self, *names: str) -> None:
-        """Raises InvalidInput if a number of images, or of draws, is below 1; None means all."""
-        for name in names:
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise InvalidInput(f"{type(self).__name__}({name}={count}): give 1 or more.")
+        write_json(folder / "settings.json", self._header())
 
     def _header(self) -> dict[str, Any]:
-        return {"kind": self.format, "schema": SCHEMA, "settings": to_dict(self)}
-
-
-SCHEMA = 1  # of settings.json and result.json
+        kind = self.kind.replace("-", " ")
+        return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": to_dict(self)}
 
 
 @contextmanager
@@ -210,10 +166,6 @@ def evaluation_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measured_with() -> dict[str, Any]:
-    return {"device": str(evaluation_device()), "threads": torch.get_num_threads()}
-
-
 def comparison_with(model: nn.Module, images: ImageSet, **options: Any) -> Comparison:
     """Returns a comparison of the model with itself on the fastest device; `replace` gives it other candidates."""
     device = evaluation_device()
@@ -236,26 +188,25 @@ def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
     return evidence
 
 
+def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment, **about: Any) -> Evidence:
+    findings = tuple(finding for check in checks for finding in check(comparison))
+    data = {"data": comparison.data.fingerprint, "images": len(comparison.data)}
+    return Evidence(findings, {"experiment": to_dict(own), **data, **about})
+
+
 def measures(evidence: Evidence) -> dict[str, Measure]:
     """Returns every number that a table may use, by name; other findings are skipped."""
     named = ((_measure_name(finding), finding) for finding in evidence.findings)
-    return {name: interval_measure(finding) for name, finding in named if name is not None}
+    return {name: measure_of(finding) for name, finding in named if name is not None}
 
 
-def interval_measure(finding: Finding) -> Measure:
-    """Returns the value of a finding with its interval and the details that a record keeps."""
-    kept = ("lost", "gained", "mcnemar_p", "draws", "deviation", "p", "candidate", "control")
-    more = {name: finding.details[name] for name in kept if name in finding.details}
-    return {"value": finding.value, "low": finding.low, "high": finding.high, "n": finding.n, **more}
-
-
-def plain_measure(value: float | int) -> Measure:
-    """Returns an exact number, which has no interval."""
-    return {"value": float(value), "low": None, "high": None}
+def measure_of(finding: Finding) -> Measure:
+    return {"value": finding.value, "low": finding.low, "high": finding.high}
 
 
 def plain_measures(numbers: Mapping[str, float | int]) -> dict[str, Measure]:
-    return {name: plain_measure(value) for name, value in numbers.items()}
+    """Returns exact numbers, which have no interval."""
+    return {name: {"value": float(value), "low": None, "high": None} for name, value in numbers.items()}
 
 
 def _measure_name(finding: Finding) -> str | None:
@@ -273,7 +224,3 @@ def _measure_name(finding: Finding) -> str | None:
             better = "nearer" if details["quantity"] == "discrepancy" else "more_accurate"
             return f"{better}_than_{details['kind']}"
     return None
-
-
-def _value_text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

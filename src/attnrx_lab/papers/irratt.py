@@ -13,21 +13,22 @@ from attnrx.checks import Accuracy, Fidelity
 from attnrx.costs import IRRATT, Compression
 from attnrx.data import Splits
 from attnrx.diagnosis import Diagnosis
-from attnrx.errors import InvalidInput, UnknownName
 from attnrx.evidence import Evidence
 from attnrx.models import family_of
 from attnrx.prescription import Prescription
 from attnrx.progress import Log
 from attnrx.serialization.config import to_dict
 from attnrx.spec import AttentionSpec
-from attnrx.training import Reporter, TrainingConfig, train
+from attnrx.training import TrainingConfig, train
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
+    DATA_KNOBS,
+    MODEL_KNOBS,
     Experiment,
     comparison_with,
     evidence_at,
+    evidence_by,
     first_images,
-    measured_with,
     measures,
     plain_measures,
 )
@@ -35,6 +36,7 @@ from attnrx_lab.papers.experiment import (
 # timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
 EMA = 0.99996
 
+METRIC = "augmented"  # the scores are decomposed with their biases
 BATCH = 50  # images at a time, for measuring and diagnosing
 
 NOTES = (
@@ -45,12 +47,12 @@ NOTES = (
     "those of the form that its CR is counted for, and the realized FLOPs of a CP",
 )
 
-# The rule text of each form of Compression for a number of directions: of each
-# head for truncatt, of all heads together for the others. The constrained CP needs training, and has no rule.
-RULES = {
-    "truncatt": "uniform_rank:{rank},metric={metric}",
-    "cp": "shared_rank:{rank},form=epc,joint={metric},seed={seed}",
-    "irratt": "shared_rank:{rank},form=literal,joint={metric},seed={seed}",
+# The rule text of each form of Compression for a number of directions: of each head for truncatt, of all heads
+# together for the others. The constrained CP needs training, and has no rule.
+RULES: Mapping[str, str] = {
+    "truncatt": f"uniform_rank:{{rank}},metric={METRIC}",
+    "cp": f"shared_rank:{{rank}},form=epc,joint={METRIC},seed={{seed}}",
+    "irratt": f"shared_rank:{{rank}},form=literal,joint={METRIC},seed={{seed}}",
 }
 
 
@@ -70,10 +72,6 @@ class IrrattMethod:
     mlp: float | None = None
     by_training: bool = False
 
-    def __post_init__(self):
-        if self.qk not in ("full", *RULES):
-            raise UnknownName("form of query and key", self.qk, ("full", *RULES))
-
     @property
     def changes(self) -> bool:
         return self.qk != "full" or self.vo is not None or self.mlp is not None
@@ -87,20 +85,17 @@ class IrrattMethod:
             None if self.mlp is None else _part(self.mlp, spec.width),
         )
 
-    def prescription(self, diagnosis: Diagnosis, spec: AttentionSpec, metric: str, seed: int) -> Prescription:
-        """Prescribes it for a model whose layers all have this shape."""
-        ranks = self.compression(spec)
+    def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int) -> Prescription:
+        """Prescribes it for a model whose layers all have one shape."""
+        ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
-        scores = RULES[form].format(rank=rank, metric=metric, seed=seed) if form in RULES else None
+        scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None
         vo, mlp = (None if own is None else f"uniform_rank:{own}" for own in (ranks.vo, ranks.mlp))
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
-    def candidate(self, model: nn.Module, diagnosis: Diagnosis, metric: str, seed: int) -> nn.Module:
+    def candidate(self, model: nn.Module, diagnosis: Diagnosis, seed: int) -> nn.Module:
         """Returns the smaller model; the original itself if nothing is compressed."""
-        if not self.changes:
-            return model
-        spec = family_of(model).attention(model)[0].spec
-        return realize(model, self.prescription(diagnosis, spec, metric, seed))
+        return realize(model, self.prescription(model, diagnosis, seed)) if self.changes else model
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
@@ -129,27 +124,18 @@ class IrrattExperiment(Experiment):
 
     `subject` is the name of the model, `model` and `weights` the arguments of `load`, `dataset` and the columns those
     of `load_data`. Values and MLP are prescribed on the first `calibration_images` of the training images, which the
-    seed divides from the validation images; the scores by the weights, in `metric`, with the seed for every start.
-    Nothing is fine-tuned by default: if the data has few of a model's classes, training on it would let every method
-    gain by forgetting the others. `tiny` measures a tiny model on generated images; the costs are always those of the
-    model itself.
+    seed divides from the validation images; the scores by the weights, with the seed for every start. Nothing is
+    fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
+    forgetting the others. `tiny` measures a tiny model on generated images; the costs are always those of the model
+    itself.
     """
 
     kind: ClassVar[str] = "irratt"
-    format: ClassVar[str] = "attnrx irratt run"
-    parts: ClassVar[tuple[type, ...]] = (IrrattMethod,)
-    tiny_note: ClassVar[str] = (
-        "accuracy, agreement and what is realized are of a tiny model on generated images: they show that the recipe "
-        "runs, and nothing else; the compression ratios (CR) are exact"
+    knobs: ClassVar[tuple[str, ...]] = (
+        *MODEL_KNOBS,
+        *DATA_KNOBS,
+        *("epochs", "batch_size", "calibration_images", "test_images"),
     )
-    knobs: ClassVar[Mapping[str, str]] = {
-        **sources.MODEL_KNOBS,
-        **sources.DATA_KNOBS,
-        "epochs": "{own} epochs of fine-tuning instead of {protocol}",
-        "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
-        "calibration_images": "{own} calibration images instead of {protocol}",
-        "test_images": "measured on {own} test images",
-    }
 
     subject: str
     model: str
@@ -159,20 +145,11 @@ class IrrattExperiment(Experiment):
     weights: str | None = None
     label_column: str | None = None
     test_column: str | None = None
-    metric: str = "augmented"
     epochs: int = 0
     batch_size: int = 256
     calibration_images: int = 96
     test_images: int | None = None
     tiny: bool = False
-
-    def __post_init__(self):
-        names = [method.name for method in self.methods]
-        if not names or len(set(names)) != len(names):
-            raise InvalidInput(f"IrrattExperiment(methods={names}): give at least one method, each under its own name.")
-        self.require_counts("batch_size", "calibration_images", "test_images")
-        if self.epochs < 0:
-            raise InvalidInput(f"IrrattExperiment(epochs={self.epochs}): give 0 for no fine-tuning, or more.")
 
     def as_tiny(self) -> "IrrattExperiment":
         """The same methods on a tiny model, in seconds, without fine-tuning."""
@@ -181,7 +158,7 @@ class IrrattExperiment(Experiment):
     def original(self) -> nn.Module:
         if self.tiny:
             return sources.tiny_twin(sources.outline_of(self.model), self.seed)
-        return sources.loaded(self.model, self.weights)
+        return load(self.model, weights=self.weights).eval()
 
     def splits(self, model: nn.Module) -> Splits:
         """Loads the data at the size and on the scale of the model, or generates it."""
@@ -205,7 +182,7 @@ class IrrattExperiment(Experiment):
             seed=self.seed,
         )
 
-    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
         """Computes the costs of every method, and measures those that can be made."""
         model = self.original()
         splits = self.splits(model)
@@ -217,22 +194,15 @@ class IrrattExperiment(Experiment):
 
         def evidence(method: IrrattMethod) -> Evidence:
             """Returns accuracy and fidelity of a method's model against the original, and its realized costs."""
-            candidate = method.candidate(model, diagnosis, self.metric, self.seed)
+            candidate = method.candidate(model, diagnosis, self.seed)
             if self.epochs and method.changes:  # the original is never trained
-                trained = train(candidate, splits, self.training(), folder / "train" / method.name, reporter=reporter)
+                trained = train(candidate, splits, self.training(), folder / "train" / method.name)
                 candidate = load(trained.folder)
-            about = {
-                "experiment": to_dict(self),
-                "method": to_dict(method),
-                "realized": realized_price(model, candidate),
-                "reference": diagnosis.fingerprint,
-                "data": test.fingerprint,
-                "images": len(test),
-            }
             # The predictions of the original itself are cached under the reference.
             placed = candidate.to(comparison.device) if method.changes else comparison.reference
+            about = {"method": to_dict(method), "realized": realized_price(model, candidate)}
             compared = replace(comparison, candidate=placed)
-            return Evidence((*Accuracy(most_drop=None)(compared), *Fidelity()(compared)), about)
+            return evidence_by([Accuracy(most_drop=None), Fidelity()], compared, self, **about)
 
         outline, rules, notes = sources.outline_of(self.model), {}, [*splits.notes, *NOTES]
         for method in self.methods:
@@ -248,5 +218,4 @@ class IrrattExperiment(Experiment):
             "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
             "model": {"fingerprint": diagnosis.fingerprint},
             "rules": rules,
-            "measured_with": measured_with(),
         }

@@ -1,24 +1,14 @@
-"""Recipes: a table of a paper, its runs, and the printed numbers."""
+"""Recipes: a table of a paper as plain data, its runs, and the printed numbers."""
 
-import ast
-import json
 import re
-import runpy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from attnrx.errors import InvalidInput, UnknownName
-from attnrx_lab.papers.experiment import Experiment, Run
-
-# The fields of a recipe's docstring, one "Name: text" paragraph each.
-HEADER = ("Paper", "Table", "Command", "Expected", "Not stated", "Time", "Hardware")
+from attnrx.errors import InvalidInput
+from attnrx_lab.papers.experiment import Experiment
 
 _PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
-
-
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 @dataclass(frozen=True)
@@ -51,33 +41,6 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A table as plain data: its rows, its columns, and the protocol of the runs it is made from.
-
-    A scenario may have several runs: a row is filled by those that measured its rule.
-
-    `seeds` are those of the paper's protocol. `draw` makes a page of pictures of the runs, for a figure.
-    """
-
-    title: str
-    rows: tuple[Row, ...]
-    columns: tuple[Column, ...]
-    protocol: tuple[Experiment, ...]
-    seeds: tuple[int, ...] = (42, 43, 44)
-    draw: Callable[[Sequence[Run]], str] | None = None
-
-    def __post_init__(self):
-        known = {experiment.scenario for experiment in self.protocol}
-        missing = sorted({row.scenario for row in self.rows} - known)
-        if missing or not self.rows or not self.columns or not self.seeds:
-            raise InvalidInput(
-                f"the recipe {self.title!r} has {len(self.rows)} rows, {len(self.columns)} columns, "
-                f"{len(self.seeds)} seeds and no protocol for {missing or 'anything'}; give experiments for every "
-                "scenario of its rows, and at least one of everything else."
-            )
-
-
-@dataclass(frozen=True)
 class Expected:
     """A number as the paper prints it, and the range of values that round to it; there is no other tolerance."""
 
@@ -105,49 +68,21 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class RecipeFile:
-    """A recipe with its name, its header, and the paper's numbers by row label and column key."""
+class Recipe:
+    """A table of a paper: its rows, its columns, and the protocol of the runs it is made from.
 
-    name: str
-    header: Mapping[str, str]
-    recipe: Recipe
-    expected: Mapping[str, Mapping[str, Expected]]
+    A scenario may have several runs: a row is filled by those that measured its rule. `table` is its number in the
+    paper, `not_stated` lists the choices that the paper does not state, and `seeds` are those of the paper's protocol.
+    `load_recipe` adds its name, the paper, and the `expected` numbers by row label and column key.
+    """
 
-
-def recipe_names() -> tuple[str, ...]:
-    """Returns the names of all recipes, e.g. `svda/table1`."""
-    return tuple(sorted(f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.py")))
-
-
-def load_recipe(name: str) -> RecipeFile:
-    """Runs the file of a recipe, which is plain data, and reads its header and its expected numbers."""
-    if name not in recipe_names():
-        raise UnknownName("recipe", name, recipe_names())
-    path = RECIPES / f"{name}.py"
-    recipe: Any = runpy.run_path(str(path)).get("RECIPE")
-    if not isinstance(recipe, Recipe):
-        raise InvalidInput(f"the recipe {name} ({path}) does not define RECIPE, a Recipe; look at its neighbours.")
-    tables = json.loads((path.parent / "expected.json").read_text(encoding="utf-8"))
-    expected = {
-        row: {column: Expected.of(printed) for column, printed in cells.items()}
-        for row, cells in tables.get(path.stem, {}).items()
-    }
-    return RecipeFile(name, read_header(path), recipe, expected)
-
-
-def read_header(path: Path) -> dict[str, str]:
-    """Reads the header of a recipe from its docstring, without running it; raises for missing fields."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    header: dict[str, str] = {}
-    for line in text.splitlines():
-        name, separator, rest = line.partition(":")
-        if separator and name in HEADER:
-            header[name] = rest.strip()
-        elif header and line.strip():
-            header[next(reversed(header))] += " " + line.strip()
-    missing = [name for name in HEADER if not header.get(name)]
-    if missing:
-        raise InvalidInput(
-            f"the header of {path} does not state {', '.join(missing)}; every recipe states {', '.join(HEADER)}."
-        )
-    return header
+    title: str
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    protocol: tuple[Experiment, ...]
+    table: str
+    not_stated: str
+    seeds: tuple[int, ...] = (42, 43, 44)
+    name: str = ""
+    paper: str = ""
+    expected: Mapping[str, Mapping[str, Expected]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What experiments load from their settings: pre-trained models, their shapes, data, and tiny replacements of both."""
+"""What experiments load from their settings: the shapes of a model, data, and tiny replacements of both."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -9,36 +9,19 @@ from torch import nn
 from attnrx.api import load
 from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tensors, load_data
 from attnrx.models import build_model, family_of
-from attnrx.shapes import Int, Tensor, UInt8
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
 SIZES = {"train": 96, "validation": 32, "test": 64}
 
-# The knobs of experiments with a pre-trained model, and of those that load data by name.
-MODEL_KNOBS = {"model": "the model {own} instead of {protocol}", "weights": "weights from a file ({own})"}
-DATA_KNOBS = {
-    "dataset": "data {own} instead of {protocol}",
-    "label_column": "labels from the column {own} instead of {protocol}",
-    "test_column": "tested where {own} is true, instead of {protocol}",
-}
 
-
+@lru_cache(maxsize=8)  # creating one costs more than a tiny run, and many runs need the same
 def outline_of(model: str) -> nn.Module:
     """Returns the shapes of a model without its weights if its name determines them; otherwise loads it."""
     library, colon, _ = model.partition(":")
-    named = colon and library != "hf" and not Path(model).exists()
-    return _without_weights(model) if named else load(model)
-
-
-@lru_cache(maxsize=8)  # creating one costs more than a tiny run, and many runs need the same
-def _without_weights(model: str) -> nn.Module:
+    if not colon or library == "hf" or Path(model).exists():
+        return load(model)
     with torch.device("meta"):
         return build_model(model)
-
-
-def loaded(model: str, weights: str | None) -> nn.Module:
-    """Loads the model with the weights of a file, or with its own."""
-    return load(model, weights=weights).eval()
 
 
 def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
@@ -59,18 +42,23 @@ def tiny_twin(outline: nn.Module, seed: int, depth: int = 2) -> nn.Module:
 def data_for(model: nn.Module, dataset: str, columns: tuple[str | None, str | None], seed: int = 0) -> Splits:
     """Loads data at the size of the model; `columns` name those of the labels and of the test rows, if not None."""
     _, size, _ = family_of(model).input_shape(model)
-    given = dict(zip(("label_column", "test_column"), columns, strict=True))
-    named = {part: column for part, column in given.items() if column is not None}
-    return load_data(dataset, image_size=size, seed=seed, columns=Columns(**named) if named else None)
+    label, test = columns
+    named = Columns(label_column=label or Columns.label_column, test_column=test) if label or test else None
+    return load_data(dataset, image_size=size, seed=seed, columns=named)
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:
     """Returns images whose class is the position of a bright square in noise: easy to learn, and deterministic."""
-    scale = Normalization.half(channels)
+    scale, half = Normalization.half(channels), side // 2
     parts = {}
     for number, (split, count) in enumerate(SIZES.items()):
         labels = torch.arange(count) % classes
-        pixels = _pictures(labels, (channels, side), classes, number)
+        generator = torch.Generator().manual_seed(number)
+        # Noise below 128, so that the square's 127 more do not overflow uint8.
+        pixels = torch.randint(0, 128, (count, channels, side, side), generator=generator, dtype=torch.uint8)
+        for picture, label in zip(pixels, labels.tolist(), strict=True):
+            row, column = divmod(label % min(classes, 4), 2)
+            picture[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 127
         parts[split] = from_tensors(f"{name}-generated/{split}", pixels, labels, scale)
     return Splits(
         f"{name}-generated",
@@ -82,17 +70,3 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
         augmentation=Augmentation(padding=0, flip=False),  # either would move the square
         notes=("the images are generated; numbers measured on them do not transfer to real datasets",),
     )
-
-
-def _pictures(
-    labels: Int[Tensor, "images"], shape: tuple[int, int], classes: int, seed: int
-) -> UInt8[Tensor, "images channels side side"]:
-    channels, side = shape
-    generator = torch.Generator().manual_seed(seed)
-    # Noise below 128, so that the square's 127 more do not overflow uint8.
-    pictures = torch.randint(0, 128, (len(labels), channels, side, side), generator=generator, dtype=torch.uint8)
-    half = side // 2
-    for picture, label in zip(pictures, labels.tolist(), strict=True):
-        row, column = divmod(label % min(classes, 4), 2)
-        picture[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 127
-    return pictures

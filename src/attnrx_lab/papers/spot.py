@@ -1,7 +1,6 @@
 """The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,27 +10,26 @@ import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
-from attnrx.checks import Accuracy, Comparison, Fidelity
+from attnrx.checks import Accuracy, Fidelity
 from attnrx.costs import IRRATT
 from attnrx.data import Normalization, Splits
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence
 from attnrx.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
-from attnrx.models import build_model, family_of, model_fingerprint, reduction_of, shape_of
-from attnrx.prescription import TokenPrescription
+from attnrx.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.progress import Log
-from attnrx.realization import realize_tokens_
-from attnrx.serialization.config import to_dict
 from attnrx.tokens import Random, TokenPolicy, parse_policy
-from attnrx.training import Reporter, TrainingConfig, train
+from attnrx.training import TrainingConfig, train
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
+    DATA_KNOBS,
+    MODEL_KNOBS,
     Experiment,
     alone,
-    evaluation_device,
+    comparison_with,
     evidence_at,
+    evidence_by,
     first_images,
-    measured_with,
     measures,
     plain_measures,
 )
@@ -55,10 +53,6 @@ class TokenMethod:
     ratio: float = 0.7
     trained: bool = True
 
-    def __post_init__(self):
-        if self.learned and not self.trained:  # an invalid text raises here
-            raise InvalidInput(f"{self.name}: {self.reducer} has predictors that must be trained; leave trained=True.")
-
     @property
     def learned(self) -> bool:
         policy = self.policy(4)
@@ -72,16 +66,16 @@ class TokenMethod:
         policy = parse_policy(f"{self.reducer}:{self.ratio}@{stages}")
         return replace(policy, reducer=Random(seed)) if isinstance(policy.reducer, Random) else policy
 
-    def policy_for(self, model: nn.Module, seed: int = 0) -> TokenPolicy | None:
-        return self.policy(len(family_of(model).attention(model)), seed)
-
     def attach_(self, model: nn.Module, seed: int) -> None:
         """Attaches the policy to the model, in place; new predictors are drawn from the seed."""
-        policy = self.policy_for(model, seed)
-        if policy is not None:
-            family = family_of(model)
-            requested = TokenPrescription.of(policy, seed=seed)
-            realize_tokens_(model, family, requested, "compress", shape_of(model, family).heads)
+        attach_policy_(model, self.policy(len(family_of(model).attention(model)), seed), seed)
+
+
+def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> None:
+    if policy is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            attach_tokens_(model, family_of(model), policy)
 
 
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
@@ -91,10 +85,11 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     the costs of the predictors, with a LayerNorm at five per feature. `percent` is the remaining share of the MACs,
     `patches_N` the patches after each stage, and `tokens` the mean over the layers.
     """
-    family, policy = family_of(outline), method.policy_for(outline)
+    family = family_of(outline)
+    layout, depth = family.token_layout(outline), len(family.attention(outline))
+    policy = method.policy(depth)
     before, after = family.costs(outline), family.costs(outline, tokens=policy)
     whole, left = (costs.macs + costs.classifier_macs for costs in (before, after))
-    layout, depth = family.token_layout(outline), len(family.attention(outline))
     counts = (layout.patches,) * len(QUARTERS) if policy is None else policy.counts(layout.patches)
     tokens = (layout.tokens,) * depth if policy is None else policy.tokens(layout, depth)
     return {
@@ -120,45 +115,37 @@ class SmallOriginal:
     width: int = 64
     depth: int = 12
     heads: int = 4
-    patch_size: int = 4
-    mlp_ratio: float = 3.0
     stem_channels: int = 32
     epochs: int = 2
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    seed: int = 0
 
     def build(self, scale: Normalization | None = None) -> nn.Module:
-        taught = ("epochs", "batch_size", "learning_rate")
-        facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in taught}
+        facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "epochs"}
         if scale is not None:
             facts |= {"mean": scale.mean, "std": scale.std}
-        model = build_model("lvvit:t", classifies_patches=False, **facts)
+        model = build_model("lvvit:t", classifies_patches=False, patch_size=4, mlp_ratio=3.0, seed=0, **facts)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim in (2, 4):  # matrices and convolutions
                     parameter.mul_(parameter[0].numel() ** -0.5 / DEVIATION)
         return model
 
-    def outline(self) -> nn.Module:
-        """Returns its shapes, without memory for the weights."""
-        with torch.device("meta"):
-            return self.build()
-
     def training(self) -> TrainingConfig:
         return TrainingConfig(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            precision="fp32",
-            seed=self.seed,
-            checkpoint_every=200,
+            epochs=self.epochs, batch_size=32, learning_rate=1e-3, precision="fp32", seed=0, checkpoint_every=200
         )
 
 
 SMALL = SmallOriginal()
 # A tiny run: four layers, so that there are three stages, on images of sixteen patches.
-TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1, batch_size=32)
+TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1)
+
+
+def outline_for(model: str | None) -> nn.Module:
+    """Returns the shapes of a model, or without a name those of the small original."""
+    if model is not None:
+        return sources.outline_of(model)
+    with torch.device("meta"):
+        return SMALL.build()
 
 
 @dataclass(frozen=True)
@@ -179,54 +166,20 @@ class FineTuning:
     precision: str = "bf16"
     images: int | None = None
 
-    def losses(self, method: TokenMethod, teacher: str, weights: str | None) -> tuple[Loss, ...]:
-        """The terms for a method: those of Eqs. 12 and 14 apply to methods with sampled masks."""
-        found: list[Loss] = [Task()] if self.task else []
-        found.append(Distillation(teacher, weight=self.distillation, weights=weights))
-        if method.learned:
-            found.append(KeepRatio(self.keep_ratio))
-            if self.similarity:
-                found.append(TokenSimilarity(teacher, self.similarity, weights))
-        return tuple(found)
-
-    def config(self, losses: tuple[Loss, ...], epochs: int, batch_size: int, seed: int) -> TrainingConfig:
-        return TrainingConfig(
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=self.learning_rate,
-            predictor_learning_rate=self.predictor_factor,  # a multiple of the rate of the other weights
-            weight_decay=self.weight_decay,
-            precision=self.precision,
-            losses=losses,
-            seed=seed,
-        )
-
 
 @dataclass(frozen=True)
 class SpotExperiment(Experiment):
     """One original, one method, one seed: new predictors, fine-tuning of trained methods, measuring.
 
-    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, the `small`
-    one is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
+    `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model, a small one
+    is trained first, once for all methods and seeds of the subject. `dataset` and the columns are the arguments of
     `load_data`. The seed draws the predictors, the order of the images and the masks in training; the images are the
     same for all seeds. Everything is measured on the first `test_images`, paired with the original. `tiny` trains and
     measures a tiny model on generated images; the costs are always those of the model itself.
     """
 
     kind: ClassVar[str] = "spot"
-    format: ClassVar[str] = "attnrx spot run"
-    parts: ClassVar[tuple[type, ...]] = (TokenMethod, SmallOriginal, FineTuning)
-    tiny_note: ClassVar[str] = (
-        "accuracy, agreement and divergence are of a tiny model on generated images: they show that the recipe runs, "
-        "and nothing else; MACs and tokens are exact"
-    )
-    knobs: ClassVar[Mapping[str, str]] = {
-        **sources.MODEL_KNOBS,
-        **sources.DATA_KNOBS,
-        "epochs": "{own} epochs of fine-tuning instead of {protocol}",
-        "batch_size": "fine-tuned in steps of {own} images instead of {protocol}",
-        "test_images": "measured on {own} test images instead of {protocol}",
-    }
+    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "test_images")
 
     subject: str
     model: str | None
@@ -236,16 +189,12 @@ class SpotExperiment(Experiment):
     weights: str | None = None
     label_column: str | None = None
     test_column: str | None = None
-    small: SmallOriginal = SMALL
     tuning: FineTuning = FineTuning()
     epochs: int = 80
     batch_size: int = 512
     test_images: int | None = None
     validation_images: int | None = None
     tiny: bool = False
-
-    def __post_init__(self):
-        self.require_counts("test_images", "validation_images")
 
     @property
     def name(self) -> str:
@@ -264,113 +213,88 @@ class SpotExperiment(Experiment):
         return replace(self, tiny=True, tuning=tuning, **few)
 
     @property
-    def made(self) -> bool:
-        return self.tiny or self.model is None
-
-    @property
-    def original(self) -> SmallOriginal:
-        return TINY if self.tiny else self.small
-
-    def outline(self) -> nn.Module:
-        """The shapes of the model whose costs are computed, which a tiny run does not change."""
-        return self.small.outline() if self.model is None else sources.outline_of(self.model)
+    def made(self) -> SmallOriginal | None:
+        """The original that is trained here, if it is not pre-trained."""
+        if self.tiny:
+            return TINY
+        return SMALL if self.model is None else None
 
     def splits(self) -> Splits:
         """Loads the data at the size of the model, or generates it."""
         if self.tiny:
             return sources.generated_splits(self.subject, 3, TINY.classes, TINY.image_size)
-        splits = sources.data_for(self.outline(), self.dataset, (self.label_column, self.test_column))
+        splits = sources.data_for(outline_for(self.model), self.dataset, (self.label_column, self.test_column))
         return replace(
             splits,
             validation=first_images(splits.validation, self.validation_images),
             test=first_images(splits.test, self.test_images),
         )
 
-    def pretrained(self) -> nn.Module:
-        assert self.model is not None
-        if self.weights is None and self.model.startswith("lvvit:"):
-            raise InvalidInput(
-                f"{self.model} has no weights of its own, and {self.name} needs a trained original; give the published "
-                "file with --weights."
-            )
-        return sources.loaded(self.model, self.weights)
-
     def training(self, teacher: str) -> TrainingConfig:
-        """The fine-tuning, with the original as the teacher."""
-        losses = self.tuning.losses(self.method, teacher, None if self.made else self.weights)
-        return self.tuning.config(losses, self.epochs, self.batch_size, self.seed)
+        """The fine-tuning, with the original as the teacher; Eqs. 12 and 14 apply to methods with sampled masks."""
+        tuning, weights = self.tuning, None if self.made else self.weights
+        losses: list[Loss] = [Task()] if tuning.task else []
+        losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
+        if self.method.learned:
+            losses.append(KeepRatio(tuning.keep_ratio))
+            if tuning.similarity:
+                losses.append(TokenSimilarity(teacher, tuning.similarity, weights))
+        return TrainingConfig(
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=tuning.learning_rate,
+            predictor_learning_rate=tuning.predictor_factor,  # a multiple of the rate of the other weights
+            weight_decay=tuning.weight_decay,
+            precision=tuning.precision,
+            losses=tuple(losses),
+            seed=self.seed,
+        )
 
-    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
         """Trains the original if necessary, prunes tokens, fine-tunes and measures."""
         splits = self.splits()
-        original, teacher = self._original(splits, folder, reporter, log)
+        original, teacher = self._original(splits, folder, log)
         self.claim(folder)
         log(f"{self.name}: {folder}")
-        evidence = evidence_at(
-            folder / "evidence.json", lambda: self._evidence((original, teacher), splits, folder, reporter)
-        )
+        evidence = evidence_at(folder / "evidence.json", lambda: self._evidence(original, teacher, splits, folder))
         found = measures(evidence)
         log(f"{self.name}: top-1 {found['accuracy']['value']:.2f} %")
+        price = plain_measures(token_price(outline_for(self.model), self.method))
         return {
             "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *self._notes()]},
-            "model": {"fingerprint": evidence.about["reference"]},
-            "rules": {
-                self.method.name: {
-                    "paper": plain_measures(token_price(self.outline(), self.method)),
-                    "measured": found,
-                    "training": plain_measures(evidence.about["training"]),
-                }
-            },
-            "measured_with": measured_with(),
+            "model": {"fingerprint": model_fingerprint(original)},
+            "rules": {self.method.name: {"paper": price, "measured": found}},
         }
 
-    def _original(self, splits: Splits, folder: Path, reporter: Reporter | None, log: Log) -> tuple[nn.Module, str]:
+    def _original(self, splits: Splits, folder: Path, log: Log) -> tuple[nn.Module, str]:
         """Returns the original, and its source as a teacher for losses; it is trained once if necessary."""
-        if not self.made:
+        if self.made is None:
             assert self.model is not None
-            return self.pretrained(), self.model
-        place = self._place_of_original(folder)
-        with alone(place):  # all runs of a subject share it
+            if self.weights is None and self.model.startswith("lvvit:"):
+                raise InvalidInput(
+                    f"{self.model} has no weights of its own, and {self.name} needs a trained original; give the "
+                    "published file with --weights."
+                )
+            return load(self.model, weights=self.weights).eval(), self.model
+        # All runs of a subject share it, in a folder beside theirs.
+        place = folder.parents[2] / "originals" / self.place.parts[1]
+        with alone(place):
             log(f"{self.subject}: the original, {place}")
-            model = self.original.build(splits.normalization)
-            trained = train(model, splits, self.original.training(), place, reporter=reporter)
+            trained = train(self.made.build(splits.normalization), splits, self.made.training(), place)
         return load(trained.folder).eval(), str(place)
 
-    def _place_of_original(self, folder: Path) -> Path:
-        """Returns the folder of the original, relative to that of a run: beside all runs, or inside a run elsewhere."""
-        parts = self.place.parts
-        shared = folder.parts[-len(parts) :] == parts
-        return folder.parents[2] / "originals" / parts[1] if shared else folder / "original"
-
-    def _evidence(
-        self, original: tuple[nn.Module, str], splits: Splits, folder: Path, reporter: Reporter | None
-    ) -> Evidence:
+    def _evidence(self, original: nn.Module, teacher: str, splits: Splits, folder: Path) -> Evidence:
         """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
-        model, teacher = original
-        adapted = adapt_preprocessing(splits, model)
-        candidate = copy.deepcopy(model)  # the original stays the reference
+        adapted = adapt_preprocessing(splits, original)
+        candidate = copy.deepcopy(original)  # the original stays the reference
         self.method.attach_(candidate, self.seed)
-        training: dict[str, Any] = {}
         if self.method.trained:
             # The test images are excluded: training evaluates on the validation images instead.
             own = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
-            trained = train(candidate, own, self.training(teacher), folder / "train", reporter=reporter)
-            candidate = load(trained.folder)
-            training = {"steps": trained.record["steps"], "seconds": trained.record["seconds"]}
-            training |= {f"loss_{name}": value for name, value in trained.history[-1]["losses"].items()}
-        device, reduction = evaluation_device(), reduction_of(candidate)
-        comparison = Comparison(
-            candidate.to(device), model.to(device), adapted.test, seed=self.seed, device=device, batch_size=BATCH
-        )
-        about = {
-            "experiment": to_dict(self),
-            "policy": None if reduction is None else str(reduction.policy),
-            "training": training,
-            "reference": model_fingerprint(model),
-            "data": comparison.data.fingerprint,
-            "images": len(comparison.data),
-        }
-        return Evidence((*Accuracy(most_drop=None)(comparison), *Fidelity()(comparison)), about)
+            candidate = load(train(candidate, own, self.training(teacher), folder / "train").folder)
+        comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
+        comparison = replace(comparison, candidate=candidate.to(comparison.device))
+        return evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)
 
     def _notes(self) -> list[str]:
         """Returns notes on the protocol, for readers of the numbers."""
@@ -381,6 +305,6 @@ class SpotExperiment(Experiment):
             steps = self.epochs * (self.tuning.images // self.batch_size)
             notes.append(f"fine-tuned for {steps} steps of {self.batch_size} images, the same for all seeds")
         if self.made:
-            epochs = self.original.epochs
+            epochs = self.made.epochs
             notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
         return notes

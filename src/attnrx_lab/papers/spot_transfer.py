@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from attnrx.api import adapt_preprocessing, load
@@ -13,26 +12,27 @@ from attnrx.checks import Comparison, parse_checks
 from attnrx.data import Splits, own_classes
 from attnrx.errors import InvalidInput
 from attnrx.evidence import Evidence, Finding
-from attnrx.models import attach_tokens_, build_model, family_of
+from attnrx.models import build_model, family_of
 from attnrx.progress import Log
 from attnrx.serialization.config import to_dict
 from attnrx.tokens import TokenPolicy, parse_policy
-from attnrx.training import Reporter
 from attnrx_lab.checks import Robustness, Transfer
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
+    DATA_KNOBS,
+    MODEL_KNOBS,
     Experiment,
     Measure,
     comparison_with,
     evidence_at,
     first_images,
-    interval_measure,
-    measured_with,
-    plain_measure,
+    measure_of,
+    plain_measures,
 )
+from attnrx_lab.papers.spot import attach_policy_
 
 BATCH = 50  # images at a time, for measuring
-ORIGINAL = "original"
+BASELINE = "original"
 # Twelve layers, so that the policies of the paper's models fit.
 TINY = {"image_size": 16, "patch_size": 4, "width": 12, "depth": 12, "heads": 3, "classes": 4, "stem_channels": 4}
 TINY_TRANSFER = {"per_class": 8, "seeds": (0,), "epochs": 2}
@@ -48,18 +48,7 @@ class SpotTransferExperiment(Experiment):
     """
 
     kind: ClassVar[str] = "spot-transfer"
-    format: ClassVar[str] = "attnrx spot transfer run"
-    tiny_note: ClassVar[str] = (
-        "accuracies are of a tiny model with fresh weights on generated images: they show that the recipe runs, and "
-        "nothing else; the GFLOPS are exact"
-    )
-    knobs: ClassVar[Mapping[str, str]] = {
-        **sources.MODEL_KNOBS,
-        **sources.DATA_KNOBS,
-        "check": "measured by {own} instead of {protocol}",
-        "candidates": "the candidates {own} instead of {protocol}",
-        "test_images": "measured on {own} test images",
-    }
+    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "check", "candidates", "test_images")
 
     subject: str
     model: str
@@ -74,10 +63,10 @@ class SpotTransferExperiment(Experiment):
     tiny: bool = False
 
     def __post_init__(self):
-        names = [name for name, _, _ in map(candidate_parts, self.candidates)]
-        if not names or len({ORIGINAL, *names}) != len(names) + 1:
+        names = [BASELINE, *(name for name, _, _ in map(candidate_parts, self.candidates))]
+        if len(names) == 1 or len(set(names)) != len(names):
             raise InvalidInput(
-                f"candidates={self.candidates}: give at least one, each under a name of its own that is not {ORIGINAL}."
+                f"candidates={self.candidates}: give at least one, each under a name of its own that is not {BASELINE}."
             )
         requested = parse_checks(self.check)
         if len(requested) != 1 or requested[0].name not in ("transfer", "robustness"):
@@ -90,7 +79,7 @@ class SpotTransferExperiment(Experiment):
     def original(self) -> nn.Module:
         if self.tiny:
             return build_model("lvvit:t", seed=self.seed, classifies_patches=False, **TINY).eval()
-        return sources.loaded(self.model, self.weights)
+        return load(self.model, weights=self.weights).eval()
 
     def splits(self, model: nn.Module) -> Splits:
         if self.tiny:
@@ -99,7 +88,7 @@ class SpotTransferExperiment(Experiment):
             own = sources.data_for(model, self.dataset, (self.label_column, self.test_column), self.seed)
         return adapt_preprocessing(own, model)
 
-    def made(self, model: nn.Module) -> dict[str, nn.Module]:
+    def made(self) -> dict[str, nn.Module]:
         """Makes the candidates that can be measured: trained ones, and those whose policy has no predictor.
 
         A tiny run uses new predictors.
@@ -109,10 +98,8 @@ class SpotTransferExperiment(Experiment):
             if folder is not None and not self.tiny:
                 made[name] = load(folder).eval()
             elif self.tiny or not policy.reducer.learned:
-                torch.manual_seed(self.seed)  # of new predictors
-                twin = self.original()
-                attach_tokens_(twin, family_of(twin), policy)
-                made[name] = twin
+                made[name] = self.original()
+                attach_policy_(made[name], policy, self.seed)
         if not made:
             texts = " ".join(f"{text}=FOLDER" for text in self.candidates)
             raise InvalidInput(
@@ -121,33 +108,28 @@ class SpotTransferExperiment(Experiment):
             )
         return made
 
-    def measured(self, folder: Path, reporter: Reporter | None, log: Log) -> dict[str, Any]:
+    def measured(self, folder: Path, log: Log) -> dict[str, Any]:
         """Computes the costs of all policies, and measures the candidates in one pass."""
         model = self.original()
-        splits, made = self.splits(model), self.made(model)
+        splits, made = self.splits(model), self.made()
         self.claim(folder)
         test = first_images(splits.test, self.test_images)
         comparison = comparison_with(model, test, seed=self.seed, batch_size=BATCH)
         log(f"{self.name}: {self.check} of {', '.join(made)} on {len(test):,} images")
         rules = self._priced()
         for name, found in self._evidence(splits, made, comparison, folder).items():
-            rules[ORIGINAL]["measured"], rules[name]["measured"] = _measures(found.findings)
-        missing = [name for name, _, _ in map(candidate_parts, self.candidates) if name not in made]
+            rules[BASELINE]["measured"], rules[name]["measured"] = _measures(found.findings)
+        missing = [name for name in rules if name not in (BASELINE, *made)]
         notes = [*splits.notes, *(f"{name} is priced and not measured: it must be trained" for name in missing)]
-        return {
-            "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
-            "rules": rules,
-            "measured_with": measured_with(),
-        }
+        return {"data": {"name": splits.name, "test": test.fingerprint, "notes": notes}, "rules": rules}
 
     def _priced(self) -> dict[str, dict[str, Any]]:
         """Returns the GFLOPS of the original and of every policy in it, in the paper's unit of 10^9 MACs."""
         outline = sources.outline_of(self.model)
-        family = family_of(outline)
-        policies: dict[str, TokenPolicy | None] = {ORIGINAL: None}
+        policies: dict[str, TokenPolicy | None] = {BASELINE: None}
         policies |= {name: policy for name, policy, _ in map(candidate_parts, self.candidates)}
-        macs = {name: family.costs(outline, tokens=policy).macs for name, policy in policies.items()}
-        return {name: {"costs": {"gflops": plain_measure(own / 1e9)}} for name, own in macs.items()}
+        macs = {name: family_of(outline).costs(outline, tokens=policy).macs for name, policy in policies.items()}
+        return {name: {"costs": plain_measures({"gflops": own / 1e9})} for name, own in macs.items()}
 
     def _evidence(
         self, splits: Splits, made: Mapping[str, nn.Module], comparison: Comparison, folder: Path
@@ -186,8 +168,8 @@ def _measures(findings: Sequence[Finding]) -> list[dict[str, Measure]]:
     """Returns accuracy and change of the reference and of the candidate: of the mean over everything."""
     last = findings[-1]
     if last.check == Robustness.name:
-        accuracies = [plain_measure(last.details[f"{role}_accuracy"]) for role in ("reference", "candidate")]
+        own = [plain_measures({"accuracy": last.details[f"{role}_accuracy"]}) for role in ("reference", "candidate")]
     else:
-        accuracies = [interval_measure(finding) for finding in findings[:2]]
-    changes = (plain_measure(0.0), interval_measure(last))
-    return [{"accuracy": own, "accuracy_change": change} for own, change in zip(accuracies, changes, strict=True)]
+        own = [{"accuracy": measure_of(finding)} for finding in findings[:2]]
+    changes = (plain_measures({"accuracy_change": 0.0}), {"accuracy_change": measure_of(last)})
+    return [accuracy | change for accuracy, change in zip(own, changes, strict=True)]
