@@ -66,7 +66,7 @@ class Finding(Displayed):
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if (self.limit is None) != (self.outcome == REPORTED):
+        if self.outcome not in OUTCOMES or (self.limit is None) != (self.outcome == REPORTED):
             raise InvalidInput(
                 f"finding {self.claim!r} has the limit {self.limit} and the outcome {self.outcome!r}: a claim with a "
                 f"limit {HOLDS}, {FAILS} or is {UNDECIDED}, a quantity without one is {REPORTED}."
