@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.models import family_of
-from attnrx.models.adopted import AdoptedFamily
+from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.huggingface_family import HuggingFaceFamily
 from attnrx.models.timm_family import TimmFamily
 

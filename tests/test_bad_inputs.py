@@ -529,8 +529,22 @@ def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: str) -> None
 # Files that were edited ------------------------------------------------------------------------------------------
 
 HEAD, SPEC, OUTPUT = "layers[1].qk.heads[0]", "model.attention.tuple[1]", "layers[1].vo.units[0]"
+PLANNED = {
+    "expected": {name: {"value": 0.1, "spread": 0.1, "images": 9} for name in ("divergence", "agreement", "change")},
+    "measured": None,
+}
+CLOCKED = {"ratio": 0.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "in_subprocess": False}
+REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
+        ("about.plan", 3), ("about.plan", {}), ("about.plan", edited(PLANNED, "expected.agreement", ABSENT)),
+        ("about.plan", edited(PLANNED, "expected.agreement.value", "high")),
+        ("about.plan", edited(PLANNED, "expected.agreement.images", 0)),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "ratio": 0})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "batch": 2**40})),
+        ("about.plan", edited(PLANNED, "measured", {**CLOCKED, "in_subprocess": "no"})),
+        ("about.realized", []), ("about.realized", {}), ("about.realized", {**REALIZED, "by": "magic"}),
+        ("about.realized", {**REALIZED, "refine": -1}), ("about.realized", {**REALIZED, "calibration_images": "all"}),
         (f"{HEAD}.keep[0]", -1), (f"{HEAD}.keep[0]", 99), (f"{HEAD}.keep[0]", 0.5), (f"{HEAD}.keep[0]", True),
         (f"{HEAD}.keep[0]", None), (f"{HEAD}.keep", [0, 0]), (f"{HEAD}.keep", "all"), (f"{HEAD}.rank", 99),
         (f"{HEAD}.rank", -1), (f"{HEAD}.strength[0]", NAN), (f"{HEAD}.strength[0]", INFINITY),
@@ -558,7 +572,7 @@ EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     ),
     "evidence": (
         ("findings[0].value", "high"), ("findings[0].value", INFINITY), ("findings[0].n", -1),
-        ("findings[0].claim", ABSENT),
+        ("findings[0].low", 7.0), ("findings[0].claim", ABSENT),
         ("findings[0].outcome", 3), ("findings[0].limit", None), ("findings", 3), ("about", None), ("outcome", None),
         ("findings[0].details", []),
     ),

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, names imported for type checkers only
 """Prescriptions for attention: diagnose, prescribe, realize and verify smaller Vision Transformers.
 
     import attnrx as rx
@@ -19,38 +18,95 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_OF_API = (
-    "Budget adapt_preprocessing control_prescriptions diagnose export load measure_divergence plan prescribe "
-    "prescribe_within push_to_hub realize refine save verify"
-)
 # Public name -> the module that defines it.
 _HOMES = {
-    "AttnrxError": "errors",
-    "Diagnosis": "diagnosis",
-    "Evidence": "evidence",
-    "Finding": "evidence",
-    "Prescription": "prescription",
-    "Spectrum": "spectrum",
-    "TrainingConfig": "training",
-    "ViTConfig": "models",
-    "load_data": "data",
-    "shrink": "shrinking",
-    "Shrunk": "shrinking",
-    "train": "training",
-    "use_backend": "models",
-    "write_report": "reports",
-    **dict.fromkeys(_OF_API.split(), "api"),
+    "AttnrxError": "attnrx.errors",
+    "Budget": "attnrx.api",
+    "Diagnosis": "attnrx.diagnosis",
+    "Evidence": "attnrx.evidence",
+    "Finding": "attnrx.evidence",
+    "Prescription": "attnrx.prescription",
+    "Spectrum": "attnrx.spectrum",
+    "TrainingConfig": "attnrx.training",
+    "ViTConfig": "attnrx.models",
+    "control_prescriptions": "attnrx.api",
+    "diagnose": "attnrx.api",
+    "export": "attnrx.api",
+    "load": "attnrx.api",
+    "load_data": "attnrx.data",
+    "adapt_preprocessing": "attnrx.api",
+    "measure_divergence": "attnrx.api",
+    "plan": "attnrx.api",
+    "prescribe": "attnrx.api",
+    "prescribe_within": "attnrx.api",
+    "push_to_hub": "attnrx.api",
+    "realize": "attnrx.api",
+    "refine": "attnrx.api",
+    "save": "attnrx.api",
+    "shrink": "attnrx.shrinking",
+    "Shrunk": "attnrx.shrinking",
+    "train": "attnrx.training",
+    "use_backend": "attnrx.models",
+    "verify": "attnrx.api",
+    "write_report": "attnrx.reports",
 }
-# Subpackages available as attributes, e.g. `attnrx.models.family_of`.
-_PACKAGES = (
-    "planning checks costs data diagnostics exporting losses models runtime realization reports rules serialization "
-    "tokens training"
-).split()
 
-__all__ = sorted((*_HOMES, "__version__", "checks", "rules"))  # pyright: ignore[reportUnsupportedDunderAll]
+# Subpackages and modules available as attributes, e.g. `attnrx.models.family_of`.
+_PACKAGES = (
+    "planning",
+    "checks",
+    "costs",
+    "data",
+    "diagnostics",
+    "exporting",
+    "losses",
+    "models",
+    "runtime",
+    "realization",
+    "reports",
+    "rules",
+    "serialization",
+    "tokens",
+    "training",
+)
+
+__all__ = [
+    "AttnrxError",
+    "Budget",
+    "Diagnosis",
+    "Evidence",
+    "Finding",
+    "Prescription",
+    "Shrunk",
+    "Spectrum",
+    "TrainingConfig",
+    "ViTConfig",
+    "__version__",
+    "adapt_preprocessing",
+    "checks",
+    "control_prescriptions",
+    "diagnose",
+    "export",
+    "load",
+    "load_data",
+    "measure_divergence",
+    "plan",
+    "prescribe",
+    "prescribe_within",
+    "push_to_hub",
+    "realize",
+    "refine",
+    "rules",
+    "save",
+    "shrink",
+    "train",
+    "use_backend",
+    "verify",
+    "write_report",
+]
 
 if TYPE_CHECKING:
-    from attnrx import (
+    from attnrx import (  # noqa: F401, for type checkers; imported by `__getattr__` at run time
         checks,
         costs,
         data,
@@ -101,7 +157,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"attnrx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
-    return getattr(importlib.import_module(f"attnrx.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

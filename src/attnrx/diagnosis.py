@@ -17,12 +17,12 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_with_tensors,
 )
+from attnrx.serialization.validation import validated
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import NORMS
 from attnrx.spectrum import Spectrum
 
 KIND, SCHEMA = "attnrx diagnosis", 2
-SPECTRUM_FIELDS = ("query", "key", "strength", "used")
 MAP_FIELDS = ("strength", "directions", "center")
 
 LAYER = fields.Record(
@@ -111,13 +111,14 @@ class Diagnosis(Displayed):
         """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`)."""
         tensors: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            start = f"layers.{index}"
-            tensors |= {f"{start}.spectrum.{field}": getattr(layer.spectrum, field) for field in SPECTRUM_FIELDS}
-            tensors |= {f"{start}.readings.{name}": reading for name, reading in layer.readings.items()}
+            for field in ("query", "key", "strength", "used"):
+                tensors[f"layers.{index}.spectrum.{field}"] = getattr(layer.spectrum, field)
+            for name, reading in layer.readings.items():
+                tensors[f"layers.{index}.readings.{name}"] = reading
             for which, found in enumerate(layer.mlp):
                 for metric, directions in {} if found is None else found.metrics.items():
                     for field in MAP_FIELDS:
-                        tensors[f"{start}.mlp.{which}.{metric}.{field}"] = getattr(directions, field)
+                        tensors[f"layers.{index}.mlp.{which}.{metric}.{field}"] = getattr(directions, field)
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -132,13 +133,14 @@ class Diagnosis(Displayed):
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
-        fields.validated(record, RECORD, path)
+        validated(record, RECORD, path)
         tensors = read_tensors_of(path, record)
         _require_layers(tensors, len(record["layers"]), path)
         try:
             layers = tuple(_layer(index, facts, tensors) for index, facts in enumerate(record["layers"]))
         except KeyError as error:
-            raise CheckpointError(f"{path} needs the tensor {error}, which is not in its folder.") from None
+            message = f"{path} needs the tensor {error}, which is not in its folder; diagnose again."
+            raise CheckpointError(message) from None
         except InvalidInput as error:
             raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
         return cls(layers, record["fingerprint"], record["about"])
@@ -177,20 +179,29 @@ def _summary(layer: LayerDiagnosis) -> dict[str, Any]:
 
 
 def _layer(index: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiagnosis:
-    start = f"layers.{index}"
-    query, key, strength, used = (tensors[f"{start}.spectrum.{field}"] for field in SPECTRUM_FIELDS)
-    stated = facts["scale"], facts["norms"], tuple(facts["heads"])
-    spectrum = Spectrum(query, key, strength, used.to(torch.bool), *stated, shared=facts["shared"])
-    readings = {
-        name.removeprefix(f"{start}.readings."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(f"{start}.readings.")
+    def below(start: str) -> dict[str, Tensor]:
+        return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+    parts, readings = below(f"layers.{index}.spectrum."), below(f"layers.{index}.readings.")
+    spectrum = Spectrum(
+        parts["query"],
+        parts["key"],
+        parts["strength"],
+        parts["used"].to(torch.bool),
+        facts["scale"],
+        facts["norms"],
+        tuple(facts["heads"]),
+        shared=facts["shared"],
+    )
+    maps = tuple(_map(index, which, fact, tensors) for which, fact in enumerate(facts["mlp"]))
+    return LayerDiagnosis(spectrum, readings, maps)
+
+
+def _map(index: int, which: int, facts: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> MapDiagnosis | None:
+    if facts is None:
+        return None
+    start = f"layers.{index}.mlp.{which}."
+    found = {
+        name: MapDirections(*(tensors[f"{start}{name}.{field}"] for field in MAP_FIELDS)) for name in facts["metrics"]
     }
-    maps: list[MapDiagnosis | None] = []
-    for which, fact in enumerate(facts["mlp"]):
-        found = {
-            metric: MapDirections(*(tensors[f"{start}.mlp.{which}.{metric}.{field}"] for field in MAP_FIELDS))
-            for metric in ([] if fact is None else fact["metrics"])
-        }
-        maps.append(None if fact is None else MapDiagnosis(fact["inputs"], found))
-    return LayerDiagnosis(spectrum, readings, tuple(maps))
+    return MapDiagnosis(facts["inputs"], found)

@@ -10,9 +10,20 @@ from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import check_schema, read_json, write_json
+from attnrx.serialization.validation import Invalid, below, shown, validated
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
+
+
+def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
+    """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
+    low, high = finding["low"], finding["high"]
+    if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
+        limit, outcome = shown(finding["limit"]), shown(finding["outcome"])
+        raise Invalid(below(where, "outcome"), f"is {outcome} with the limit {limit}")
+    if low is not None and high is not None and low > high:
+        raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
 
 
 FINDING = fields.Record(
@@ -29,7 +40,8 @@ FINDING = fields.Record(
         "deciding_n": fields.Optional(fields.Integer()),
         "seed": fields.Optional(fields.Integer()),
         "details": fields.JSON_OBJECT,
-    }
+    },
+    then=_require_verdict,
 )
 RECORD = fields.Record(
     {
@@ -178,16 +190,15 @@ class Evidence(Displayed):
     def load(cls, path: Path | str) -> "Evidence":
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
-        fields.validated(record, RECORD, path)
-        try:
-            # JSON stores NaN as null.
-            values = (math.nan if each["value"] is None else each["value"] for each in record["findings"])
-            pairs = zip(record["findings"], values, strict=True)
-            found = cls(tuple(Finding(**{**each, "value": value}) for each, value in pairs), record["about"])
-        except InvalidInput as error:
-            raise CheckpointError(f"{path}: {error} Verify again.") from error
+        validated(record, RECORD, path)
+        found = cls(tuple(_finding(finding) for finding in record["findings"]), record["about"])
         if found.outcome != record["outcome"]:
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {found.outcome!r}; verify again."
             )
         return found
+
+
+def _finding(record: Mapping[str, Any]) -> Finding:
+    """Restores NaN, which JSON stores as null."""
+    return Finding(**{**record, "value": math.nan if record["value"] is None else record["value"]})

@@ -10,7 +10,6 @@ import torch
 from attnrx.display import Displayed
 from attnrx.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.maps import HEADS, LAYER_MAPS, OUTPUT_MAPS, TOKENS
-from attnrx.serialization import validation as fields
 from attnrx.serialization.storage import (
     check_schema,
     read_json,
@@ -18,11 +17,28 @@ from attnrx.serialization.storage import (
     require_finite_tensors,
     write_with_tensors,
 )
+from attnrx.serialization.validation import (
+    MOST_DIRECTIONS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    Anything,
+    Choice,
+    Field,
+    Flag,
+    Integer,
+    Invalid,
+    Items,
+    Number,
+    Optional,
+    Record,
+    Text,
+    below,
+    validated,
+)
 from attnrx.shapes import Bool, Float, Tensor
 from attnrx.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
-OUTPUT_TENSORS = ("encode", "decode", "center")
 
 
 def _lay_out(part: Any, *fields: str) -> None:
@@ -79,7 +95,7 @@ class OutputDecision(Displayed):
                 f"encode {tuple(self.encode.shape)}, decode {tuple(self.decode.shape)} and center "
                 f"{tuple(self.center.shape)} do not fit the ranks {self.ranks}."
             )
-        _lay_out(self, *OUTPUT_TENSORS)
+        _lay_out(self, "encode", "decode", "center")
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,11 +112,10 @@ class ScoreDecision(Displayed):
     basis: Basis | None = None
 
     def __post_init__(self):
-        if self.keep.shape != self.strength.shape or len(self.reasons) != self.keep.shape[0]:
-            raise InvalidInput(
-                f"keep {tuple(self.keep.shape)}, strength {tuple(self.strength.shape)} and {len(self.reasons)} reasons "
-                "disagree: give one of each for every head."
-            )
+        if self.keep.shape != self.strength.shape:
+            raise InvalidInput(f"keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree.")
+        if len(self.reasons) != self.keep.shape[0]:
+            raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
         owners = 1 if self.is_shared else self.keep.shape[0]
         if self.basis is not None and self.basis.left.shape[:2] != (owners, self.keep.shape[1]):
             raise InvalidInput(
@@ -205,7 +220,7 @@ class LayerPrescription(Displayed):
         basis = self.qk.basis
         found = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
         for name, output in self.outputs.items():
-            found |= {f"{name}.{field}": getattr(output, field) for field in OUTPUT_TENSORS}
+            found |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
         return found
 
 
@@ -286,23 +301,17 @@ class Prescription(Displayed):
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether any decision has a basis, or is about another map than "qk"."""
+        return any(layer.tensors for layer in self.layers)
+
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file whose floats round-trip exactly.
 
         Bases, output decisions and predictor weights are written to a safetensors file in the same folder
         (`storage.write_with_tensors`).
         """
-        tensors = {
-            f"layers.{index}.{name}": tensor
-            for index, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors.items()
-        }
-        if self.tokens is not None:
-            learned = self.tokens.predictors or {}
-            tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
-        return write_with_tensors(path, self._record(), tensors)
-
-    def _record(self) -> dict[str, Any]:
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -313,9 +322,16 @@ class Prescription(Displayed):
             "layers": [_to_record(layer) for layer in self.layers],
         }
         if self.tokens is not None:
-            trained = self.tokens.predictors is not None
-            record[TOKENS] = {"reasons": list(self.tokens.reasons), "seed": self.tokens.seed, "trained": trained}
-        return record
+            record[TOKENS] = _tokens_record(self.tokens)
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors.items()
+        }
+        if self.tokens is not None:
+            learned = self.tokens.predictors or {}
+            tensors |= {f"tokens.{name}": tensor.detach().contiguous() for name, tensor in learned.items()}
+        return write_with_tensors(path, record, tensors)
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
@@ -323,7 +339,7 @@ class Prescription(Displayed):
         path = Path(path)
         record = read_json(path)
         check_schema(record, KIND, SCHEMA, path)
-        fields.validated(record, RECORD, path)
+        validated(record, RECORD, path)
         tensors = read_tensors_of(path, record)
         require_finite_tensors(tensors, f"the tensors of {path}")
         try:
@@ -331,25 +347,19 @@ class Prescription(Displayed):
                 _from_record(layer, _beginning_with(f"layers.{index}.", tensors))
                 for index, layer in enumerate(record["layers"])
             )
-            tokens = None
-            if TOKENS in record["rules"]:
-                found, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
-                learned = _beginning_with("tokens.", tensors) if found["trained"] else None
-                tokens = TokenPrescription(policy, tuple(found["reasons"]), learned, found["seed"])
-            prescription = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
+            tokens = _tokens_from_record(record, tensors)
         except KeyError as error:
-            raise CheckpointError(f"{path} needs {error}, which is not in its folder; make it again.") from None
-        except (InvalidInput, IndexError, ValueError, RuntimeError) as error:
+            message = f"{path} needs the tensor {error}, which is not in its folder; make it again."
+            raise CheckpointError(message) from None
+        except InvalidInput as error:
             raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
-        # Counts and shares are stored too, for readers.
-        written = prescription._record()
-        for name in ("layers", "removed_share", TOKENS):
-            if written.get(name) != record.get(name):
-                raise CheckpointError(
-                    f"{path}: {name} holds ranks or shares that are not those of its kept directions. "
-                    "The file was edited or damaged; make it again."
-                )
-        return prescription
+        found = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
+        if abs(found.removed_share - record["removed_share"]) > 1e-9:
+            raise CheckpointError(
+                f"{path}: removed_share is {record['removed_share']}, its layers give {found.removed_share}; the file "
+                "was edited or damaged, make it again."
+            )
+        return found
 
     def require(self, fingerprint: str) -> None:
         """Raises FingerprintMismatch if the prescription belongs to another model."""
@@ -360,88 +370,190 @@ class Prescription(Displayed):
             )
 
 
-def _to_record(layer: LayerPrescription) -> dict[str, Any]:
-    qk = layer.qk
-    heads = zip(qk.ranks, qk.keep, qk.strength.tolist(), qk.reasons, strict=True)
-    record: dict[str, Any] = {
-        "qk": {
-            "directions": qk.keep.shape[1],
-            "heads": [
-                {"rank": rank, "keep": _indices(keep), "strength": strength, "why": why}
-                for rank, keep, strength, why in heads
-            ],
-        }
+def _tokens_record(tokens: TokenPrescription) -> dict[str, Any]:
+    return {
+        "reasons": list(tokens.reasons),
+        "seed": tokens.seed,
+        "trained": tokens.predictors is not None,
     }
-    if qk.basis is not None:
-        record["qk"]["basis"] = {"shared": qk.basis.shared}
-    for name, output in layer.outputs.items():
-        units = zip(output.ranks, output.strength.tolist(), output.reasons, strict=True)
-        record[name] = {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
-    found = layer.decisions.get(HEADS)
-    if isinstance(found, HeadDecision):
-        record[HEADS] = {"keep": _indices(found.keep), "strength": found.strength.tolist(), "why": found.reasons[0]}
+
+
+def _tokens_from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TokenPrescription | None:
+    if TOKENS not in record:
+        return None
+    tokens, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
+    learned = _beginning_with("tokens.", tensors) if tokens["trained"] else None
+    return TokenPrescription(policy, tuple(tokens["reasons"]), learned, tokens["seed"])
+
+
+def _to_record(layer: LayerPrescription) -> dict[str, Any]:
+    record = {"qk": _score_record(layer.qk)}
+    record |= {name: _output_record(output) for name, output in layer.outputs.items()}
+    heads = layer.decisions.get(HEADS)
+    if isinstance(heads, HeadDecision):
+        keep, strength = torch.nonzero(heads.keep).flatten().tolist(), heads.strength.tolist()
+        record[HEADS] = {"keep": keep, "strength": strength, "why": heads.reasons[0]}
     return record
 
 
-def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
-    scores, heads = record["qk"], record["qk"]["heads"]
-    keep = torch.zeros(len(heads), scores["directions"], dtype=torch.bool)
-    for row, head in zip(keep, heads, strict=True):
-        row[head["keep"]] = True
-    basis = Basis(tensors["qk.left"], tensors["qk.right"], **scores["basis"]) if "basis" in scores else None
-    qk = ScoreDecision(keep, _column("strength", heads).reshape(keep.shape), _reasons(heads), basis)
-    decisions: dict[str, Decision] = {"qk": qk}
-    for name in OUTPUT_MAPS:
-        if name in record:
-            units = record[name]["units"]
-            first, second, third = (tensors[f"{name}.{field}"] for field in OUTPUT_TENSORS)
-            ranks, strength = tuple(unit["rank"] for unit in units), _column("strength", units)
-            decisions[name] = OutputDecision(ranks, first, second, third, strength, _reasons(units))
-    if HEADS in record:
-        strength = torch.tensor(record[HEADS]["strength"], dtype=torch.float64)
-        keep = torch.zeros(len(strength), dtype=torch.bool)
-        keep[record[HEADS]["keep"]] = True
-        decisions[HEADS] = HeadDecision(keep, strength, (record[HEADS]["why"],))
-    return LayerPrescription(decisions)
+def _score_record(decision: ScoreDecision) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "directions": decision.keep.shape[1],
+        "heads": [
+            {
+                "rank": rank,
+                "keep": torch.nonzero(keep).flatten().tolist(),
+                "strength": strength.tolist(),
+                "why": why,
+            }
+            for rank, keep, strength, why in zip(
+                decision.ranks, decision.keep, decision.strength, decision.reasons, strict=True
+            )
+        ],
+    }
+    return record if decision.basis is None else record | {"basis": {"shared": decision.basis.shared}}
 
 
-def _indices(keep: Tensor) -> list[int]:
-    return torch.nonzero(keep).flatten().tolist()
-
-
-def _column(name: str, rows: list[Mapping[str, Any]]) -> Tensor:
-    return torch.tensor([row[name] for row in rows], dtype=torch.float64)
-
-
-def _reasons(rows: list[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(row["why"] for row in rows)
+def _output_record(output: OutputDecision) -> dict[str, Any]:
+    strengths = output.strength.tolist()
+    units = zip(output.ranks, strengths, output.reasons, strict=True)
+    return {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
 
 
 def _beginning_with(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-RANK, TEXT = fields.Integer(0, fields.MOST_DIRECTIONS), fields.Text()
-KEEP, STRENGTH = fields.Items(RANK), fields.Items(fields.Number())
-HEAD = fields.Record({"rank": RANK, "keep": KEEP, "strength": STRENGTH, "why": TEXT})
-UNIT = fields.Record({"rank": RANK, "strength": STRENGTH, "why": TEXT})
-STAYING = fields.Record({"keep": KEEP, "strength": STRENGTH, "why": TEXT})
-OUTPUT = fields.Record({"units": fields.Items(UNIT, 1, fields.MOST_HEADS)})
-SCORES = fields.Record(
-    {"directions": RANK, "heads": fields.Items(HEAD, 0, fields.MOST_HEADS)},
-    {"basis": fields.Record({"shared": fields.Flag()})},
+def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerPrescription:
+    decisions: dict[str, Decision] = {"qk": _scores(record["qk"], tensors)}
+    for name in OUTPUT_MAPS:
+        if name in record:
+            decisions[name] = _output(record[name], _beginning_with(f"{name}.", tensors))
+    if HEADS in record:
+        decisions[HEADS] = _heads(record[HEADS])
+    return LayerPrescription(decisions)
+
+
+def _heads(record: Mapping[str, Any]) -> HeadDecision:
+    strength = torch.tensor(record["strength"], dtype=torch.float64)
+    keep = torch.zeros(len(strength), dtype=torch.bool)
+    keep[record["keep"]] = True
+    return HeadDecision(keep, strength, (record["why"],))
+
+
+def _scores(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ScoreDecision:
+    heads = record["heads"]
+    keep = torch.zeros(len(heads), record["directions"], dtype=torch.bool)
+    for row, head in zip(keep, heads, strict=True):
+        row[head["keep"]] = True
+    strength = torch.tensor([head["strength"] for head in heads], dtype=torch.float64)
+    reasons = tuple(head["why"] for head in heads)
+    basis = Basis(tensors["qk.left"], tensors["qk.right"], **record["basis"]) if "basis" in record else None
+    return ScoreDecision(keep, strength.reshape(keep.shape), reasons, basis)
+
+
+def _output(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> OutputDecision:
+    units = record["units"]
+    return OutputDecision(
+        tuple(unit["rank"] for unit in units),
+        tensors["encode"],
+        tensors["decode"],
+        tensors["center"],
+        torch.tensor([unit["strength"] for unit in units], dtype=torch.float64),
+        tuple(unit["why"] for unit in units),
+    )
+
+
+def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
+    """Checks that directions, strengths and ranks of the heads are consistent."""
+    directions = scores["directions"]
+    keep = Items(Integer(0, directions - 1), 0, directions, unique=True)
+    strength = Items(Number(), directions, directions)
+    for index, head in enumerate(scores["heads"]):
+        path = f"{below(where, 'heads')}[{index}]"
+        keep.check(head["keep"], below(path, "keep"))
+        strength.check(head["strength"], below(path, "strength"))
+        if head["rank"] != len(head["keep"]):
+            raise Invalid(below(path, "rank"), f"is {head['rank']}, and keep has {len(head['keep'])} directions")
+
+
+def _require_units(output: Mapping[str, Any], where: str) -> None:
+    """Checks that all units of a map have the same number of directions, and ranks up to that number."""
+    directions = len(output["units"][0]["strength"])
+    for index, unit in enumerate(output["units"]):
+        path = f"{below(where, 'units')}[{index}]"
+        Items(Number(), directions, directions).check(unit["strength"], below(path, "strength"))
+        Integer(0, directions).check(unit["rank"], below(path, "rank"))
+
+
+def _require_heads(heads: Mapping[str, Any], where: str) -> None:
+    """Checks that the kept heads exist."""
+    most = len(heads["strength"])
+    Items(Integer(0, most - 1), 0, most, unique=True).check(heads["keep"], below(where, "keep"))
+
+
+# `then` checks the lengths and ranges of these lists, which depend on the number of directions.
+RANK, LATER = Integer(0, MOST_DIRECTIONS), Items(Anything(), 0, MOST_DIRECTIONS)
+HEAD = Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": Text()})
+UNIT = Record({"rank": RANK, "strength": LATER, "why": Text()})
+STAYING = Record({"keep": LATER, "strength": Items(Number(), 0, MOST_HEADS), "why": Text()}, then=_require_heads)
+OUTPUT = Record({"units": Items(UNIT, 1, MOST_HEADS)}, then=_require_units)
+SCORES = Record(
+    {"directions": Integer(0, MOST_DIRECTIONS), "heads": Items(HEAD, 0, MOST_HEADS)},
+    {"basis": Record({"shared": Flag()})},
+    then=_require_ranks,
 )
-LAYER = fields.Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), HEADS: STAYING})
-POLICY = fields.Record({"reasons": fields.Items(TEXT, 1), "seed": fields.Integer(), "trained": fields.Flag()})
-RECORD = fields.Record(
+LAYER = Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), HEADS: STAYING})
+POLICY = Record({"reasons": Items(Text(), 1, MOST_LAYERS), "seed": Integer(), "trained": Flag()})
+
+
+def _require_tokens(record: Mapping[str, Any], where: str) -> None:
+    """Checks that `rules.tokens` and `tokens` are either both given or both absent."""
+    if (TOKENS in record["rules"]) != (TOKENS in record):
+        here, there = ("rules.tokens", "tokens") if TOKENS in record["rules"] else ("tokens", "rules.tokens")
+        raise Invalid(below(where, there), f"is missing, and {here} is given")
+
+
+MEAN = Record({"value": Number(), "spread": Number(0.0), "images": Integer(1)})
+LATENCY = Record(
     {
-        "kind": fields.Choice((KIND,)),
-        "schema": fields.Choice((SCHEMA,)),
-        "fingerprint": TEXT,
-        "rules": fields.Record(more={**dict.fromkeys(LAYER_MAPS, TEXT), TOKENS: fields.Text(parse_policy)}),
-        "about": fields.JSON_OBJECT,
-        "removed_share": fields.Number(0.0, 1.0),
-        "layers": fields.Items(LAYER, 0, fields.MOST_LAYERS),
+        "ratio": Number(1e-6),
+        "batch": Integer(1, 2**20),
+        "threads": Integer(1, 2**16),
+        "precision": Text(),
+        "clock": Text(),
     },
-    {TOKENS: POLICY, "tensors_sha256": TEXT},
+    {"in_subprocess": Flag()},
+    open=True,
+)
+# The predictions of a plan (`Plan.promises`), which the check `promises` of `verify` compares with measurements.
+PLAN = Record(
+    {
+        "expected": Record(dict.fromkeys(("divergence", "agreement"), MEAN), {"change": MEAN}),
+        "measured": Optional(LATENCY),
+    },
+    open=True,
+)
+# The options of `attnrx realize`, which are used for the matched controls too.
+REALIZED = Record(
+    {
+        "by": Choice(("compress", "mask")),
+        "norms": Choice(("renormalized", "exact", "refit")),
+        "refine": Integer(0, 10**6),
+        "calibration_images": Integer(1),
+    }
+)
+
+RECORD: Field = Record(
+    {
+        "kind": Choice((KIND,)),
+        "schema": Choice((SCHEMA,)),
+        "fingerprint": Text(),
+        "rules": Record(more={**dict.fromkeys(LAYER_MAPS, Text()), TOKENS: Text(parse_policy)}),
+        "about": Record(more={"plan": PLAN, "realized": REALIZED}, open=True),
+        "removed_share": Number(0.0, 1.0),
+        "layers": Items(LAYER, 0, MOST_LAYERS),
+    },
+    {TOKENS: POLICY, "tensors_sha256": Text()},
+    then=_require_tokens,
 )

@@ -54,7 +54,7 @@ if __name__ == "__main__":
                 close = 40 * torch.finfo(dtype).eps * float(wanted.abs().max())
                 torch.testing.assert_close(logits, wanted, rtol=0, atol=close)
         print(kind.__name__)
-    adopted = rx.models.build_model("timm:vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2)
+    adopted = rx.models.TimmFamily().fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     for policy in (None, "ward:0.5@2"):
         if policy is not None:
             attach_tokens_(adopted, family_of(adopted), rx.tokens.parse_policy(policy)).eval()

@@ -98,7 +98,7 @@ def test_the_linear_saving_equals_the_difference(config: str) -> None:
 def test_a_layer_without_heads_costs_its_output_bias() -> None:
     config = CONFIGS["svda"]
     empty = replace(config.attention[0], ranks=(), heads=())
-    vit = VisionTransformer(replace(config, attention=(empty, *config.attention[1:]))).eval()
+    vit = VisionTransformer(config.with_layer(0, empty)).eval()
     costs = family_of(vit).costs(vit)
     assert costs.layers[0].value_output == PartCosts(config.width, 0)
     assert costs.params == count_params(vit)

@@ -57,7 +57,7 @@ def test_the_answer_is_that_of_all_tokens(name: str) -> None:
     model = fresh(name)
     inputs, family = batch(model), family_of(model)
     with torch.no_grad():
-        whole = model.source_logits(inputs)
+        whole = model.logits(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     layout = family.token_layout(model)
@@ -71,7 +71,7 @@ def test_a_block_whose_norms_come_after_gets_what_it_is_given() -> None:
     model: Any = TIMM.adopt(of_timm("vit_base_patch16_rpn_224", class_token=True, global_pool="token"))
     inputs = batch(model)
     with torch.no_grad():
-        whole = model.source_logits(inputs)
+        whole = model.logits(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     assert seen == [1]
@@ -90,7 +90,7 @@ def test_the_answer_is_that_of_all_tokens_where_ranks_are_cut_and_tokens_leave(
     if policy is not None:
         attach_tokens_(model, family, rx.tokens.parse_policy(policy), by)
     with torch.no_grad():
-        whole = model.source_logits(inputs)
+        whole = model.logits(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     assert seen == [family.token_layout(model).prefix]
@@ -115,7 +115,7 @@ def test_a_head_of_rank_0_leaves_nothing_out() -> None:
     inputs = batch(model)
     answer, seen = tokens_through(model, inputs)
     with torch.no_grad():
-        torch.testing.assert_close(answer, model.source_logits(inputs), rtol=0, atol=0)
+        torch.testing.assert_close(answer, model.logits(inputs), rtol=0, atol=0)
     assert seen == [family.token_layout(model).tokens]
 
 
@@ -150,10 +150,19 @@ def test_a_failed_call_leaves_the_model_whole() -> None:
         assert model.source.forward_features(inputs).shape[1] == layout.tokens
 
 
+def test_a_classifier_that_reads_all_tokens_gets_them() -> None:
+    model: Any = fresh("vit")
+    inputs, layout = batch(model), family_of(model).token_layout(model)
+    model.reset_classifier(4, global_pool="avg")
+    model.double().eval()
+    answer, seen = tokens_through(model, inputs)
+    assert seen == [layout.tokens] and answer.shape == (3, 4)
+
+
 def test_gradients_are_those_of_all_tokens() -> None:
     model = fresh("vit")
     found = []
-    for run in (model, model.source_logits):
+    for run in (model, model.logits):
         model.zero_grad()
         inputs = batch(model).requires_grad_()
         run(inputs).square().sum().backward()

@@ -69,7 +69,7 @@ def test_timm_evaluates_it(tmp_path: Path) -> None:
     small: Any = rx.load(tmp_path / "small")
     config = timm.data.resolve_model_data_config(small)
     assert config["input_size"] == (3, 32, 32) and config["mean"] == (0.4,) * 3 and config["std"] == (0.2,) * 3
-    assert small.num_classes == 5 and small.pretrained_cfg["architecture"] == VIT
+    assert small.num_classes == 5 and small.default_cfg["architecture"] == VIT
     pixels = numpy.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=numpy.uint8)
     pictures = [(Image.fromarray(each), label) for label, each in enumerate(pixels)]
     transform = timm.data.create_transform(**{**config, "crop_pct": 1.0}, is_training=False)
@@ -82,6 +82,15 @@ def test_timm_evaluates_it(tmp_path: Path) -> None:
         scaled = (torch.tensor(pixels).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.2
         torch.testing.assert_close(logits, small(scaled.float()), rtol=1e-4, atol=1e-4)
     assert 0 <= float(top1) <= 100 == float(top5)
+
+
+def test_timm_gives_it_another_classifier_that_is_saved(tmp_path: Path) -> None:
+    small: Any = compressed("timm")
+    small.reset_classifier(7)
+    assert small.num_classes == 7 and small(noise(small)).shape == (3, 7)
+    rx.save(small.float(), tmp_path / "seven")
+    again = rx.load(tmp_path / "seven")
+    assert torch.equal(again(noise(again)), small(noise(small)))
 
 
 def processor() -> Any:

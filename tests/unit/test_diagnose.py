@@ -79,8 +79,7 @@ def test_a_compressed_model_reads_as_its_mask(pattern: str) -> None:
 
 def test_a_layer_without_heads_has_empty_readings() -> None:
     config = CONFIGS["svda"]
-    empty = config.attention[0].with_ranks((), (), "kept")
-    bare = replace(config, attention=(empty, *config.attention[1:]))
+    bare = config.with_layer(0, config.attention[0].with_ranks((), (), "kept"))
     first, second = diagnose(VisionTransformer(bare), data(config)).layers
     assert first.readings.keys() == second.readings.keys()
     assert all(reading.shape[0] == 0 for reading in first.readings.values())

@@ -8,11 +8,12 @@ from torch import nn
 
 from attnrx.attention import use_backend
 from attnrx.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.models.adopted import AdoptedFamily
+from attnrx.models.adopted_family import AdoptedFamily
 from attnrx.models.checkpoint import load_weights, require_model_folder, save_weights
-from attnrx.models.family import Family, LowRankLinear, model_fingerprint, rank_of, require_ordinary_weights
+from attnrx.models.family import Family, model_fingerprint, require_ordinary_weights
 from attnrx.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.models.input_validation import InputValidation
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, lvvit_config
 from attnrx.models.observation_hooks import (
     block_names,
@@ -95,9 +96,14 @@ def family_of(model: nn.Module) -> Family:
     for family in FAMILIES:
         if family.matches(model):
             return family
+    if any(library.adopts(model) for library in LIBRARIES.values()):
+        raise NotSupported(
+            f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
+            "attnrx.load(model), which returns a copy with the same logits."
+        )
     raise NotSupported(
-        f"{type(model).__module__}.{type(model).__name__} is not supported; use {', '.join(model_names())}, timm:NAME, "
-        "hf:ID, a folder saved by attnrx, or attnrx.load(model) for a model of timm or transformers."
+        f"{type(model).__module__}.{type(model).__name__} is not supported; "
+        f"use {', '.join(model_names())}, timm:NAME, hf:ID or a folder saved by attnrx."
     )
 
 
@@ -114,7 +120,7 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     """
     library, _, own = name.partition(":")
     if library in LIBRARIES:
-        return LIBRARIES[library].adopt(LIBRARIES[library].initialized(own, **changes)).eval()
+        return LIBRARIES[library].fresh(own, **changes)
     if name not in _OWN:
         raise UnknownName("model", name, (*model_names(), "timm:NAME", "hf:ID"))
     if library == "lvvit":

@@ -1,15 +1,16 @@
-"""The base of all models: checks the images, and runs a few at a time on a CPU, so that activations stay cached."""
+"""Chunked inference on a CPU: a few images at a time, so that activations stay in reused, cached memory."""
 
 import copy
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionContext
 from attnrx.errors import InvalidInput
-from attnrx.models.token_reduction import TokenReduction, TokenRun
-from attnrx.shapes import ImageBatch, Logits
+from attnrx.models.token_hooks import reduction_of
+from attnrx.models.token_reduction import TokenRun
+from attnrx.shapes import ImageBatch, Tensor
 
 WARM = 8 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
@@ -19,58 +20,37 @@ takes longer than starting the operations several times.
 """
 
 
-class ImageModel(nn.Module):
-    """A model of images, which treats those of a batch independently in evaluation mode.
+def chunked_forward(model: nn.Module, run: Callable[[Tensor], Tensor], images: ImageBatch, largest: int) -> Tensor:
+    """Returns `run(images)`, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
+    batch.
 
-    `tokens` is the attached token reduction (`attach_tokens_`).
+    `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
+    independently, as all models do in evaluation mode.
     """
+    context = AttentionContext.of(images.flatten(2))
+    if not context.free_on_cpu or largest < 1:
+        return run(images)
+    most = max(context.threads * WARM // (largest * images.element_size()), 1)
+    if len(images) <= most or any(map(_needs_whole_batch, model.modules())):
+        return run(images)
+    reduction, outputs, runs = reduction_of(model), [], []
+    for chunk in images.split(most):
+        outputs.append(run(chunk))
+        if reduction is not None:
+            runs.append(copy.copy(reduction.run))
+    if reduction is not None:
+        reduction.run = TokenRun.joined(runs)
+    return torch.cat(outputs)
 
-    def __init__(self):
-        super().__init__()
-        self.tokens: TokenReduction | None = None
 
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
-        raise NotImplementedError
-
-    @property
-    def largest(self) -> int:
-        """Elements per image of the largest activation."""
-        raise NotImplementedError
-
-    def logits(self, images: ImageBatch) -> Logits:
-        """Returns the logits of images of the right shape."""
-        raise NotImplementedError
-
-    def forward(self, images: ImageBatch) -> Any:
-        """Returns the logits, computed in chunks on a CPU where no gradients are recorded and no hook needs the whole
-        batch; pooled features where the model has no classifier.
-        """
-        self.require_images(images)
-        context = AttentionContext.of(images.flatten(2))
-        if not context.free_on_cpu:
-            return self.logits(images)
-        most = max(context.threads * WARM // (self.largest * images.element_size()), 1)
-        if len(images) <= most or any(map(_needs_whole_batch, self.modules())):
-            return self.logits(images)
-        outputs, runs = [], []
-        for chunk in images.split(most):
-            outputs.append(self.logits(chunk))
-            if self.tokens is not None:
-                runs.append(copy.copy(self.tokens.run))
-        if self.tokens is not None:
-            self.tokens.run = TokenRun.joined(runs)
-        return torch.cat(outputs)
-
-    def require_images(self, images: ImageBatch) -> None:
-        """Raises InvalidInput for images that are not of the model's shape."""
-        if images.shape[1:] != self.input_shape:
-            channels, height, width = self.input_shape
-            raise InvalidInput(
-                f"images of shape {tuple(images.shape)}: the model takes [batch, {channels}, {height}, {width}]. Load "
-                f"the data with image_size={height}."
-            )
+def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:
+    """Raises InvalidInput for images that are not of the expected shape: channels, height and width."""
+    if images.shape[1:] != expected:
+        channels, height, width = expected
+        raise InvalidInput(
+            f"images of shape {tuple(images.shape)}: {name} takes [batch, {channels}, {height}, {width}]. Load the "
+            f"data with image_size={height}."
+        )
 
 
 def _needs_whole_batch(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from attnrx.attention import Attention
 from attnrx.costs import ModelCosts
 from attnrx.errors import InvalidInput, NotSupported
 from attnrx.serialization.storage import fingerprint
-from attnrx.shapes import Float, Tensor
+from attnrx.shapes import Tensor
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenLayout, TokenPolicy
 
@@ -23,59 +23,49 @@ class Family(ABC):
     """One kind of model. A family is stateless; only its methods with a trailing underscore change a model."""
 
     name: str
-    model_type: type[Any]
-    attention_path: str
-    """The path of the attention inside a block; `mlp_paths` are those of the two linear maps of its MLP."""
-    mlp_paths: tuple[str, str]
-
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, self.model_type)
 
     @abstractmethod
-    def blocks(self, model: Any) -> tuple[nn.Module, ...]:
-        """Returns the transformer blocks, in order."""
+    def matches(self, model: nn.Module) -> bool:
+        """Returns whether the model is of this family."""
 
+    @abstractmethod
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         """Returns the attention of every layer, in order."""
-        return tuple(block.get_submodule(self.attention_path) for block in self.blocks(model))  # type: ignore[misc]
 
+    @abstractmethod
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         """Replaces one layer's attention in place, and updates the model's own description."""
-        _replace_(self.blocks(model)[layer], self.attention_path, attention)
 
+    @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
         kind.
         """
-        first, second = self.mlp_paths
-        return tuple((block.get_submodule(first), block.get_submodule(second)) for block in self.blocks(model))
-
-    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
-        if not self.mlp(model):
-            raise NotSupported(f"{type(model).__name__} has no MLPs of two linear maps.")
-        _replace_(self.blocks(model)[layer], self.mlp_paths[which], linear)
 
     @abstractmethod
-    def describe(self, model: Any) -> dict[str, Any]:
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
+
+    @abstractmethod
+    def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns a JSON-ready description from which `build` creates the same model, without its weights."""
 
     @abstractmethod
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         """Builds the model from its description; called on the meta device when loading."""
 
-    def library_model(self, model: Any) -> nn.Module:
+    def library_model(self, model: nn.Module) -> nn.Module:
         """Returns the reference implementation of the model in its own library, with fresh weights: the baseline of
         speed ratios.
         """
         return self.build(self.describe(model))
 
-    def input_shape(self, model: Any) -> tuple[int, int, int]:
+    @abstractmethod
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         """Returns channels, height and width of an image."""
-        return model.input_shape
 
     @abstractmethod
-    def normalization(self, model: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the mean and standard deviation of the image normalization, one value per channel."""
 
     def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
@@ -87,19 +77,19 @@ class Family(ABC):
         return ()
 
     @abstractmethod
-    def patch_embedding(self, model: Any) -> nn.Module:
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
         """Returns the module whose first argument is the images."""
 
     @abstractmethod
-    def token_layout(self, model: Any) -> TokenLayout:
+    def token_layout(self, model: nn.Module) -> TokenLayout:
         """Returns the tokens before the first layer, and the pooling after the last."""
 
     @abstractmethod
-    def pooled_norm(self, model: Any) -> nn.Module:
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
         """Returns the module whose output tokens are pooled."""
 
     @abstractmethod
-    def heads(self, model: Any) -> tuple[nn.Linear, ...]:
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
         """Returns the linear classifiers of the whole image, which take one token or a mean; () where the model has
         none.
         """
@@ -107,7 +97,7 @@ class Family(ABC):
     @abstractmethod
     def costs(
         self,
-        model: Any,
+        model: nn.Module,
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
@@ -117,30 +107,6 @@ class Family(ABC):
         Every layer is counted with its own number of tokens under `tokens`, or else under the policy attached to the
         model.
         """
-
-
-def _replace_(block: nn.Module, path: str, new: nn.Module) -> None:
-    block.set_submodule(path, new.train(block.get_submodule(path).training))
-
-
-class LowRankLinear(nn.Module):
-    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out)."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
-        super().__init__()
-        if not 1 <= rank <= min(inputs, outputs):
-            raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
-        self.rank, self.in_features, self.out_features = rank, inputs, outputs
-        self.first = nn.Linear(inputs, rank, bias=False)
-        self.second = nn.Linear(rank, outputs, bias=bias)
-
-    def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        return self.second(self.first(features))
-
-
-def rank_of(linear: nn.Module) -> int | None:
-    """Returns the rank of a factored map, or None."""
-    return linear.rank if isinstance(linear, LowRankLinear) else None
 
 
 def model_fingerprint(model: nn.Module) -> str:

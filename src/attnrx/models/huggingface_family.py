@@ -1,5 +1,6 @@
 """The family of the image classifiers of transformers: ViT, DeiT and DINOv2, adopted with attnrx attention."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models.adopted import Adapter, Adopted, AdoptedFamily, Origin, Parts, assembled, changed_linears
-from attnrx.optional import required_module
+from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.unsupported_features import Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.serialization.storage import read_json
-from attnrx.shapes import ImageBatch, Logits, Tensor, TokenBatch
+from attnrx.shapes import ImageBatch, Tensor, TokenBatch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 CLASSES = (
@@ -80,7 +82,7 @@ class HuggingFaceModel(Adopted):
     def can_generate(self) -> bool:
         return False
 
-    def source_logits(self, images: Tensor) -> Logits:
+    def logits(self, images: Tensor) -> Tensor:
         """Returns the logits, without the outputs that attnrx attention does not provide."""
         return self.source(pixel_values=images, output_attentions=False, return_dict=True).logits
 
@@ -112,8 +114,7 @@ class HuggingFaceFamily(AdoptedFamily):
     library = "transformers"
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
-    adoptable = f"Of transformers, attnrx adopts {', '.join(CLASSES)}."
-    attention_name, attention_path = "attention", "attention.attention"
+    attention_name, patches_path, norm_path = "attention", "embeddings.patch_embeddings.projection", "layernorm"
     mlp_types = tuple(f"{word}MLP" for word in WORDS)
     classifier_names = ("classifier", "cls_classifier", "distillation_classifier")
     head_names = (
@@ -148,9 +149,10 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         return self.adopt(model, **_processor(source, _is_dinov2(model))).eval()
 
-    def preprocessing(self, model: Any) -> Callable[[Any], Tensor] | None:
+    def preprocessing(self, model: nn.Module) -> Callable[[Any], Tensor] | None:
         """Returns the image processor of transformers that was saved with the model; None where there is none."""
-        source = model.source.config._name_or_path
+        config: Any = self._adopted(model).source.config
+        source = config._name_or_path
         processor = _image_processor(source) if source else None
         if processor is None:
             return None
@@ -170,29 +172,39 @@ class HuggingFaceFamily(AdoptedFamily):
             torch.manual_seed(0)
             return automatic.from_config(config)
 
-    def refusals(self, model: Any) -> Iterator[str]:
-        """Yields unsupported classes of models or attention, and dropout."""
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields unsupported classes of models or attention, and unsupported features."""
+        yield from features(model)
         name = type(model).__name__
         if name not in CLASSES or not self.adopts(model):
-            yield f"the class {name} has no reader"
+            classifies = "ForImageClassification" in name
+            lacks = "has no reader" if classifies else "is not an image classifier"
+            yield Refusal(f"the class {name} {lacks}", f"Of transformers, attnrx adopts {', '.join(CLASSES)}.")
             return
+        config: Any = model.config
+        if config.output_attentions:
+            yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
         for layer in self.layers(model):
             attention: Any = layer.attention
             if type(attention).__name__ != f"{name.partition('ForImage')[0]}Attention":
-                yield f"the attention {type(attention).__name__} has no reader"
+                yield Refusal(f"the attention {type(attention).__name__} has no reader")
                 continue
             yield from changed_linears(attention, PROJECTIONS)
             if attention.attention_dropout:
-                yield "dropout inside attention (load it with attention_probs_dropout_prob=0.0)"
+                yield Refusal("dropout inside attention (load it with attention_probs_dropout_prob=0.0)")
 
-    def origin(self, model: Any) -> Origin:
-        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor."""
-        arguments = json.loads(model.config.to_json_string(use_diff=False))
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor, unless stated."""
+        name, config = type(model).__name__, model.config
+        arguments = json.loads(config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         arguments.pop("_name_or_path", None)  # the source path is no part of the model
-        embedding = model.base_model.embeddings.patch_embeddings
-        half = (0.5,) * embedding.num_channels
-        shape = (embedding.num_channels, *embedding.image_size)
-        return Origin(type(model).__name__, arguments, shape, half, half)
+        embedding: Any = self.body(model).get_submodule("embeddings.patch_embeddings")
+        own = image_shape((embedding.num_channels, *embedding.image_size))
+        shape = image_shape(stated.get("input_shape") or own)
+        if shape != own and not (_is_dinov2(model) and shape[0] == own[0]):
+            raise InvalidInput(f"{name} takes images of {own}, not of {shape}.")
+        half = (0.5,) * own[0]
+        return Origin(name, arguments, shape, tuple(stated.get("mean") or half), tuple(stated.get("std") or half))
 
     def create(self, origin: Origin) -> nn.Module:
         """Creates the class from its configuration."""
@@ -201,35 +213,45 @@ class HuggingFaceFamily(AdoptedFamily):
         kind = _transformers(origin.architecture)
         return kind(kind.config_class.from_dict(dict(origin.arguments)))
 
-    def parts(self, source: Any) -> Parts:
-        body, is_dinov2 = source.base_model, _is_dinov2(source)
-        tokens = body.embeddings.named_parameters(recurse=False)
-        return Parts(
-            blocks=tuple(body.encoder.layer if is_dinov2 else body.layers),
-            patches=body.embeddings.patch_embeddings.projection,
-            last_norm=body.layernorm,
-            norm_before="layernorm_before",  # of ViT and DeiT; not used for DINOv2, which pools all tokens
-            prefix=sum(token.shape[1] for name, token in tokens if name in PREFIX),
-            class_token=True,
-            # DINOv2 classifies the class token concatenated with the mean of the patches.
-            pooled="mean" if is_dinov2 else "class",
-            resizes=is_dinov2,
-        )
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        path = "encoder.layer" if _is_dinov2(source) else "layers"
+        return tuple(self.body(source).get_submodule(path).children())
 
-    def own(self, attention: Any) -> Attention:
-        linears: list[nn.Linear] = [getattr(attention, name) for name in PROJECTIONS]
+    def body(self, source: nn.Module) -> nn.Module:
+        return source.base_model  # type: ignore[return-value]
+
+    def own(self, attention: nn.Module) -> Attention:
+        theirs: Any = attention
+        linears: list[nn.Linear] = [getattr(theirs, name) for name in PROJECTIONS]
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return assembled(weights, biases, attention.num_attention_heads, attention.scaling)
+        return assembled(weights, biases, theirs.num_attention_heads, theirs.scaling)
 
-    def class_names(self, model: Any) -> tuple[str, ...]:
+    def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
-        config = model.source.config
+        config: Any = self._adopted(model).source.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         return () if all(name == f"LABEL_{index}" for index, name in enumerate(names)) else names
 
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """Returns the first norm of ViT and DeiT; not used for DINOv2, which pools all tokens."""
+        return "layernorm_before"
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        embeddings = self.body(source).get_submodule("embeddings")
+        return sum(token.shape[1] for name, token in embeddings.named_parameters(recurse=False) if name in PREFIX)
+
+    def pooling(self, source: nn.Module) -> str:
+        """Returns the pooling; DINOv2 classifies the class token concatenated with the mean of the patches."""
+        return "mean" if _is_dinov2(source) else "class"
+
 
 def _transformers(name: str) -> Any:
-    return getattr(required_module("transformers", "huggingface", "a model of Hugging Face"), name)
+    try:
+        return getattr(importlib.import_module("transformers"), name)
+    except ModuleNotFoundError as error:
+        raise NotSupported(
+            f"models of Hugging Face need the package transformers ({error}): pip install transformers."
+        ) from error
 
 
 def _image_processor(source: Path | str) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
 from attnrx.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.models.chunked_forward import require_images
 from attnrx.models.timm_family import read_checkpoint
 from attnrx.models.transformer import Layer, OwnFamily, Transformer, TransformerConfig
 from attnrx.serialization.storage import read_tensors, require_finite_tensors
@@ -27,24 +28,21 @@ SIZES: dict[str, dict[str, Any]] = {
     "m": {"width": 512, "depth": 20, "heads": 8, "divisor": 2.0},
 }
 
-# Part of a published name -> the same in attnrx, in the order of replacement.
-RENAMED = {
-    "patch_embed.proj": "stem.projection",
-    **{f"patch_embed.conv{number}": f"stem.convolutions.{number - 1}" for number in (1, 2, 3)},
-    **{f"patch_embed.bn{number}": f"stem.norms.{number - 1}" for number in (1, 2, 3)},
-    "blocks.": "layers.",
-    "norm1": "attention_norm",
-    "norm2": "mlp_norm",
-    "attn.proj": "attention.output",
-    "mlp.fc1": "mlp.0",
-    "mlp.fc2": "mlp.2",
-    "aux_head": "patch_classifier",
-    "head": "classifier",
-    "cls_token": "class_token",
-    "pos_embed": "positions",
+# Published module -> the modules of attnrx that hold it, by rows if several; {} is a layer index.
+PARTS = {
+    "patch_embed.proj": ("stem.projection",),
+    **{f"patch_embed.conv{number}": (f"stem.convolutions.{number - 1}",) for number in (1, 2, 3)},
+    **{f"patch_embed.bn{number}": (f"stem.norms.{number - 1}",) for number in (1, 2, 3)},
+    "blocks.{}.norm1": ("layers.{}.attention_norm",),
+    "blocks.{}.norm2": ("layers.{}.mlp_norm",),
+    "blocks.{}.attn.qkv": tuple(f"layers.{{}}.attention.{part}" for part in ("scores.query", "scores.key", "value")),
+    "blocks.{}.attn.proj": ("layers.{}.attention.output",),
+    "blocks.{}.mlp.fc1": ("layers.{}.mlp.0",),
+    "blocks.{}.mlp.fc2": ("layers.{}.mlp.2",),
+    "norm": ("norm",),
+    "head": ("classifier",),
+    "aux_head": ("patch_classifier",),
 }
-FUSED = "attn.qkv"
-PROJECTIONS_OF_FUSED = ("attention.scores.query", "attention.scores.key", "attention.value")
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class LVViT(Transformer[LVViTConfig]):
 
         Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.
         """
-        self.require_images(images)
+        require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)
         tokens = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1) + self.positions
         for layer in self.layers:
@@ -210,8 +208,8 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         `changes` override fields of its configuration, e.g. `image_size=384` for weights trained at that size.
 
         Raises:
-            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart of the
-                same shape.
+            CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart; it is
+                named.
         """
         config = lvvit_config(size, **changes)
         with torch.device("meta"):
@@ -219,19 +217,18 @@ class LVViTFamily(OwnFamily[LVViTConfig]):
         path = Path(weights)
         tensors = read_tensors(path) if path.suffix == ".safetensors" else read_checkpoint(path)
         require_finite_tensors(tensors, str(path))
-        try:
-            model.load_state_dict(renamed(tensors), strict=True, assign=True)
-        except RuntimeError as error:
-            raise CheckpointError(f"the weights in {path} do not fit lvvit:{size} ({error}).") from error
+        named = renamed(tensors, model, f"the weights in {path} do not fit lvvit:{size}")
+        model.load_state_dict(named, strict=True, assign=True)
         return model.requires_grad_(True).eval()
 
-    def patch_embedding(self, model: Any) -> nn.Module:
-        return model.stem
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self._own(model).get_submodule("stem")
 
-    def token_layout(self, model: Any) -> TokenLayout:
+    def token_layout(self, model: nn.Module) -> TokenLayout:
         """Returns the layout: a class token before the patches; max pooling where the patches are classified too."""
-        pooled = "max" if model.config.classifies_patches else "class"
-        return TokenLayout(1, model.config.patches, class_token=True, pooled=pooled)
+        config = self._own(model).config
+        pooled = "max" if config.classifies_patches else "class"
+        return TokenLayout(1, config.patches, class_token=True, pooled=pooled)
 
 
 def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
@@ -241,16 +238,37 @@ def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
     return LVViTConfig.uniform(**{**SIZES[size], **changes})
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns published tensors under the names of attnrx."""
+def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:
+    """Returns published tensors under the names of attnrx; every tensor on either side must have a counterpart."""
+    ours, names = model.state_dict(), published_names(model)
+    missing, unknown = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
+    if missing or unknown:
+        raise CheckpointError(f"{problem}: missing are {_listed(missing)}; not known are {_listed(unknown)}.")
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        for theirs, ours in RENAMED.items():
-            name = name.replace(theirs, ours)
-        if FUSED in name:
-            # Cloned, because the slices of a fused projection share one storage.
-            parts = zip(PROJECTIONS_OF_FUSED, tensor.chunk(3), strict=False)
-            found |= {name.replace(FUSED, projection): part.clone() for projection, part in parts}
-        else:
-            found[name] = tensor
+    for theirs, targets in names.items():
+        expected, tensor = [ours[target] for target in targets], tensors[theirs]
+        shape = (sum(len(part) for part in expected), *expected[0].shape[1:]) if expected[0].ndim else ()
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{problem}: {theirs} has the shape {tuple(tensor.shape)}, and {shape} is wanted.")
+        split = tensor.split([len(part) for part in expected]) if len(targets) > 1 else (tensor,)
+        # Cloned, because the slices of a fused projection share one storage.
+        found |= {target: part.clone() for target, part in zip(targets, split, strict=True)}
     return found
+
+
+def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
+    """Returns, for every published tensor, the names of the attnrx parameters that it holds."""
+    ours = model.state_dict().keys()
+    names: dict[str, tuple[str, ...]] = {"cls_token": ("class_token",), "pos_embed": ("positions",)}
+    for layer in range(model.config.depth):
+        for theirs, targets in PARTS.items():
+            for kind in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                own = tuple(f"{target.format(layer)}.{kind}" for target in targets)
+                if own[0] in ours:
+                    names[f"{theirs.format(layer)}.{kind}"] = own
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}" if names else "none"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.attention import Attention, AttentionCapture, CapturedAttention, Eager, Observed, using
+from attnrx.errors import NotSupported
 from attnrx.models.family import Family
 from attnrx.observation import Observation
 from attnrx.shapes import Float, ImageBatch, Tensor
@@ -115,9 +116,18 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Returns the path of every transformer block."""
-    paths = {module: name for name, module in model.named_modules()}
-    return tuple(paths[block] for block in family.blocks(model))
+    """Returns the path of the block around every attention layer: the layer's path up to its last number."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = []
+    for layer in family.attention(model):
+        parts = paths[id(layer)].split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        if not numbers:
+            raise NotSupported(
+                f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."
+            )
+        names.append(".".join(parts[: numbers[-1] + 1]))
+    return tuple(names)
 
 
 def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:

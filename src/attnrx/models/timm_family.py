@@ -1,8 +1,10 @@
 """The family of timm's Vision Transformers: ViT, DeiT, DeiT III and DINOv2, adopted with attnrx attention."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +14,24 @@ from torch import nn
 
 from attnrx.attention import Attention
 from attnrx.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.models.adopted import Adapter, Adopted, AdoptedFamily, Origin, Parts, assembled, changed_linears
-from attnrx.optional import required_module
+from attnrx.models.adopted import Adapter, Adopted, Origin, assembled, image_shape
+from attnrx.models.adopted_family import AdoptedFamily
+from attnrx.models.unsupported_features import NOT_PLAIN, Refusal, changed_linears, features
 from attnrx.serialization.hub import local_copies_if_unreachable
 from attnrx.shapes import Tensor, TokenBatch
 
+# Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
+BLOCKS: dict[str, str] = {
+    "ParallelScalingBlock": "attention and MLP in parallel with common projections",
+    "ParallelThingsBlock": "several parallel attention modules in one layer",
+    "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
+}
+ATTENTION: dict[str, str] = {
+    "AttentionRope": "rotary positions",
+    "DiffAttention": "differential attention",
+    "RelPosAttention": "relative position bias",
+    "TalkingHeadAttn": "talking heads",
+}
 # Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
@@ -33,9 +48,21 @@ class TimmModel(Adopted):
         taken = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
         return {**config, **taken, "num_classes": self.num_classes}
 
+    default_cfg = pretrained_cfg  # its older name in timm
+
     @property
     def num_classes(self) -> int:
         return int(self.source.num_classes)  # type: ignore[arg-type]
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the classifier by a fresh one, as timm does; this is saved with the model."""
+        source: Any = self.source
+        source.reset_classifier(num_classes, *(() if global_pool is None else (global_pool,)))
+        arguments = {**self.origin.arguments, "num_classes": num_classes}
+        if global_pool is not None:
+            arguments["global_pool"] = global_pool
+            self.last = None  # the new pooling may use all tokens
+        self.origin = replace(self.origin, arguments=arguments)
 
 
 class TimmAttention(Adapter):
@@ -51,10 +78,9 @@ class TimmFamily(AdoptedFamily):
     """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any plain VisionTransformer instance of timm."""
 
     name = library = "timm"
-    adoptable = "Of timm, attnrx adopts VisionTransformer and VisionTransformerDistilled with their plain blocks."
     model_type = TimmModel
     adapter_type = TimmAttention
-    attention_name, attention_path = "attn", "attn.attention"
+    attention_name, patches_path, norm_path = "attn", "patch_embed.proj", "norm"
     mlp_types = ("Mlp",)
     classifier_names = ("head", "head_dist")
     head_names = ("norm", "fc_norm", *classifier_names)
@@ -92,24 +118,34 @@ class TimmFamily(AdoptedFamily):
         data = _timm("data")
         return data.create_transform(**data.resolve_model_data_config(model))
 
-    def refusals(self, model: Any) -> Iterator[str]:
-        """Yields unsupported classes of models, blocks, attention or patch embeddings, and dropout."""
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields unsupported classes of models, blocks, attention or patch embeddings, and unsupported features."""
         vit, timm_layers = _timm("models.vision_transformer"), _timm("layers")
-        if type(model) not in (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled):
-            yield f"the class {type(model).__name__} has no reader"
+        known = (vit.VisionTransformer, _timm("models.deit").VisionTransformerDistilled)
+        yield from features(model)
+        if type(model) not in known:
+            yield Refusal(
+                f"the class {type(model).__name__} has no reader",
+                "Of timm, attnrx adopts the classes VisionTransformer and VisionTransformerDistilled.",
+            )
             return
         if type(model.patch_embed) is not timm_layers.PatchEmbed:
-            yield f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed"
-        for block in model.blocks:
+            yield Refusal(f"the patch embedding {type(model.patch_embed).__name__} is not a PatchEmbed")
+        for block in self.layers(model):
             attention: Any = getattr(block, "attn", None)
-            if type(block) not in (vit.Block, vit.ResPostBlock) or type(attention) is not timm_layers.Attention:
-                yield f"the block {type(block).__name__} with {type(attention).__name__} has no reader"
+            kind = type(block)
+            if kind not in (vit.Block, vit.ResPostBlock):
+                yield Refusal(BLOCKS.get(kind.__name__, f"the block {kind.__name__} has no reader"))
+            elif type(attention) is not timm_layers.Attention:
+                own = type(attention).__name__
+                reason = ATTENTION.get(own)
+                yield Refusal(reason, NOT_PLAIN) if reason else Refusal(f"the attention {own} has no reader")
             else:
                 yield from changed_linears(attention, ("qkv", "proj"))
                 if attention.attn_drop.p or attention.proj_drop.p:
-                    yield "dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)"
+                    yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
 
-    def origin(self, model: Any) -> Origin:
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
         facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
@@ -127,8 +163,13 @@ class TimmFamily(AdoptedFamily):
                 f"{name} was created with an argument that cannot be saved ({error}); timm accepts names of layers "
                 "too, e.g. act_layer='gelu'."
             ) from error
-        shape = (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
-        return Origin(name, arguments, shape, tuple(facts["mean"]), tuple(facts["std"]))
+        embedding: Any = model.patch_embed
+        own = image_shape((embedding.proj.in_channels, *embedding.img_size))
+        shape = image_shape(stated.get("input_shape") or own)
+        if shape != own and not getattr(model, "dynamic_img_size", False):
+            raise InvalidInput(f"{name} was created for images of {own}: create it with img_size={shape[1:]}.")
+        mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
+        return Origin(name, arguments, shape, mean, std)
 
     def create(self, origin: Origin) -> nn.Module:
         """Calls timm's entrypoint with model arguments only."""
@@ -140,31 +181,37 @@ class TimmFamily(AdoptedFamily):
             )
         return _create(origin.architecture, origin.arguments)
 
-    def own(self, attention: Any) -> Attention:
-        """Splits the fused projection into query, key and value."""
-        fused = (None,) * 3 if attention.qkv.bias is None else attention.qkv.bias.chunk(3)
-        weights = (*attention.qkv.weight.chunk(3), attention.proj.weight)
-        return assembled(weights, (*fused, attention.proj.bias), attention.num_heads, attention.scale)
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(source.get_submodule("blocks").children())
 
-    def parts(self, source: Any) -> Parts:
-        blocks, pooled = tuple(source.blocks), str(source.global_pool)
+    def own(self, attention: nn.Module) -> Attention:
+        """Splits the fused projection into query, key and value."""
+        theirs: Any = attention
+        fused = (None,) * 3 if theirs.qkv.bias is None else theirs.qkv.bias.chunk(3)
+        weights = (*theirs.qkv.weight.chunk(3), theirs.proj.weight)
+        return assembled(weights, (*fused, theirs.proj.bias), theirs.num_heads, theirs.scale)
+
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """Returns the first norm, unless the block is post-norm."""
+        return "norm1" if type(layer) is _timm("models.vision_transformer").Block else None
+
+    def prefix_tokens(self, source: nn.Module) -> int:
+        return int(source.num_prefix_tokens)  # type: ignore[arg-type]
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        return source.cls_token is not None
+
+    def pooling(self, source: nn.Module) -> str:
         if source.pool_include_prefix:
-            pooled = f"{pooled} with the tokens before the patches"
-        return Parts(
-            blocks=blocks,
-            patches=source.patch_embed.proj,
-            last_norm=source.norm,
-            # The other supported block is post-norm.
-            norm_before="norm1" if type(blocks[-1]) is _timm("models.vision_transformer").Block else None,
-            prefix=int(source.num_prefix_tokens),
-            class_token=source.cls_token is not None,
-            pooled={"token": "class", "avg": "mean"}.get(pooled, pooled),
-            resizes=bool(source.dynamic_img_size),
-        )
+            return f"{source.global_pool} with the tokens before the patches"
+        return {"token": "class", "avg": "mean"}.get(str(source.global_pool), str(source.global_pool))
 
 
 def _timm(module: str) -> ModuleType:
-    return required_module(f"timm.{module}", "timm", "a model of timm")
+    try:
+        return importlib.import_module(f"timm.{module}")
+    except ModuleNotFoundError as error:
+        raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
 
 
 def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
@@ -192,6 +239,8 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     load = _timm("models").load_state_dict
     try:
         tensors = dict(load(str(path)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not a file with weights.") from error
     except Exception as error:  # the error for a file without weights depends on its format
         raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):

@@ -12,11 +12,12 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
 from attnrx.errors import InvalidInput
-from attnrx.models.chunked_forward import ImageModel
-from attnrx.models.family import Family, LowRankLinear, MLPRanks, rank_of
+from attnrx.models.chunked_forward import chunked_forward, require_images
+from attnrx.models.family import Family, MLPRanks
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
 from attnrx.models.token_hooks import costs_of_tokens
 from attnrx.serialization.config import from_dict, to_dict
-from attnrx.shapes import TokenBatch
+from attnrx.shapes import ImageBatch, Logits, TokenBatch
 from attnrx.spec import AttentionSpec
 from attnrx.tokens import TokenPolicy
 
@@ -48,21 +49,26 @@ class TransformerConfig(ABC):
     def __post_init__(self):
         if not self.attention:
             raise InvalidInput("a transformer needs at least one layer; give one AttentionSpec per layer.")
+        self._require_ranges()
+        if self.image_size % self.patch_size:
+            raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
+        if self.mlp_ranks and len(self.mlp_ranks) != self.depth:
+            raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise InvalidInput(
+                f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."
+            )
+
+    def _require_ranges(self) -> None:
         for name in ("image_size", "patch_size", "channels", "classes"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more.")
         if not 0 < self.mlp_ratio < math.inf or not all(0 < value < math.inf for value in self.std):
             raise InvalidInput(f"mlp_ratio {self.mlp_ratio} and std {self.std} must be positive and finite.")
-        if self.image_size % self.patch_size or self.patches > MOST_PATCHES:
+        if self.patches > MOST_PATCHES:
             raise InvalidInput(
-                f"patch_size {self.patch_size} does not divide image_size {self.image_size}, or gives more than "
-                f"{MOST_PATCHES:,} patches."
-            )
-        lengths = len(self.mlp_ranks or self.attention), len(self.mean), len(self.std)
-        if lengths != (self.depth, self.channels, self.channels):
-            raise InvalidInput(
-                f"{lengths[0]} pairs of MLP ranks, {lengths[1]} means and {lengths[2]} stds: give one pair for each of "
-                f"{self.depth} layers, and one mean and std for each of {self.channels} channels."
+                f"image_size {self.image_size} with patch_size {self.patch_size} gives {self.patches:,} patches; at "
+                f"most {MOST_PATCHES:,} are supported."
             )
 
     @property
@@ -82,6 +88,10 @@ class TransformerConfig(ABC):
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.image_size, self.image_size
+
+    @property
     def tokens(self) -> int:
         """Tokens of an image: its patches, and the class token where the model has one."""
         return self.patches
@@ -89,6 +99,9 @@ class TransformerConfig(ABC):
     def mlp_rank(self, layer: int) -> tuple[int | None, int | None]:
         """Returns the ranks of the two maps of one layer's MLP; None where the map is one matrix."""
         return self.mlp_ranks[layer] if self.mlp_ranks else (None, None)
+
+    def with_layer(self: Config, index: int, spec: AttentionSpec) -> Config:
+        return replace(self, attention=(*self.attention[:index], spec, *self.attention[index + 1 :]))
 
     def costs(self, attention: tuple[AttentionSpec, ...] | None = None, tokens: TokenCosts | None = None) -> ModelCosts:
         """Returns the costs without building the model, optionally with other specs and tokens in its layers.
@@ -138,7 +151,7 @@ def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
     return nn.Linear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
 
 
-class Transformer(ImageModel, Generic[Config]):
+class Transformer(nn.Module, Generic[Config]):
     """The base of attnrx models: layers, a final norm, a classifier, and the configuration that describes them."""
 
     layers: nn.ModuleList
@@ -148,14 +161,16 @@ class Transformer(ImageModel, Generic[Config]):
     def __init__(self, config: Config):
         super().__init__()
         self.config: Config = config
+        self.tokens: nn.Module | None = None
 
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        return self.config.channels, self.config.image_size, self.config.image_size
+    def forward(self, images: ImageBatch) -> Logits:
+        """Returns the logits."""
+        require_images(images, self.config.input_shape, "this model")
+        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
 
-    @property
-    def largest(self) -> int:
-        return self.config.patches * self.config.hidden
+    def logits(self, images: ImageBatch) -> Logits:
+        """Returns the logits of images of the right shape."""
+        raise NotImplementedError
 
 
 def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
@@ -182,44 +197,62 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
 class OwnFamily(Family, Generic[Config]):
     """A family of attnrx models, which are described by their configuration."""
 
+    model_type: type[Transformer[Config]]
     config_type: type[Config]
-    attention_path, mlp_paths = "attention", ("mlp.0", "mlp.2")  # mlp.1 is the GELU
 
-    def blocks(self, model: Any) -> tuple[nn.Module, ...]:
-        return tuple(model.layers)
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, self.model_type)
 
-    def set_attention_(self, model: Any, layer: int, attention: Attention) -> None:
-        super().set_attention_(model, layer, attention)
-        model.config = replace(model.config, attention=tuple(own.spec for own in self.attention(model)))
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        return tuple(layer.attention for layer in self._own(model).layers)  # type: ignore[misc]
 
-    def set_mlp_(self, model: Any, layer: int, which: int, linear: nn.Module) -> None:
-        super().set_mlp_(model, layer, which, linear)
-        ranks = tuple((rank_of(first), rank_of(second)) for first, second in self.mlp(model))
-        model.config = replace(model.config, mlp_ranks=ranks)
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        own = self._own(model)
+        own.layers[layer].attention = attention
+        own.config = own.config.with_layer(layer, attention.spec)
 
-    def describe(self, model: Any) -> dict[str, Any]:
-        return to_dict(model.config)
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        return tuple((layer.mlp[0], layer.mlp[2]) for layer in self._own(model).layers)  # type: ignore[union-attr]
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        own = self._own(model)
+        own.set_submodule(f"layers.{layer}.mlp.{2 * which}", linear)  # index 1 is the GELU
+        ranks = [list(own.config.mlp_rank(index)) for index in range(own.config.depth)]
+        ranks[layer][which] = rank_of(linear)
+        own.config = replace(own.config, mlp_ranks=tuple((first, second) for first, second in ranks))
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        return to_dict(self._own(model).config)
 
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec)))
 
-    def normalization(self, model: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return model.config.mean, model.config.std
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._own(model).config.input_shape
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        config = self._own(model).config
+        return config.mean, config.std
 
     def costs(
         self,
-        model: Any,
+        model: nn.Module,
         attention: tuple[AttentionSpec, ...] | None = None,
         mlp_ranks: MLPRanks | None = None,
         tokens: TokenPolicy | None = None,
     ) -> ModelCosts:
-        config = model.config
+        config = self._own(model).config
         token_costs = costs_of_tokens(model, self, tokens, attention or config.attention, config.tokens)
         config = config if mlp_ranks is None else replace(config, mlp_ranks=mlp_ranks)
         return config.costs(attention, token_costs)
 
-    def pooled_norm(self, model: Any) -> nn.Module:
-        return model.norm
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return self._own(model).norm
 
-    def heads(self, model: Any) -> tuple[nn.Linear, ...]:
-        return (model.classifier,)
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        return (self._own(model).classifier,)
+
+    def _own(self, model: nn.Module) -> Transformer[Config]:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
+        return model

@@ -95,11 +95,11 @@ class ViTFamily(OwnFamily[ViTConfig]):
     model_type = VisionTransformer
     config_type = ViTConfig
 
-    def patch_embedding(self, model: Any) -> nn.Module:
-        return model.patches
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self._own(model).get_submodule("patches")
 
-    def token_layout(self, model: Any) -> TokenLayout:
-        return TokenLayout(0, model.config.patches, class_token=False, pooled="mean")
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        return TokenLayout(0, self._own(model).config.patches, class_token=False, pooled="mean")
 
 
 def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:

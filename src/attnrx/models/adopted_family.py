@@ -1,0 +1,373 @@
+"""The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.attention import Attention
+from attnrx.costs import ModelCosts, PartCosts, layer_costs
+from attnrx.errors import InvalidInput, NotSupported
+from attnrx.maps import LINEAR_MAPS
+from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, require_equal_logits
+from attnrx.models.family import Family, MLPRanks
+from attnrx.models.low_rank_linear import LowRankLinear, rank_of
+from attnrx.models.token_hooks import costs_of_tokens
+from attnrx.models.unsupported_features import Refusal, model_name
+from attnrx.serialization.config import from_dict, to_dict
+from attnrx.serialization.storage import require_finite_tensors
+from attnrx.spec import AttentionSpec
+from attnrx.tokens import TokenLayout, TokenPolicy
+
+
+class AdoptedFamily(Family):
+    """A family of models of another library: adoption by proof, description, rebuilding, costs.
+
+    A subclass states where the parts of the library's models are, and lists unsupported features.
+    """
+
+    library: str
+    """The package of the library."""
+    model_type: type[Adopted]
+    adapter_type: type[Adapter]
+    attention_name: str
+    """The path of the attention in a layer; `patches_path` and `norm_path` are those in the body."""
+    patches_path: str
+    norm_path: str
+    mlp_types: tuple[str, ...]
+    """Classes of MLPs with two linear maps, fc1 and fc2, and an activation between them; others are not compressed."""
+    head_names: tuple[str, ...]
+    """Paths, in the source, of the classifier and the norm before it; paths that a model lacks are skipped."""
+    classifier_names: tuple[str, ...]
+    """The entries of `head_names` that are classifiers; two for models with a distillation token."""
+    pooled_names: tuple[str, ...] = ()
+    """Those of `head_names` that run on one pooled token instead of all tokens."""
+
+    def adopts(self, model: nn.Module) -> bool:
+        """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
+        return type(model).__module__.split(".")[0] == self.library
+
+    @abstractmethod
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields every reason why the model cannot be adopted, without reading its weights."""
+
+    @abstractmethod
+    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        """Returns how the model was created and its input format; values in `stated` have precedence."""
+
+    @abstractmethod
+    def create(self, origin: Origin) -> nn.Module:
+        """Creates the model with its own library, without pretrained weights."""
+
+    @abstractmethod
+    def layers(self, source: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the transformer blocks."""
+
+    @abstractmethod
+    def own(self, attention: nn.Module) -> Attention:
+        """Returns attnrx attention with the weights of a library's attention module."""
+
+    @abstractmethod
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """Returns the path, inside a block, of the norm before its attention; used by the last-layer class-token
+        shortcut.
+        """
+
+    def body(self, source: nn.Module) -> nn.Module:
+        """Returns the model without its classifier, in which the paths are."""
+        return source
+
+    def patches(self, source: nn.Module) -> nn.Conv2d:
+        """Returns the convolution of the patch embedding."""
+        return self.body(source).get_submodule(self.patches_path)  # type: ignore[return-value]
+
+    def last_norm(self, source: nn.Module) -> nn.Module:
+        """Returns the norm after the last layer; an identity where a norm follows the mean in its place."""
+        return self.body(source).get_submodule(self.norm_path)
+
+    @abstractmethod
+    def prefix_tokens(self, source: nn.Module) -> int:
+        """Returns the number of tokens before the patches: class, distillation and register tokens."""
+
+    def has_class_token(self, source: nn.Module) -> bool:
+        """Returns whether the first token is a class token."""
+        return True
+
+    @abstractmethod
+    def pooling(self, source: nn.Module) -> str:
+        """Returns how the tokens are pooled: "class", "mean", or another name for an unsupported kind of pooling."""
+
+    def adopt(
+        self,
+        model: nn.Module,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        input_shape: tuple[int, int, int] | None = None,
+    ) -> Adopted:
+        """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
+
+        Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
+        rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
+        overrides its image size, only for models that resize their position embeddings.
+
+        Raises:
+            NotSupported: The model has an unsupported feature, named in the message.
+        """
+        if isinstance(model, Adopted):
+            raise InvalidInput(f"{model.origin.architecture} was adopted already.")
+        self.require_supported(model)
+        require_finite_tensors(model.state_dict(), model_name(model))
+        origin = self._stated(model, {"mean": mean, "std": std, "input_shape": input_shape})
+        adopted = self.model_type(copy.deepcopy(model), origin)
+        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
+        self._install_(adopted, self._own_attention(adopted))
+        because = "its attention computes something else than plain softmax attention"
+        require_equal_logits(self.model_type(model, origin), adopted, because)
+        self._require_rebuilt(adopted)
+        return adopted
+
+    def library_model(self, model: nn.Module) -> nn.Module:
+        """Creates the model with its own library, which keeps that library's attention."""
+        return self.create(self._adopted(model).origin)
+
+    @abstractmethod
+    def initialized(self, name: str, **arguments: Any) -> nn.Module:
+        """Returns the library's model of this name with weights from seed 0, or none on the meta device."""
+
+    def fresh(self, name: str, **arguments: Any) -> Adopted:
+        """Adopts a model with fresh weights; on the meta device it has none, and only its costs are available."""
+        model = self.initialized(name, **arguments)
+        if not next(model.parameters()).is_meta:
+            return self.adopt(model).eval()
+        self.require_supported(model)  # its logits cannot be checked
+        adopted = self.model_type(model, self._stated(model, {}))
+        self._install_(adopted, self._own_attention(adopted))
+        return adopted
+
+    def _own_attention(self, adopted: Adopted) -> list[Attention]:
+        return [self.own(getattr(layer, self.attention_name)) for layer in self.layers(adopted.source)]
+
+    def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
+        """Sets the attention of every layer, removes dropout of rate 0, and enables the shortcut of `LastLayer` for
+        models with class-token pooling.
+        """
+        source, layers = adopted.source, self.layers(adopted.source)
+        for layer, own in zip(layers, attention, strict=True):
+            theirs = getattr(layer, self.attention_name)
+            setattr(layer, self.attention_name, self.adapter_type(own).train(theirs.training))
+            for name, part in list(layer.named_modules(remove_duplicate=False)):
+                # Calling a dropout takes as long as a small matrix product.
+                if type(part) is nn.Dropout and part.p == 0:
+                    layer.set_submodule(name, nn.Identity().train(part.training))
+        if layers and self.pooling(source) == "class":
+            norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
+            adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)
+
+    def require_supported(self, model: nn.Module) -> None:
+        """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
+        found = tuple(self.refusals(model))
+        if found:
+            reasons = ", ".join(dict.fromkeys(refusal.reason for refusal in found))
+            remedies = dict.fromkeys(refusal.remedy for refusal in found if refusal.remedy)
+            raise NotSupported(" ".join((f"{model_name(model)} is not supported: {reasons}.", *remedies)))
+
+    def matches(self, model: nn.Module) -> bool:
+        return isinstance(model, self.model_type)
+
+    def attention(self, model: nn.Module) -> tuple[Attention, ...]:
+        return tuple(adapter.attention for adapter in self._adapters(model))
+
+    def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
+        adapter = self._adapters(model)[layer]
+        adapter.attention = attention.train(adapter.attention.training)
+
+    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+        mlps = [layer.get_submodule("mlp") for layer in self.layers(self._adopted(model).source)]
+        if not all(type(mlp).__name__ in self.mlp_types for mlp in mlps):
+            return ()
+        return tuple((mlp.get_submodule(LINEAR_MAPS[0]), mlp.get_submodule(LINEAR_MAPS[1])) for mlp in mlps)
+
+    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
+        if not self.mlp(model):
+            raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
+        mlp, name = self.layers(self._adopted(model).source)[layer].mlp, LINEAR_MAPS[which]
+        setattr(mlp, name, linear.train(getattr(mlp, name).training))
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
+        origin = self._adopted(model).origin
+        return {
+            "architecture": origin.architecture,
+            "arguments": dict(origin.arguments),
+            "input_shape": list(origin.input_shape),
+            "mean": list(origin.mean),
+            "std": list(origin.std),
+            "attention": [to_dict(attention.spec) for attention in self.attention(model)],
+            "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
+        }
+
+    def build(self, description: Mapping[str, Any]) -> Adopted:
+        """Creates the described model with its own library, then inserts attention and MLPs of the described ranks."""
+        facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
+        origin = Origin(description["architecture"], description["arguments"], **facts)
+        adopted = self.model_type(self.create(origin), origin)
+        layers, specs = self.layers(adopted.source), description["attention"]
+        if len(layers) != len(specs):
+            raise InvalidInput(f"{origin.architecture} has {len(layers)} layers, but {len(specs)} are described.")
+        self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
+        for layer, pair in enumerate(description["mlp_ranks"]):
+            for which, rank in enumerate(pair):
+                if rank is not None:
+                    linear: Any = self.mlp(adopted)[layer][which]
+                    factors = LowRankLinear(linear.in_features, linear.out_features, rank, linear.bias is not None)
+                    self.set_mlp_(adopted, layer, which, factors)
+        return adopted
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._adopted(model).origin.input_shape
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        origin = self._adopted(model).origin
+        return origin.mean, origin.std
+
+    def token_layout(self, model: nn.Module) -> TokenLayout:
+        adopted = self._adopted(model)
+        source, pooled = adopted.source, self.pooling(adopted.source)
+        if pooled not in ("class", "mean"):
+            raise NotSupported(
+                f"{adopted.origin.architecture} pools its tokens by {pooled!r}; tokens can be pruned only where the "
+                "head takes a token before the patches, or the mean of the patches."
+            )
+        return TokenLayout(self.prefix_tokens(source), self.positions(adopted), self.has_class_token(source), pooled)
+
+    def patch_embedding(self, model: nn.Module) -> nn.Module:
+        return self.patches(self._adopted(model).source)
+
+    def pooled_norm(self, model: nn.Module) -> nn.Module:
+        return self.last_norm(self._adopted(model).source)
+
+    def heads(self, model: nn.Module) -> tuple[nn.Linear, ...]:
+        named = dict(self._adopted(model).source.named_modules())
+        found = (named.get(name) for name in self.classifier_names)
+        return tuple(head for head in found if isinstance(head, nn.Linear))
+
+    def positions(self, adopted: Adopted) -> int:
+        """Returns the number of patches of an image."""
+        (height, width), (down, right) = adopted.origin.input_shape[1:], self.patches(adopted.source).stride
+        return (height // down) * (width // right)
+
+    def costs(
+        self,
+        model: nn.Module,
+        attention: tuple[AttentionSpec, ...] | None = None,
+        mlp_ranks: MLPRanks | None = None,
+        tokens: TokenPolicy | None = None,
+    ) -> ModelCosts:
+        """Returns the costs of the model, optionally with other specs, ranks and tokens in its layers.
+
+        All parameters before the first layer (tokens and position embeddings too) count as patches. Parameters of a
+        layer outside attention and MLP (LayerScale too) count as its norms. The parameters therefore add up to those of
+        the model.
+        """
+        adopted = self._adopted(model)
+        source, layers, maps = adopted.source, self.layers(adopted.source), self.mlp(adopted)
+        specs = tuple(own.spec for own in self.attention(adopted)) if attention is None else attention
+        ranks = tuple((rank_of(first), rank_of(second)) for first, second in maps) if mlp_ranks is None else mlp_ranks
+        if len(specs) != len(layers) or len(ranks) != len(maps):
+            raise InvalidInput(
+                f"{len(specs)} attention specs and {len(ranks)} pairs of MLP ranks for {len(layers)} layers and "
+                f"{len(maps)} MLPs of two maps: give one for each."
+            )
+        positions = self.positions(adopted)
+        token_costs = costs_of_tokens(adopted, self, tokens, specs, positions + self.prefix_tokens(source))
+        heads = [module for name, module in source.named_modules() if name in self.head_names]
+        classifier = sum(_params(module) for module in heads)
+        before = _params(source) - classifier - sum(_params(layer) for layer in layers)
+        changes = list(zip(maps, ranks, strict=True)) or [((), ())] * len(layers)
+        return ModelCosts(
+            patches=PartCosts(before, positions * self.patches(source).weight.numel()),
+            layers=tuple(
+                replace(
+                    layer_costs(spec, own, 0),
+                    mlp=_mlp_costs(layer.get_submodule("mlp"), own, *change),
+                    layer_norms=PartCosts(
+                        _params(layer)
+                        - sum(_params(layer.get_submodule(part)) for part in (self.attention_name, "mlp"))
+                    ),
+                )
+                for layer, spec, change, own in zip(layers, specs, changes, token_costs.tokens, strict=True)
+            ),
+            classifier=PartCosts(classifier),
+            classifier_macs=sum(_matrices(head) for head in heads),
+            predictors=token_costs.predictors,
+            predictor_norm_features=token_costs.norm_features,
+            outer_norm_features=self._outer_norm_features(source, positions, token_costs.tokens),
+        )
+
+    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
+        """Returns the features of the norms outside the layers, times the tokens that each of them normalizes."""
+        last = self.last_norm(source)
+        inside = {module for layer in self.layers(source) for module in layer.modules()}
+        total = 0
+        for name, module in source.named_modules():
+            shape = getattr(module, "normalized_shape", None)
+            if shape is None or module in inside:
+                continue
+            if name in self.pooled_names:
+                count = 1
+            elif name.startswith("patch_embed."):
+                count = positions
+            else:
+                count = tokens[-1] if module is last else tokens[0]
+            total += math.prod(shape) * count
+        return total
+
+    def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        origin = self.origin(model, stated)
+        (height, width), (down, right) = origin.input_shape[1:], self.patches(model).stride
+        if height % down or width % right:
+            raise InvalidInput(f"{origin.architecture}: patches of {down} x {right} do not tile {height} x {width}.")
+        return origin
+
+    def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
+        return tuple(getattr(layer, self.attention_name) for layer in self.layers(self._adopted(model).source))
+
+    def _adopted(self, model: nn.Module) -> Adopted:
+        if not isinstance(model, self.model_type):
+            raise InvalidInput(
+                f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
+            )
+        return model
+
+    def _require_rebuilt(self, adopted: Adopted) -> None:
+        because = "a model rebuilt from its name and arguments differs, so it was changed after it was created"
+        with torch.device("meta"):
+            rebuilt = self.build(self.describe(adopted))
+        shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (adopted, rebuilt)]
+        if str(adopted) != str(rebuilt) or shapes[0] != shapes[1]:
+            raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}.")
+        rebuilt.load_state_dict(adopted.state_dict(), assign=True)
+        require_equal_logits(adopted, rebuilt, because)
+
+
+def _params(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _matrices(module: nn.Module) -> int:
+    """Returns the entries of all linear maps in a module: its MACs for one token."""
+    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def _mlp_costs(mlp: nn.Module, tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...]) -> PartCosts:
+    """Returns the costs of an MLP with its `maps`, if given, in these ranks (None: one matrix)."""
+    saved = 0
+    for linear, rank in zip(maps, ranks, strict=True):
+        inputs, outputs = linear.in_features, linear.out_features
+        saved += _matrices(linear) - (inputs * outputs if rank is None else rank * (inputs + outputs))
+    return PartCosts(_params(mlp) - saved, tokens * (_matrices(mlp) - saved))
