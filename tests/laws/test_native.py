@@ -13,7 +13,7 @@ from attnrx.attention import Attention, AttentionCapture, AttentionContext, Auto
 from attnrx.costs.memory import profiled
 from attnrx.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.kernels import compilation
-from attnrx.kernels.native_attention import native_attention
+from attnrx.kernels.native_attention import native_attention, native_joint_attention
 from attnrx.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -128,6 +128,39 @@ def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
     assert counter.get_total_flops() == 2 * 3 * 2 * 14 * 16 * (40 + 37 + 5)
     query, key, value = ([part.to("meta") for part in side] for side in sides)
     assert native_attention(query, key, value, None, 0.3).shape == found.shape == (3, 14, 2 * (37 + 5))
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None:
+    ranks, reads, scale = (9, 0, 4), (5, 7, 12), 0.3
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 14, 2 * sum(ranks) + sum(reads), generator=generator, dtype=torch.float32)
+    sizes = torch.randint(1, 5, (3, 14), generator=generator).float() if sized else None
+    query, key, value = features.split((sum(ranks), sum(ranks), sum(reads)), -1)
+    sides = [
+        [own[:, None] for own in part.split(widths, -1)]
+        for part, widths in ((query, ranks), (key, ranks), (value, reads))
+    ]
+    wanted = native_attention(sides[0], sides[1], sides[2], sizes, scale)
+    for given in (features, features.transpose(1, 2).contiguous().transpose(1, 2)):
+        torch.testing.assert_close(native_joint_attention(given, ranks, reads, sizes, scale), wanted, rtol=0, atol=0)
+    assert profiled(lambda: native_joint_attention(features, ranks, reads, sizes, scale)).attention_kernel == "native"
+    with FlopCounterMode(display=False) as counter:
+        native_joint_attention(features, ranks, reads, sizes, scale)
+    assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(reads))
+    assert native_joint_attention(features.to("meta"), ranks, reads, None, scale).shape == (3, 14, 24)
+
+
+def test_a_row_of_features_that_does_not_fit_is_refused() -> None:
+    joint, features = torch.ops.attnrx.native_joint_attention.default, torch.ones(3, 5, 6, dtype=torch.float32)
+    with pytest.raises(InvalidInput, match="reads float32"):
+        joint(features.double(), (2,), (2,), None, 1.0)
+    for ranks, reads in (((2,), (3,)), ((1, 1), (2,))):
+        with pytest.raises(InvalidInput, match="are not those of heads"):
+            joint(features, ranks, reads, None, 1.0)
+    for sizes in (torch.ones(3, 4, dtype=torch.float32), torch.ones(3, 5, dtype=torch.float64)):
+        with pytest.raises(InvalidInput, match="sizes are float32"):
+            joint(features, (2,), (2,), sizes, 1.0)
 
 
 SPEC = AttentionSpec("dense", 12, 4, (3, 0, 2), (0, 1, 2), 0.5, 4, value_ranks=(4, 1, 3))

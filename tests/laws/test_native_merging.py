@@ -7,7 +7,9 @@ import torch
 
 from attnrx.errors import InvalidInput
 from attnrx.kernels import compilation
-from attnrx.tokens import Reduction, TokenState, merging, parse_reducer
+from attnrx.kernels.native_merging import Merged
+from attnrx.models.token_reduction import compressed_state
+from attnrx.tokens import TokenState, parse_reducer
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
@@ -25,54 +27,57 @@ def drawn(images: int, patches: int, sized: bool) -> TokenState:
     return TokenState(tokens, 1, sizes, torch.arange(patches).expand(images, -1), keys=keys, whole=True)
 
 
+Both = tuple[Merged, tuple[torch.Tensor, ...]]
+
+
 @torch.no_grad()
-def both(text: str, state: TokenState, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Reduction, Reduction]:
-    reducer, predictor = parse_reducer(text), torch.nn.Module()
-    found = reducer.reduce(state, count, predictor)
-    with monkeypatch.context() as patch:
-        patch.setattr(merging, "can_merge", lambda *_: False)
-        return found, reducer.reduce(state, count, predictor)
+def both(text: str, state: TokenState, count: int) -> Both:
+    """Returns tokens, sizes and indices by the kernel, and by the operations."""
+    reducer = parse_reducer(text)
+    assert reducer.native is not None
+    keys = state.keys if "keys" in reducer.needs else None
+    found = reducer.native(state.tokens, state.sizes, state.patch_indices, keys, count)
+    return found, compressed_state(state, reducer.reduce(state, count, torch.nn.Module()))[:3]
 
 
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize(("images", "patches", "count"), ROUNDS)
 @pytest.mark.parametrize("text", REDUCERS)
-def test_the_kernel_equals_the_operations(
-    text: str, images: int, patches: int, count: int, sized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_equals_the_operations(text: str, images: int, patches: int, count: int, sized: bool) -> None:
     state, before = drawn(images, patches, sized), torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         try:
-            found, wanted = both(text, state, count, monkeypatch)
+            found, wanted = both(text, state, count)
         finally:
             torch.set_num_threads(before)
-        assert torch.equal(found.kept, wanted.kept)
-        torch.testing.assert_close(found.sizes, wanted.sizes)
-        torch.testing.assert_close(found.tokens, wanted.tokens, rtol=0, atol=1e-5)
+        assert torch.equal(found[2], wanted[2])
+        torch.testing.assert_close(found[1], wanted[1])
+        torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", REDUCERS)
 @pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf")])
-def test_equal_and_unusable_patches_end_in_a_valid_choice(
-    text: str, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_and_unusable_patches_end_in_a_valid_choice(text: str, value: float) -> None:
     state = drawn(2, 21, sized=False)
-    found, _ = both(text, replace(state, tokens=torch.full_like(state.tokens, value)), 15, monkeypatch)
-    assert found.kept.shape == (2, 15) and bool((found.kept.diff() > 0).all()) and int(found.kept.max()) < 21
-    assert found.sizes is not None and torch.equal(found.sizes.sum(1), torch.full((2,), 21.0, dtype=torch.float32))
+    (tokens, sizes, indices), _ = both(text, replace(state, tokens=torch.full_like(state.tokens, value)), 15)
+    assert indices.shape == (2, 15) and bool((indices.diff() > 0).all()) and int(indices.max()) < 21
+    assert torch.equal(sizes[:, 1:].sum(1), torch.full((2,), 21.0, dtype=torch.float32))
     if value in (0.0, 1.0):  # the mean of equal patches is the patch
-        torch.testing.assert_close(found.tokens, torch.full_like(found.tokens, value))
+        torch.testing.assert_close(tokens, torch.full_like(tokens, value))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    merge = torch.ops.attnrx.native_merge.default
-    patches, sizes = torch.ones(1, 8, 4, dtype=torch.float32), torch.ones(1, 8, dtype=torch.float32)
+    merge, indices = torch.ops.attnrx.native_merge.default, torch.arange(8)[None]
+    tokens, sizes = torch.ones(1, 9, 4, dtype=torch.float32), torch.ones(1, 9, dtype=torch.float32)
     with pytest.raises(InvalidInput, match="merge at most half"):
-        merge(patches, sizes, None, 5, False)
-    with pytest.raises(InvalidInput, match="not those of the same patches"):
-        merge(patches, sizes[:, :7], None, 2, False)
+        merge(tokens, sizes, indices, None, 5, False)
+    for others in ((sizes[:, :7], indices), (sizes, indices.expand(2, -1)), (sizes, torch.arange(10)[None])):
+        with pytest.raises(InvalidInput, match="not those of the same tokens"):
+            merge(tokens, *others, None, 2, False)
     with pytest.raises(InvalidInput, match="reads float32"):
-        merge(patches.double(), sizes.double(), None, 2, False)
+        merge(tokens.double(), sizes.double(), indices, None, 2, False)
+    with pytest.raises(InvalidInput, match="int64 indices"):
+        merge(tokens, sizes, indices.int(), None, 2, False)
     with pytest.raises(InvalidInput, match="give no keys"):
-        merge(patches, sizes, patches, 2, True)
+        merge(tokens, sizes, indices, tokens, 2, True)

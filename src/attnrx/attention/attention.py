@@ -24,7 +24,8 @@ MOST_PLANS = 64
 class LayerPlan:
     """The computation of one layer in one context: the backend, the buckets and the padded row counts.
 
-    `reads` are the padded value dimensions per head, `widths` those per bucket.
+    `reads` are the padded value dimensions per head, `widths` those per bucket. `joint`: whether
+    `Backend.of_joint` computes it.
     """
 
     backend: Backend
@@ -32,6 +33,7 @@ class LayerPlan:
     reads: tuple[int, ...]
     rows: tuple[int, ...]
     widths: tuple[int, ...]
+    joint: bool
 
 
 class Attention(nn.Module):
@@ -61,7 +63,12 @@ class Attention(nn.Module):
         plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.reads))
         if key_tokens is None:
-            query, key, value = self._fused_qkv(tokens, sides)
+            joint = self._fused_qkv.product(tokens, sides)
+            # Under autocast the product has a lower precision than the tokens.
+            if plan.joint and joint is not None and joint.dtype == tokens.dtype:
+                read = plan.backend.of_joint(joint, plan.rows, plan.reads, self.spec.scale)
+                return self.output.padded(read, plan.reads)
+            query, key, value = self._fused_qkv.split(joint, tokens, sides)
         else:
             query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
@@ -83,7 +90,8 @@ class Attention(nn.Module):
         backend = self.backend.at(self.spec, context)
         buckets, reads = backend.layout(self.spec, context)
         widths = tuple([reads[bucket.start] for bucket in buckets])
-        return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths)
+        joint = backend.takes_joint(self.spec, context)
+        return LayerPlan(backend, buckets, reads, self.scores.rows(buckets), widths, joint)
 
     def factors(self, tokens: TokenBatch, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the factors of the scores of every bucket that has directions."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Float, Tensor
 
 ValueBatch = Float[Tensor, "batch heads keys reads"]
@@ -29,7 +30,7 @@ class AttentionContext(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor) -> "AttentionContext":
         """Returns the context of tokens of shape [batch, tokens, width]."""
-        free = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.jit.is_tracing())
+        free = not is_recorded()
         threads = torch.get_num_threads() if free else 0
         return cls(tokens.shape[0], tokens.shape[1], tokens.device.type, tokens.dtype, threads, free)
 

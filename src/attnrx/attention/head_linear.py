@@ -64,31 +64,38 @@ class FusedQKV:
     """
 
     def __init__(self):
-        self._kept: CachedWeights[tuple[Tensor, Tensor | None, list[int]]] = CachedWeights()
+        self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
 
     def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
         """Returns the result of `padded` for every projection."""
+        return self.split(self.product(tokens, sides), tokens, sides)
+
+    def split(self, joint: Tensor | None, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
+        """Returns the result of `padded` for every projection, from `product` or, where that is None, one by one."""
+        if joint is None:
+            return [side.padded(tokens, rows) for side, rows in sides]
+        return list(torch.split_with_sizes(joint, [sum(rows) for _, rows in sides], -1))
+
+    def product(self, tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"] | None:
+        """Returns the results of all projections, concatenated; None where they have to be computed one by one."""
         # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
         own: list[Tensor | None] = []
         for side, _ in sides:
             own += (side.weight, side.bias)
-            watched = side._forward_hooks or side._forward_pre_hooks
-            if watched or not side.joins:
-                return [side.padded(tokens, rows) for side, rows in sides]
+            if side._forward_hooks or side._forward_pre_hooks or not side.joins:
+                return None
         if not CachedWeights.possible(own):
-            return [side.padded(tokens, rows) for side, rows in sides]
-        weight, bias, widths = self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))
-        return list(torch.split_with_sizes(F.linear(tokens, weight, bias), widths, -1))
+            return None
+        weight, bias = self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))
+        return F.linear(tokens, weight, bias)
 
 
-def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None, list[int]]:
-    widths = [sum(rows) for _, rows in sides]
+def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None]:
     parts = [side.spread(rows) for side, rows in sides]
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
-        return weight, None, widths
-    bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
-    return weight, bias, widths
+        return weight, None
+    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
 
 
 def in_buckets(

@@ -16,7 +16,7 @@ from attnrx.shapes import Float, Tensor
 
 MEMORY_EVENT = "[memory]"
 KERNEL_PREFIX = "aten::_scaled_dot_product_"
-NATIVE = "attnrx::native_attention"
+NATIVE = {"attnrx::native_attention", "attnrx::native_joint_attention"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Profile:
         """The kernel that scaled_dot_product_attention selected, "native" for the C++ kernel, or "unfused"."""
         kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
         chosen = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
-        chosen += ["native"] * (NATIVE in self.operations)
+        chosen += ["native"] * (not NATIVE.isdisjoint(self.operations))
         if chosen:
             return " + ".join(chosen)
         return "unfused" if any("softmax" in name for name in self.operations) else "unknown"

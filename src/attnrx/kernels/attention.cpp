@@ -3,6 +3,10 @@
 // One head of one image is computed at a time. Its keys are transposed into panels of two vectors, its values copied
 // into panels. As many queries as fit the registers are multiplied with all keys, followed by softmax and the weighted
 // sum of the values, while those rows of the map are in the L1 cache. No map is written to memory.
+#include <new>
+#include <numeric>
+#include <vector>
+
 #include "vectors.hpp"
 
 namespace {
@@ -146,4 +150,28 @@ extern "C" int attnrx_attention(const int64_t* described, int heads, int images,
     failed |= !mix_head(all_heads[task / parts % heads], (int)image, first, last, keys, counted, scale);
   }
   return failed;
+}
+
+// The same where the features of a token lie in one row: those of all queries, of all keys, of all values, by head.
+extern "C" int attnrx_joint_attention(const int64_t* ranks, const int64_t* reads, int heads, const float* features,
+                                      float* output, int images, int tokens, const float* sizes, float scale,
+                                      int threads) {
+  const int64_t all_ranks = std::accumulate(ranks, ranks + heads, int64_t(0));
+  const int64_t width = std::accumulate(reads, reads + heads, int64_t(0)), row = 2 * all_ranks + width;
+  thread_local std::vector<Head> described;
+  try {
+    described.resize(heads);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  const float *query = features, *value = features + 2 * all_ranks;
+  for (int head = 0; head < heads; head++) {
+    const int64_t starts[] = {(int64_t)query, (int64_t)(query + all_ranks), (int64_t)value, (int64_t)output};
+    described[head] = {starts[0], tokens * row, row, starts[1], tokens * row, row, starts[2], tokens * row, row,
+                       starts[3], tokens * width, width, ranks[head], reads[head]};
+    query += ranks[head];
+    value += reads[head];
+    output += reads[head];
+  }
+  return attnrx_attention((const int64_t*)described.data(), heads, images, tokens, tokens, sizes, scale, threads);
 }

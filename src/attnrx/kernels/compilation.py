@@ -193,6 +193,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
     whole, pointer = ctypes.c_int, ctypes.c_void_p
     library.attnrx_attention.argtypes = [pointer, whole, whole, whole, whole, pointer, ctypes.c_float, whole]
     library.attnrx_attention.restype = whole
+    library.attnrx_joint_attention.argtypes = [
+        pointer, pointer, whole, pointer, pointer, whole, whole, pointer, ctypes.c_float, whole
+    ]  # fmt: skip
+    library.attnrx_joint_attention.restype = whole
     library.attnrx_merge.argtypes = [pointer, whole]
     library.attnrx_merge.restype = whole
     return library

@@ -11,13 +11,19 @@
 
 namespace {
 
-// The arguments, passed from Python: start addresses, and strides of images and patches in floats.
+// The arguments, passed from Python: start addresses, and strides of images and tokens in floats. The first `prefix`
+// tokens are no patches; compared rows, sizes and outputs include them, indices do not.
 struct Merge {
-  int64_t patches, patches_image, patches_row, width;
+  int64_t tokens, tokens_image, tokens_row, width;
   int64_t compared, compared_image, compared_row, features;
-  int64_t images, count, merged;
+  int64_t images, prefix, count, merged;
   int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
-  int64_t sizes, output, output_sizes, kept;
+  int64_t sizes, indices, output, output_sizes, output_indices;
+
+  const float* row_of(int64_t start, int64_t image_stride, int64_t row_stride, int image, int patch) const {
+    return (const float*)start + image * image_stride + (prefix + patch) * row_stride;
+  }
+  const float* sizes_of(int image) const { return (const float*)sizes + image * (prefix + count) + prefix; }
 };
 
 // What the similarity needs of one set besides its products: squares and inverse sizes, or inverse norms. `added` is
@@ -42,8 +48,8 @@ void sum_squares(const Side& side, int count, int length, float* to) {
 
 void prepare(const Merge& merge, int image, int parity, Side& side) {
   const int count = (int)(merge.count + 1 - parity) / 2, padded = up(count, WIDTH), length = (int)merge.features;
-  const float* rows = (const float*)merge.compared + image * merge.compared_image + parity * merge.compared_row;
-  const float* sizes = (const float*)merge.sizes + image * merge.count + parity;
+  const float* rows = merge.row_of(merge.compared, merge.compared_image, merge.compared_row, image, parity);
+  const float* sizes = merge.sizes_of(image) + parity;
   side.packed.resize((size_t)padded * length);
   for (auto* own : {&side.squares, &side.weights, &side.added}) own->resize(padded);
   pack_keys(rows, 2 * merge.compared_row, count, length, 1.f, side.packed.data());
@@ -112,7 +118,7 @@ Match matching(int rows, std::integer_sequence<int, N...>) {
 void match_rows(const Merge& merge, int image, int begin, int end, const Side& first, const Side& second, float* best,
                 int32_t* nearest) {
   constexpr auto rows = std::make_integer_sequence<int, ROWS>{};
-  const float* from = (const float*)merge.compared + image * merge.compared_image;
+  const float* from = merge.row_of(merge.compared, merge.compared_image, merge.compared_row, image, 0);
   for (int row = begin; row < end; row += ROWS) {
     const int own = std::min(ROWS, end - row);
     const Match function = merge.distances ? matching<true>(own, rows) : matching<false>(own, rows);
@@ -135,11 +141,17 @@ float sum_of_squares(const float* row, int width) {
 void merge_image(const Merge& merge, int image, const Side& first, const Side& second, const float* best,
                  const int32_t* nearest) {
   const int count = (int)merge.count, width = (int)merge.width, left = count - (int)merge.merged;
-  const float* patches = (const float*)merge.patches + image * merge.patches_image;
-  const float* sizes = (const float*)merge.sizes + image * merge.count;
-  float* output = (float*)merge.output + (int64_t)image * left * width;
-  float* output_sizes = (float*)merge.output_sizes + (int64_t)image * left;
-  int64_t* kept = (int64_t*)merge.kept + (int64_t)image * left;
+  const int prefix = (int)merge.prefix;
+  const float* patches = merge.row_of(merge.tokens, merge.tokens_image, merge.tokens_row, image, 0);
+  const float* sizes = merge.sizes_of(image);
+  const int64_t* indices = (const int64_t*)merge.indices + (int64_t)image * count;
+  float* output = (float*)merge.output + (int64_t)image * (prefix + left) * width;
+  float* output_sizes = (float*)merge.output_sizes + (int64_t)image * (prefix + left);
+  int64_t* output_indices = (int64_t*)merge.output_indices + (int64_t)image * left;
+  for (int i = 0; i < prefix; i++, output += width) {
+    memcpy(output, patches + (i - prefix) * merge.tokens_row, width * sizeof(float));
+    *output_sizes++ = sizes[i - prefix];
+  }
   std::vector<int> order((count + 1) / 2), place(count);
   for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
   std::stable_sort(order.begin(), order.end(), [best](int a, int b) { return best[a] > best[b]; });
@@ -152,15 +164,15 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
   for (int i = 0, next = 0; i < count; i++) {
     if (place[i] < 0) continue;
     place[i] = next;
-    kept[next] = i;
+    output_indices[next] = indices[i];
     output_sizes[next] = total[i];
-    memcpy(output + (int64_t)next++ * width, patches + i * merge.patches_row, width * sizeof(float));
+    memcpy(output + (int64_t)next++ * width, patches + i * merge.tokens_row, width * sizeof(float));
   }
   const auto norm = [&](int i) { return std::sqrt((i % 2 ? second : first).squares[i / 2]); };
   for (int source : order) {
     const int goal = 2 * nearest[source] + 1;
     const float share = sizes[2 * source] / total[goal];
-    const float *from = patches + 2 * source * merge.patches_row, *old = patches + goal * merge.patches_row;
+    const float *from = patches + 2 * source * merge.tokens_row, *old = patches + goal * merge.tokens_row;
     float* to = output + (int64_t)place[goal] * width;
     for (int i = 0; i < width; i++) to[i] += (from[i] - old[i]) * share;
     if (merge.lengths) length[goal] += (norm(2 * source) - norm(goal)) * share;

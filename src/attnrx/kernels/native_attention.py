@@ -16,6 +16,9 @@ DESCRIBED, FLOAT = 14, 4
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
+    "native_joint_attention(Tensor features, int[] ranks, int[] reads, Tensor? sizes, float scale) -> Tensor"
+)
+_library.define(
     "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale) -> Tensor"
 )
 
@@ -96,6 +99,53 @@ def _empty(
     return values[0].new_empty(batch, tokens, sum([own.shape[1] * own.shape[3] for own in values]))
 
 
+def native_joint_attention(
+    features: Float[Tensor, "batch tokens _"],
+    ranks: Sequence[int],
+    reads: Sequence[int],
+    sizes: Float[Tensor, "batch tokens"] | None,
+    scale: float,
+) -> Float[Tensor, "batch tokens _"]:
+    """Returns what `native_attention` does for features from one product: those of all queries, of all keys, and of all
+    values, by head.
+
+    `ranks` and `reads` are the rank and the value dimension of every head. This spares the views that separate the
+    features, which take longer than the arithmetic for a few images.
+    """
+    counted = None if sizes is None else sizes.float()
+    return torch.ops.attnrx.native_joint_attention.default(features, ranks, reads, counted, scale)
+
+
+def _joint_attention(
+    features: Tensor, ranks: Sequence[int], reads: Sequence[int], sizes: Tensor | None, scale: float
+) -> Tensor:
+    library = required_library()
+    features = features.contiguous()
+    batch, tokens, row = features.shape
+    if row != 2 * sum(ranks) + sum(reads) or len(ranks) != len(reads):
+        raise InvalidInput(f"{row} features are not those of heads with ranks {ranks} and value dimensions {reads}.")
+    if features.dtype != torch.float32:
+        raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
+    if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
+        raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
+    output = _empty_joint(features, ranks, reads, sizes, scale)
+    counted, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
+    if library.attnrx_joint_attention(
+        numbers(*ranks), numbers(*reads), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
+        None if counted is None else counted.data_ptr(), scale, torch.get_num_threads(),
+    ):  # fmt: skip
+        raise MemoryError("attention found no memory for the keys and values of one head.")
+    return output
+
+
+def _empty_joint(
+    features: Tensor, ranks: Sequence[int], reads: Sequence[int], sizes: Tensor | None, scale: float
+) -> Tensor:
+    return features.new_empty(*features.shape[:2], sum(reads))
+
+
+_library.impl("native_joint_attention", _joint_attention, "CPU")
+_library.impl("native_joint_attention", _empty_joint, "Meta")
 _library.impl("native_attention", _attention, "CPU")
 _library.impl("native_attention", _empty, "Meta")
 
@@ -109,3 +159,11 @@ def _operations(
     for query, key, value in zip(queries, keys, values, strict=True):
         total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])
     return total
+
+
+@register_flop_formula(torch.ops.attnrx.native_joint_attention)
+def _joint_operations(
+    features: torch.Size, ranks: Sequence[int], reads: Sequence[int], *_: object, **__: object
+) -> int:
+    batch, tokens = features[:2]
+    return 2 * batch * tokens**2 * (sum(ranks) + sum(reads))

@@ -8,6 +8,7 @@ from torch import nn
 
 from attnrx.attention import CapturedAttention
 from attnrx.errors import InvalidInput
+from attnrx.kernels.native_merging import can_merge
 from attnrx.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.tokens import MOMENTS, MapMoments, Part, Reduction, Shape, TokenPolicy, TokenState, image_keys, sampled_keep
 
@@ -61,6 +62,8 @@ class TokenReduction(nn.Module):
         if by not in BY:
             raise InvalidInput(f"by={by!r}: choose from {', '.join(BY)}.")
         self.policy, self.shape, self.by = policy, shape, by
+        self.native = policy.reducer.native if by == "compress" else None
+        self.counts = policy.counts(shape.layout.patches)
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.run = TokenRun()
@@ -146,8 +149,7 @@ class TokenReduction(nn.Module):
         """Runs the reducer at one stage, and returns the tokens for the next layer."""
         prefix, run = self.shape.layout.prefix, self.run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
-        patches = self.shape.layout.patches
-        count = self.policy.counts(patches)[stage]
+        patches, count = self.shape.layout.patches, self.counts[stage]
         if run.patch_indices is None:
             if tokens.shape[1] - prefix != patches:
                 raise InvalidInput(
@@ -160,6 +162,11 @@ class TokenReduction(nn.Module):
             run.trail.append(run.patch_indices)
             return tokens
         captured = CapturedAttention.joined(run.captures)
+        if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
+            merged = self.native(tokens, sizes, run.patch_indices, captured.keys, count)
+            tokens, run.sizes, run.patch_indices = merged
+            run.trail.append(run.patch_indices)
+            return tokens
         state = TokenState(
             tokens,
             prefix,

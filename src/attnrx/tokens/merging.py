@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.kernels.native_merging import Merged, can_merge
 from attnrx.shapes import Bool, Float, Int, Tensor
 from attnrx.tokens.reducer import Reducer, Reduction, Shape
 from attnrx.tokens.state import TokenState
@@ -41,10 +40,6 @@ class Merging(Reducer):
         """Returns the tensors that are merged: the "patches", and the tensors by which patches are compared."""
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
-
-    def in_one_round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], count: int) -> Merged | None:
-        """Returns the result of one round by the C++ kernel; None where it does not implement this reducer."""
-        return None
 
     def first_tables(self, tables: Tables) -> Tables:
         """Returns the tables of the first round, with further ones that are merged along."""
@@ -85,9 +80,6 @@ class Merging(Reducer):
             kept = indices_of(state.there > 0, state.present)
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
-        if can_merge(tables["patches"], count) and (found := self.in_one_round(tables, sizes, count)) is not None:
-            patches, sizes, stay = found
-            return Reduction(stay if kept is None else kept.gather(1, stay), patches, sizes=sizes)
         tables, first, merged = self.first_tables(tables), sizes.shape[1], None
         while (patches := sizes.shape[1]) > count:
             merging = self._round(state, tables, sizes, patches - count)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.errors import NotSupported
+from attnrx.kernels.native_merging import Merged
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.state import TokenLayout, TokenState
 
@@ -16,6 +18,7 @@ LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
+NativeMerge = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Merged]
 PerPatch = Float[Tensor, "batch patches"]
 KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
 
@@ -82,6 +85,11 @@ class Reducer(ABC):
     @abstractmethod
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Reduces every image to `count` patches."""
+
+    @property
+    def native(self) -> NativeMerge | None:
+        """The C++ kernel of one merging round (`kernels.native_merging`); None where it does not implement this."""
+        return None
 
     def predictor(self, shape: Shape) -> nn.Module:
         """Returns a new predictor of one stage."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from attnrx.kernels.native_merging import Merged, native_merge
-from attnrx.shapes import Float, Tensor
-from attnrx.tokens.merging import Merging, Tables
+from attnrx.kernels.native_merging import native_merge
+from attnrx.tokens.merging import Merging
+from attnrx.tokens.reducer import NativeMerge
 
 
 @dataclass(frozen=True)
@@ -16,5 +16,6 @@ class ToMe(Merging):
     never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
     """
 
-    def in_one_round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], count: int) -> Merged | None:
-        return native_merge(tables["patches"], sizes, tables["keys"], count)
+    @property
+    def native(self) -> NativeMerge:
+        return native_merge

@@ -1,13 +1,14 @@
 """Ward: merges the patches whose merging changes the tokens least."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from attnrx.kernels.native_merging import Merged, native_merge
+from attnrx.kernels.native_merging import native_merge
 from attnrx.shapes import Float, Int, Tensor
 from attnrx.tokens.merging import Merging, Tables
-from attnrx.tokens.reducer import Shape
+from attnrx.tokens.reducer import NativeMerge, Shape
 from attnrx.tokens.state import TokenState
 
 
@@ -31,8 +32,9 @@ class Ward(Merging):
     def tables(self, state: TokenState) -> Tables:
         return {"patches": state.patches}
 
-    def in_one_round(self, tables: Tables, sizes: Float[Tensor, "batch patches"], count: int) -> Merged | None:
-        return native_merge(tables["patches"], sizes, None, count, self.lengths)
+    @property
+    def native(self) -> NativeMerge:
+        return partial(native_merge, lengths=self.lengths)
 
     def first_tables(self, tables: Tables) -> Tables:
         lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}

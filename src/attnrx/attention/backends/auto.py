@@ -17,7 +17,7 @@ from attnrx.attention.factors import (
     padded_buckets,
 )
 from attnrx.kernels.compilation import native_library
-from attnrx.kernels.native_attention import native_attention
+from attnrx.kernels.native_attention import native_attention, native_joint_attention
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 
@@ -77,6 +77,14 @@ class Native(Explicit):
     def runs(spec: AttentionSpec, context: AttentionContext) -> bool:
         """Whether there is a kernel for this layer in this context."""
         return any(spec.ranks) and any(spec.reads) and runs_on(context)
+
+    def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        return spec.form == "dense" and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
+
+    def of_joint(
+        self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], reads: tuple[int, ...], scale: float
+    ) -> HeadOutputs:
+        return native_joint_attention(features, rows, reads, None if self.sizes is None else self.sizes(), scale)
 
     def __call__(
         self,

@@ -37,6 +37,16 @@ class Backend(ABC):
         """Returns the backend that computes in this context: itself, unless it delegates."""
         return self
 
+    def takes_joint(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        """Whether `of_joint` computes this layer: its scores have no strengths and no norms."""
+        return False
+
+    def of_joint(
+        self, features: Float[Tensor, "batch tokens _"], rows: tuple[int, ...], reads: tuple[int, ...], scale: float
+    ) -> HeadOutputs:
+        """Returns the outputs of all heads from the features of all queries, all keys and all values, by head."""
+        raise NotImplementedError
+
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Returns the output of one bucket's heads, at the width of their values."""
