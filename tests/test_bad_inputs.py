@@ -484,7 +484,6 @@ LINES = (
     "plan {model} --data {data} --out {out} --target macs=0.5x --spend latency",
     "plan {model} --data {data} --out {out} --target macs=0.5x --diagnosis {plain}",
     "plan svda:digits --data {data} --out {out} --target macs=0.5x --diagnosis {diagnosis}",
-    "plan {model} --data {data} --out {out} --target macs=0.5x",
     "sweep status", "sweep status /nowhere", "sweep status {pipe}", "sweep status {plain}",
     "sweep results {model}",
     "sweep run {sweep}", "sweep run {pipe} --store {out}", "sweep run {plain} --store {out}",

@@ -87,7 +87,7 @@ def test_other_maps_masked_equal_compressed(
 
 
 @pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
-@pytest.mark.parametrize("form", ["cp", "epc", "tied", "warm", "literal"])
+@pytest.mark.parametrize("form", ["cp", "epc", "tied", "literal"])
 @pytest.mark.slow
 def test_shared_directions_run_as_eager_says(
     joint: str, form: str, model: VisionTransformer, found: Diagnosis, images: ImageSet

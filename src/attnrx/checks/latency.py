@@ -8,6 +8,7 @@ import torch
 from attnrx.checks.check import Check
 from attnrx.checks.comparison import Comparison
 from attnrx.costs import LatencyProtocol, compare_latency, compare_memory
+from attnrx.errors import InvalidInput
 from attnrx.evidence import Finding, judged
 from attnrx.runtime import processes
 
@@ -24,6 +25,12 @@ class Latency(Check):
     batch: int = 32
     protocol: LatencyProtocol = field(default_factory=LatencyProtocol)
     most_ratio: float | None = None
+
+    def __post_init__(self):
+        if self.batch < 1 or (self.most_ratio is not None and not self.most_ratio > 0):
+            raise InvalidInput(
+                f"Latency(batch={self.batch}, most_ratio={self.most_ratio}): give an image and a ratio above 0."
+            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Times both models, then measures their memory; with several processes only rank 0 measures."""

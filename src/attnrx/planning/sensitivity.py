@@ -171,7 +171,10 @@ def measured_layers(depth: int, every: int) -> tuple[int, ...]:
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
     """Interpolates logarithms [layer, _] linearly between the measured layers."""
-    return np.stack([np.interp(range(len(logs)), layers, column[list(layers)]) for column in logs.T], axis=1)
+    found = np.empty_like(logs)
+    for index, column in enumerate(logs.T):
+        found[:, index] = np.interp(range(len(logs)), layers, column[list(layers)])
+    return found
 
 
 class _BatchProbe:
