@@ -28,7 +28,7 @@ from attnrx.runtime.subprocess_runner import shared_subprocess
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 64, 128
-ROUNDS = 8  # of the final latency measurement
+ROUNDS = 12  # of the final latency measurement
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 

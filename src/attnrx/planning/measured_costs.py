@@ -63,10 +63,10 @@ class TimingSettings:
         """Returns the protocol for whole models."""
         return LatencyProtocol(self.conditions, rounds, min(WARMUP, rounds), self.name, kernels=False)
 
-    def images(self, space: Space, batch: int | None = None) -> torch.Tensor:
+    def images(self, space: Space) -> torch.Tensor:
         """Returns a batch of noise: latency depends on the number of images, not on their content."""
         shape = family_of(space.model).input_shape(space.model)
-        return torch.randn(batch or self.batch, *shape, generator=torch.Generator().manual_seed(0))
+        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def cached_cost_table(
@@ -96,10 +96,9 @@ def cached_cost_table(
     return found
 
 
-def timed_cost_table(
-    space: Space, timing: TimingSettings, reference: nn.Module, images: torch.Tensor, rounds: int, log: Log
-) -> CostTable:
-    """Times blocks, then whole models beside the `reference` on the images, and returns the corrected cost table."""
+def timed_cost_table(space: Space, timing: TimingSettings, reference: nn.Module, rounds: int, log: Log) -> CostTable:
+    """Times blocks, then whole models beside the `reference`, and returns the corrected cost table."""
+    images = timing.images(space)
 
     def latency_shares(models: Mapping[str, nn.Module]) -> dict[str, float]:
         found = compare_latencies(models, reference, images, timing.protocol(rounds))

@@ -34,8 +34,8 @@ from attnrx.tokens import Reducer, parse_reducer
 CARE, MARGIN = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned; machines vary by as much.
 MISSED = 1.05
-# The number of images that calibrate the cost table if it is corrected later.
-CHUNK = 8
+# The images per batch in which plans are timed if they are adjusted to the result, and the most in a round.
+CHUNK, MOST = 8, 32
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # Bisection steps of the search for an accuracy drop.
@@ -125,17 +125,28 @@ class Planner:
     def cost_table(self) -> CostTable:
         if self.target.spend != "latency":
             return exact_cost_table(self.space, self.target.spend)
+        return cached_cost_table(self.space, self.timing, f"{self.effort}", self._timed_costs, self.log)
+
+    @cached_property
+    def timing(self) -> TimingSettings:
+        """The timing while planning: that of the settings, unless the effort adjusts plans on a CPU."""
         timing = self.settings.timing
-        return cached_cost_table(self.space, timing, f"{self.effort}", self._timed_costs, self.log)
+        if not self.effort.adjusts or timing.conditions.on_cuda:
+            return timing
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        batch, alone = min(timing.batch, CHUNK), timing.conditions.threads == 1
+        clock = "cpu" if alone and timing.name == "wall" else timing.name
+        return replace(timing, batch=batch, name=clock, rounds=timing.rounds * (CHUNK // batch))
+
+    @property
+    def _whole_rounds(self) -> int:
+        return self.effort.whole_rounds * self.timing.rounds // self.settings.timing.rounds
 
     def _timed_costs(self) -> CostTable:
-        timing = self.settings.timing
-        # On a CPU a large batch runs in chunks of a few images, which give the same shares in less time; what they
-        # miss is corrected when the plan itself is timed.
-        few = self.effort.adjusts and not timing.conditions.on_cuda
-        images = timing.images(self.space, min(timing.batch, CHUNK) if few else timing.batch)
+        timing = self.timing
         log = partial(print, flush=True) if timing.in_subprocess else self.log
-        sides = self.space, timing, self.library_model, images, self.effort.whole_rounds, log
+        sides = self.space, timing, self.library_model, self._whole_rounds, log
         return call_in_subprocess_if(timed_cost_table, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
 
     @cached_property
@@ -271,18 +282,21 @@ class Planner:
 
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Returns the latency of a plan relative to the library's reference implementation."""
-        timing, plan_model = self.settings.timing, self.realized(trial.step.choices)
-        sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(self.effort.whole_rounds)
+        timing, asked, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
+        # As many images as in rounds of the batch that was requested, because shorter rounds average over more of them.
+        rounds = self._whole_rounds * max(min(asked.batch, MOST) // timing.batch, 1)
+        sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
         return {
             "ratio": found.ratio.value,
             "low": found.ratio.low,
             "high": found.ratio.high,
-            "batch": timing.batch,
+            "batch": asked.batch,
+            "timed_batch": timing.batch,
             "threads": found.threads,
             "hardware": found.hardware,
             "precision": timing.conditions.precision,
-            "clock": found.clock,
+            "clock": asked.name,
             "rounds": found.rounds,
             "in_subprocess": timing.in_subprocess,
             "torch": found.torch_version,
