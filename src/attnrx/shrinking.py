@@ -28,7 +28,7 @@ from attnrx.runtime.subprocess_runner import shared_subprocess
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSED, PREDICTED = 64, 128
-ROUNDS = 12  # of the final latency measurement
+ROUNDS, SMALL = 12, 8  # of the final latency measurement; there are more for batches of fewer images than SMALL
 # What is kept in a folder to go on after an interruption.
 STATE = ".state"
 
@@ -116,7 +116,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         found = plan(original, diagnosis, target, planned, others, settings=settings)
         log("realizing and verifying")
         slim, prescription = realize(original, found.prescription), found.promising
-        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS))
+        checks: tuple[Check, ...] = (Fidelity(), Costs(), Promises(rounds=ROUNDS * max(SMALL // batch, 1)))
         if tested.has_labels:
             checks = (Accuracy(None), *checks)
         about = {"target": str(target), "effort": effort, "batch": batch}

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket, ScoreFactors
 from attnrx.attention.head_linear import HeadLinear, in_buckets, padding_index
+from attnrx.kernels.cached_weights import CachedWeights
 from attnrx.shapes import Float, Tensor
 from attnrx.spec import AttentionSpec
 

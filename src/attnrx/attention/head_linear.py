@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.attention.cached_weights import CachedWeights
 from attnrx.attention.factors import Bucket
+from attnrx.kernels.cached_weights import CachedWeights
+from attnrx.kernels.packed_linear import LinearMap, is_packed
 from attnrx.shapes import Float, Tensor, TokenBatch
 
 
@@ -26,7 +27,7 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
 
     def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
         return F.linear(tokens, self.weight, self.bias)
@@ -35,8 +36,7 @@ class HeadLinear(nn.Module):
         """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
         if rows == self.rows:
             return self(tokens)
-        weight, bias = self._kept(rows, (self.weight, self.bias), lambda: self.spread(rows))
-        return F.linear(tokens, weight, bias)
+        return self._kept(rows, (self.weight, self.bias), lambda: LinearMap(*self.spread(rows)))(tokens)
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
@@ -64,7 +64,7 @@ class FusedQKV:
     """
 
     def __init__(self):
-        self._kept: CachedWeights[tuple[Tensor, Tensor | None]] = CachedWeights()
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
 
     def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
         """Returns the result of `padded` for every projection."""
@@ -86,16 +86,17 @@ class FusedQKV:
                 return None
         if not CachedWeights.possible(own):
             return None
-        weight, bias = self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))
-        return F.linear(tokens, weight, bias)
+        return self._kept(tuple([rows for _, rows in sides]), own, lambda: _joined(sides))(tokens)
 
 
-def _joined(sides: Sequence[Side]) -> tuple[Tensor, Tensor | None]:
+def _joined(sides: Sequence[Side]) -> LinearMap:
     parts = [side.spread(rows) for side, rows in sides]
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
-        return weight, None
-    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+        return LinearMap(weight, None)
+    return LinearMap(
+        weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+    )
 
 
 def in_buckets(
@@ -119,19 +120,24 @@ class OutputProjection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         if self.weight.numel():
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[Tensor] = CachedWeights()
+        self._kept: CachedWeights[LinearMap] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
-        return F.linear(features, self.weight, self.bias)
+        if not is_packed(features, self.weight):
+            return F.linear(features, self.weight, self.bias)
+        return self._map(self.reads)(features)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], reads: tuple[int, ...]) -> TokenBatch:
         """Projects heads that are padded to `reads[h]` features; features beyond the head's own are ignored."""
-        if reads == self.reads:
-            return self(features)
-        return F.linear(features, self._kept(reads, (self.weight,), lambda: self.spread(reads)), self.bias)
+        return self(features) if reads == self.reads else self._map(reads)(features)
+
+    def _map(self, reads: tuple[int, ...]) -> LinearMap:
+        return self._kept(reads, (self.weight, self.bias), lambda: LinearMap(self.spread(reads), self.bias))
 
     def spread(self, reads: tuple[int, ...]) -> Float[Tensor, "width features"]:
         """Returns the weight with zero columns for the padding."""
+        if reads == self.reads:
+            return self.weight
         index = padding_index(self.reads, reads).to(self.weight.device)
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 

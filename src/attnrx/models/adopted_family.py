@@ -13,6 +13,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.errors import InvalidInput, NotSupported
+from attnrx.kernels.packed_linear import packed_
 from attnrx.maps import LINEAR_MAPS
 from attnrx.models.adopted import Adapter, Adopted, LastLayer, Origin, require_equal_logits
 from attnrx.models.family import Family, MLPRanks
@@ -153,8 +154,8 @@ class AdoptedFamily(Family):
         return [self.own(getattr(layer, self.attention_name)) for layer in self.layers(adopted.source)]
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
-        """Sets the attention of every layer, removes dropout of rate 0, and enables the shortcut of `LastLayer` for
-        models with class-token pooling.
+        """Sets the attention of every layer, removes dropout of rate 0, packs linear maps, and enables the shortcut of
+        `LastLayer` for models with class-token pooling.
         """
         source, layers = adopted.source, self.layers(adopted.source)
         for layer, own in zip(layers, attention, strict=True):
@@ -164,6 +165,8 @@ class AdoptedFamily(Family):
                 # Calling a dropout takes as long as a small matrix product.
                 if type(part) is nn.Dropout and part.p == 0:
                     layer.set_submodule(name, nn.Identity().train(part.training))
+                elif type(part) is nn.Linear:
+                    packed_(part)
         if layers and self.pooling(source) == "class":
             norm, after, prefix = self.norm_before(layers[-1]), self.last_norm(source), self.prefix_tokens(source)
             adopted.last = LastLayer(layers[-1], self.attention_name, norm, after, prefix)

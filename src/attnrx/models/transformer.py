@@ -12,6 +12,7 @@ from torch import nn
 from attnrx.attention import Attention
 from attnrx.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
 from attnrx.errors import InvalidInput
+from attnrx.kernels.packed_linear import PackedLinear
 from attnrx.models.chunked_forward import chunked_forward, require_images
 from attnrx.models.family import Family, MLPRanks
 from attnrx.models.low_rank_linear import LowRankLinear, rank_of
@@ -148,7 +149,7 @@ class Layer(nn.Module):
 
 
 def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
-    return nn.Linear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
+    return PackedLinear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
 
 
 class Transformer(nn.Module, Generic[Config]):

@@ -25,8 +25,9 @@ def corrected(
 
     `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
     unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
-    that axis; models with token reduction at some stages fix the cost of a stage, by least squares, proportional to its
-    number of input tokens.
+    that axis; models with token reduction at some stages fix, by least squares, the cost of a stage, proportional to
+    its number of input tokens, and the share of the savings by tokens that a whole model misses, because a block that
+    is timed alone finds its weights in the cache.
     """
     own = Choices.nothing(space.depth)
     ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
@@ -48,8 +49,20 @@ def corrected(
     tokens = space.shape.layout.tokens
     missing = np.array([found[name] - cost_table.total(choices) for name, choices in some.items()])
     stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
-    slope = max(missing @ stage_tokens / (stage_tokens @ stage_tokens), 0.0)
-    return replace(cost_table, stages=cost_table.stages + slope * np.arange(tokens + 1))
+    saved_by_tokens = np.array([found[OWN] - cost_table.total(choices) for choices in some.values()])
+    optimize = required_module("scipy.optimize", "plan", "a cost model of measured latency")
+    (slope, missed), _ = optimize.nnls(np.stack([stage_tokens, saved_by_tokens], axis=1), missing)
+    return replace(
+        cost_table,
+        attention=_less_saved(cost_table.attention, missed),
+        mlp=_less_saved(cost_table.mlp, missed),
+        stages=cost_table.stages + slope * np.arange(tokens + 1),
+    )
+
+
+def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
+    """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
+    return costs + missed * (costs[..., -1:] - costs)
 
 
 def _everywhere(space: Space, axis: str) -> Choices:

@@ -34,8 +34,8 @@ from attnrx.tokens import Reducer, parse_reducer
 CARE, MARGIN = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned; machines vary by as much.
 MISSED = 1.05
-# The images per batch in which plans are timed if they are adjusted to the result, and the most in a round.
-CHUNK, MOST = 8, 32
+# The images per batch in which plans are timed if they are adjusted to the result, and how many more rounds that takes.
+CHUNK, MORE = 8, 4
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
 EIGHTHS = 8
 # Bisection steps of the search for an accuracy drop.
@@ -283,8 +283,8 @@ class Planner:
     def _clocked(self, trial: Trial) -> dict[str, Any]:
         """Returns the latency of a plan relative to the library's reference implementation."""
         timing, asked, plan_model = self.timing, self.settings.timing, self.realized(trial.step.choices)
-        # As many images as in rounds of the batch that was requested, because shorter rounds average over more of them.
-        rounds = self._whole_rounds * max(min(asked.batch, MOST) // timing.batch, 1)
+        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        rounds = self._whole_rounds * (MORE if timing is not asked else 1)
         sides = plan_model, self.library_model, timing.images(self.space), timing.protocol(rounds)
         found = call_in_subprocess_if(compare_latency, *sides, in_subprocess=timing.in_subprocess, on_line=self.log)
         return {

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from attnrx.runtime.recording import is_recorded
 from attnrx.shapes import Tensor
 
 Value = TypeVar("Value")
@@ -16,7 +17,7 @@ class CachedWeights(Generic[Value]):
 
     With gradients enabled, inside torch.compile and for inference tensors, whose changes cannot be detected, it is
     computed every time. Fused optimizers do not increase a tensor's version either, so the cache is dropped at the step
-    of any optimizer and after a pass with gradients. A copy of the owning module has its own cache.
+    of any optimizer and after a pass with gradients. A copy of the owning module, or a pickled one, has its own cache.
     """
 
     steps = 0
@@ -44,12 +45,15 @@ class CachedWeights(Generic[Value]):
     @staticmethod
     def possible(parameters: Iterable[Tensor | None]) -> bool:
         """Whether a value would be cached now."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if is_recorded():
             return False
         for part in parameters:
             if part is not None and part.is_inference():
                 return False
         return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CachedWeights, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CachedWeights[Value]":
         return CachedWeights()
