@@ -15,7 +15,7 @@ from attnrx.data import Columns, ImageData, ImageSet, Splits, load_data, require
 from attnrx.diagnosis import Diagnosis
 from attnrx.diagnostics import suited_diagnostics
 from attnrx.errors import AttnrxError, DataError, InvalidInput
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import Evidence
 from attnrx.model_data import splits_for
 from attnrx.models import family_of, model_fingerprint
 from attnrx.planning import Plan, PlanSettings, Search, Target, TimingSettings, plan
@@ -23,7 +23,7 @@ from attnrx.planning.effort import effort_of
 from attnrx.planning.target import DROP
 from attnrx.prescription import Prescription
 from attnrx.progress import Log, no_log
-from attnrx.reports import write_report
+from attnrx.reports import summary_of, write_report
 from attnrx.runtime.subprocess_runner import shared_subprocess
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
@@ -183,29 +183,3 @@ def _diagnosis(model: nn.Module, images: ImageSet, state: Path | None, log: Log)
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     return found
-
-
-def summary_of(evidence: Evidence) -> str:
-    """Returns one sentence: how much faster, the change of accuracy, the divergence, MACs, and the images."""
-    by_quantity = {str(finding.details.get("quantity")): finding for finding in evidence.findings}
-    parts = []
-    latency = by_quantity.get("promised_latency")
-    if latency is not None and latency.low is not None and latency.high is not None:
-        setting = latency.details["promised"]
-        parts.append(
-            f"{1 / latency.value:.2f}x faster [{1 / latency.high:.2f}, {1 / latency.low:.2f}] at batch "
-            f"{setting['batch']} on {setting['threads']} thread{'s' * (setting['threads'] != 1)}"
-        )
-    change = by_quantity.get("accuracy change")
-    if change is not None:
-        parts.append(f"{change.value:+.1f} points of accuracy [{change.low:+.1f}, {change.high:+.1f}]")
-    divergence = by_quantity.get("divergence")
-    if divergence is not None:
-        parts.append(f"KL {divergence.value:.3f}")
-    parts += [_saved(by_quantity, name) for name in ("MACs", "parameters")]
-    return ", ".join(part for part in parts if part) + f", {evidence.about['images']:,} images"
-
-
-def _saved(findings: dict[str, Finding], name: str) -> str:
-    found = findings.get(name)
-    return "" if found is None else f"{found.value:.0f} % fewer {name}"

@@ -19,7 +19,8 @@ def findings(content: ReportContent) -> Section | None:
     if content.evidence is None:
         return None
     shown, elsewhere = by_severity(content.evidence)
-    return Section("evidence", "Evidence", {"groups": _grouped(shown), "elsewhere": len(elsewhere)})
+    data = {"groups": _grouped(shown), "elsewhere": len(elsewhere)}
+    return Section("evidence", "Evidence", data, f"{len(shown)} findings; {content.evidence.summary}")
 
 
 def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
@@ -46,7 +47,8 @@ def controls(content: ReportContent) -> Section | None:
         return None
     by_unit = sorted(found, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
     plots = [_plot(unit, list(group)) for unit, group in groupby(by_unit, key=lambda finding: finding.unit)]
-    return Section("controls", "Controls", {"plots": plots})
+    summary = f"{len(found)} comparisons with matched controls"
+    return Section("controls", "Controls", {"plots": plots}, summary)
 
 
 def _plot(unit: str, group: list[Finding]) -> dict[str, Any]:
@@ -87,4 +89,4 @@ def robustness(content: ReportContent) -> Section | None:
     )
     chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
     data = {"figure": Figure.of(chart, with_legend=True), "groups": _grouped(found)}
-    return Section("robustness", "Robustness", data)
+    return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")
