@@ -285,8 +285,8 @@ class ReportContent:
 
     `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
     training run, one per epoch. `costs` are those of the original and of the candidate. Missing `costs` and `latency`
-    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates; `front`
-    contains the plans that were measured on the way to this candidate.
+    are taken from the evidence, missing `ranks` from the prescription. `comparison` is about several candidates, and
+    `front` has the plans that were measured on the way to this candidate.
     """
 
     title: str

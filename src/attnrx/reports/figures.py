@@ -290,7 +290,7 @@ def patch_picture(
     elif not left.all():
         drawing.add("path", "veil", d=_runs(~left))
     if outline := _outline(parts.tolist()):
-        drawing.add("path", "outline", d=outline)
+        drawing.add("path", "outline" if groups is None else "seam", d=outline)
     return drawing.svg()
 
 

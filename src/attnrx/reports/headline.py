@@ -27,7 +27,7 @@ class SummaryPart:
 
 
 @dataclass(frozen=True)
-class Speed:
+class MeasuredSpeed:
     """The speed relative to the original (above 1: faster), with its interval and the conditions of its measurement.
 
     `seconds` are the median times of the original and of the smaller model, if they are recorded.
@@ -42,7 +42,7 @@ class Speed:
     seconds: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, record: Record) -> "Speed":
+    def of(cls, record: Record) -> "MeasuredSpeed":
         """Reads a latency comparison, whose `ratio` is the time of the smaller model over that of the original."""
         ratio = record["ratio"]
         seconds = None
@@ -145,7 +145,7 @@ def accuracies(content: ReportContent) -> tuple[Measured, Measured] | None:
     return before, after
 
 
-def speeds(content: ReportContent) -> list[Speed]:
+def speeds(content: ReportContent) -> list[MeasuredSpeed]:
     """Returns the measured speeds; the one that a plan promised is the first."""
     records = latency_records(content)
     if not records and (promised := finding_of(content, "promised_latency")) is not None:
@@ -154,7 +154,7 @@ def speeds(content: ReportContent) -> list[Speed]:
         ratio = {"value": promised.value, "low": promised.low, "high": promised.high}
         conditions = {"precision": setting.get("precision")}
         records = [{**setting, "ratio": ratio, "conditions": conditions, "torch_version": setting.get("torch")}]
-    return [Speed.of(record) for record in records]
+    return [MeasuredSpeed.of(record) for record in records]
 
 
 def latency_records(content: ReportContent) -> list[Record]:

@@ -6,7 +6,7 @@ Missing parts of the content are taken from the findings of the evidence.
 from typing import Any
 
 from attnrx.reports.content import ReportContent
-from attnrx.reports.headline import Record, Speed, cost_records, latency_records
+from attnrx.reports.headline import MeasuredSpeed, Record, cost_records, latency_records
 from attnrx.reports.numbers import MISSING, TIMES, fixed, number, with_unit
 from attnrx.reports.sections.section import Section
 
@@ -25,7 +25,7 @@ def costs(content: ReportContent) -> Section | None:
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)
-    timed = [(record, Speed.of(record)) for record in latency]
+    timed = [(record, MeasuredSpeed.of(record)) for record in latency]
     kinds = ["Parameters and MACs by part"] * bool(parts) + ["Latency in milliseconds"] * bool(latency)
     return Section("costs", "Costs", {"parts": parts, "latency": timed}, "; ".join(kinds))
 

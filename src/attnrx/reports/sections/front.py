@@ -64,10 +64,11 @@ def front(content: ReportContent) -> Section | None:
         "legend": [(picture, name) for name, picture in legend.items()],
         "readings": readings,
         "rows": [
-            (name, [own.text(point) for own in readings], _source(found, point), point.description)
+            (name, [_cell(own, found, point) for own in readings], point.description)
             for name, point in zip(names, points, strict=True)
         ],
         "images": found.images,
+        "predicted": any(_is_predicted(found, point) for point in points),
         "chosen": chosen,
         "steps": STEPS,
         "explorer": {
@@ -113,11 +114,18 @@ def _name(found: PlanFront, point: FrontPoint, is_chosen: bool) -> str:
     return f"{text}, this model" if is_chosen else text
 
 
+def _is_predicted(found: PlanFront, point: FrontPoint) -> bool:
+    """Whether the speed of a plan is known by the cost table only; its accuracy and divergence are always measured."""
+    return found.spend == "latency" and point.latency is None
+
+
 def _source(found: PlanFront, point: FrontPoint) -> str:
-    """Returns how the speed of a plan is known; accuracy and divergence are measured for every plan."""
-    if point is ORIGINAL or found.spend != "latency":
-        return "measured plan"
-    return "measured plan" if point.latency is not None else "measured plan, speed predicted by the cost table"
+    return "measured plan" + ", speed predicted by the cost table" * _is_predicted(found, point)
+
+
+def _cell(reading: Reading, found: PlanFront, point: FrontPoint) -> str:
+    text = reading.text(point)
+    return f"({text})" if reading is SPEED and _is_predicted(found, point) else text
 
 
 def _chart(content: ReportContent, found: PlanFront, points: list[FrontPoint], reading: Reading) -> Chart:

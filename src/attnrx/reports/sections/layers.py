@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from attnrx.diagnosis import Diagnosis
+from attnrx.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.maps import LINEAR_MAPS
-from attnrx.prescription import LayerPrescription
+from attnrx.prescription import LayerPrescription, ScoreDecision
 from attnrx.reports.content import ReportContent
 from attnrx.reports.figures import LEVELS, HeatMap, spectrum_bars
 from attnrx.reports.numbers import MISSING, fixed, number, percent, plain, short
@@ -71,9 +71,10 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
     if scores.is_shared:
         keeps = f"the heads share {number(scores.kept)} of {number(scores.directions)}"
     removed = 1 - scores.kept / scores.directions if scores.directions else 0.0
+    summary = f"{percent(removed)} of the score directions removed; {keeps}" if removed else "all score directions kept"
     return {
         "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
-        "summary": f"{percent(removed)} of the score directions removed; {keeps}" if removed else "all score directions",
+        "summary": summary,
         "others": [(name, why) for name, own in layer.decisions.items() if name != "qk" for why in own.reasons],
     }
 
@@ -284,15 +285,30 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
         heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
         for name, strength, keep in _decided(layer):
-            energies, used = strength.square(), strength > 0
-            # A decision without a basis selects among the diagnosed directions, and may rescale those it keeps.
-            if diagnosed is not None and name == "qk" and layer.qk.basis is None:
-                energies, used = diagnosed.energy, diagnosed.used
+            energies, used = strength.square(), (strength > 0) | keep
+            if diagnosis is not None and name == "qk":
+                energies, used = _score_energies(diagnosis.layers[index], layer.qk)
             is_linear = name in LINEAR_MAPS
             for unit, *own in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
                 found[f"{name}-{index}-{unit}"] = HeadSpectrum.of(title, *own)
     return found
+
+
+def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple[Tensor, Tensor]:
+    """Returns the energies of all score directions of a decision, and which directions there are.
+
+    A decision without a basis selects among the diagnosed directions, and may rescale those it keeps. One with a basis
+    has the strengths of the kept directions only; all are a reading of the diagnosis in the metric of the rule.
+    """
+    if decision.basis is None:
+        return diagnosis.spectrum.energy, diagnosis.spectrum.used
+    keep, strength = decision.keep, decision.strength
+    for name, reading in diagnosis.readings.items():
+        if name.startswith("strength_") and reading.shape == strength.shape:
+            if torch.allclose(reading.double()[keep], strength[keep], rtol=1e-4):
+                return reading.double().square(), reading > 0
+    return strength.square(), torch.ones_like(keep)
 
 
 def _decided(layer: LayerPrescription) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from attnrx.evidence import REPORTED, Evidence
 from attnrx.reports.content import ComparisonRecord, Measured, ReportContent
-from attnrx.reports.headline import accuracies, cost_totals, speeds, summary_parts
-from attnrx.reports.numbers import Number, fixed, interval, number, typeset, with_unit
+from attnrx.reports.headline import MeasuredSpeed, accuracies, cost_totals, speeds, summary_parts
+from attnrx.reports.numbers import Number, fixed, number, typeset, with_unit
 from attnrx.reports.sections.section import Section
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -14,13 +14,12 @@ SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of one model: its amount as text, its length as a share of the track, and its interval."""
+    """The bar of one model: its amount as text, and its length and interval as shares of the track."""
 
     amount: str
     share: float
     low: float | None = None
     high: float | None = None
-    interval: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _bars(content: ReportContent) -> Iterator[BarPair]:
             yield BarPair(title, note, before, after)
 
 
-def _latency_bars(speed) -> BarPair:
+def _latency_bars(speed: MeasuredSpeed) -> BarPair:
     longest = max(1.0, 1 / speed.value)
     ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
     amounts = "100", number(100 / speed.value)
@@ -120,4 +119,4 @@ def _latency_bars(speed) -> BarPair:
 def _accuracy_bar(found: Measured) -> Bar:
     value: Number = found.value or 0.0
     low, high = (None if end is None else end / 100 for end in (found.low, found.high))
-    return Bar(fixed(value, 1), value / 100, low, high, interval(found.low, found.high))
+    return Bar(fixed(value, 1), value / 100, low, high)

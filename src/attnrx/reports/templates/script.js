@@ -21,8 +21,11 @@ const withUnit = (text, unit) => unit === "x" ? text + "\u00d7" : `${text}\u00a0
 
 // Folded sections open when a link leads to them.
 function openTarget() {
-  const fold = location.hash && document.getElementById(location.hash.slice(1))?.querySelector("details.fold");
-  if (fold) fold.open = true;
+  const target = location.hash && document.getElementById(location.hash.slice(1));
+  const fold = target && target.querySelector("details.fold");
+  if (!fold) return;
+  fold.open = true;
+  target.scrollIntoView();
 }
 addEventListener("hashchange", openTarget);
 openTarget();
@@ -82,11 +85,12 @@ if (data.front) exploreFront(document.getElementById("explorer"), data.front);
 
 // The spectrum of a head, beside the cell that the pointer or the focus is on.
 const inspector = document.getElementById("inspector");
-const [WIDTH, HEIGHT] = [240, 90];
+const [WIDTH, HEIGHT, DECADES] = [240, 90, 6];
 
 function spectrumPicture({ energy, keep }) {
   const picture = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" });
-  const step = WIDTH / energy.length, at = value => (HEIGHT - 2) * (1 - value) + 1;
+  const step = WIDTH / energy.length;
+  const at = value => HEIGHT - (HEIGHT - 2) * Math.max(0, 1 + Math.log10(Math.max(value, 1e-9)) / DECADES);
   const area = kept => energy.map((value, index) => (keep[index] === "1") === kept
     ? `M${(index * step).toFixed(1)} ${HEIGHT}V${at(value).toFixed(1)}h${(step * 0.84).toFixed(2)}V${HEIGHT}z` : "").join("");
   picture.append(element("path", { class: "gone", d: area(false) }), element("path", { class: "kept", d: area(true) }));
@@ -101,11 +105,15 @@ function spectrumPicture({ energy, keep }) {
 
 function inspect(cell) {
   const spectrum = data.spectra[cell.dataset.head];
-  const title = document.createElement("p"), note = document.createElement("p");
-  title.className = "title";
+  const [title, note, axis] = ["title", "note", "axis"].map(name => {
+    const made = document.createElement("p");
+    made.className = name;
+    return made;
+  });
   title.textContent = spectrum.title;
   note.textContent = `${spectrum.note.replace(" \u00b7 ", " directions kept, ")} of the energy`;
-  inspector.replaceChildren(title, spectrumPicture(spectrum), note);
+  axis.textContent = `Energy by direction, logarithmic over ${DECADES} decades`;
+  inspector.replaceChildren(title, note, spectrumPicture(spectrum), axis);
   inspector.hidden = false;
   const box = cell.getBoundingClientRect(), own = inspector.getBoundingClientRect();
   const left = Math.min(Math.max(8, box.left + box.width / 2 - own.width / 2), document.documentElement.clientWidth - own.width - 8);
