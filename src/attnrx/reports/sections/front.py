@@ -55,7 +55,9 @@ def front(content: ReportContent) -> Section | None:
     points = sorted((ORIGINAL, *found.points), key=lambda point: _place(found, point))
     chosen = points.index(found.points[-1])
     of_latency = found.spend == "latency"
-    readings = [SPEED] * of_latency + [own for own in READINGS if any(own.of(point) is not None for point in points)]
+    readings = [SPEED] * of_latency + [
+        own for own in READINGS if any(own.of(point) is not None for point in found.points)
+    ]
     charts = [_chart(content, found, points, own) for own in (CHANGE, DIVERGENCE) if own in readings]
     legend = {name: picture for chart in charts for picture, name in chart.legend}
     names = [_name(found, point, index == chosen) for index, point in enumerate(points)]
