@@ -204,6 +204,12 @@ def test_the_sentence_is_the_same_on_the_page_and_in_a_console():
     old = Finding("promises", "time", 0.625, "x", low=0.6, high=0.64, details=details)
     before = summary_of(replace(evidence, findings=(*evidence.findings, old)))
     assert before.startswith("1.60x faster at batch 32 on 1 thread [1.56, 1.67], -0.6 points")
+    page = shown(
+        ReportContent("speed", evidence=replace(evidence, findings=(replace(old, limit=0.7, outcome="holds"),)))
+    )
+    row = " ".join(page.words.partition("Robustness")[0].split())
+    assert "speed of a forward pass of 32, relative to the reference, at least as predicted by the plan" in row
+    assert f"1.60{TIMES}" in row and "[1.56, 1.67]" in row and "time of a forward pass" not in row
     timing = {"median": 0.2, "low": 0.19, "high": 0.21}
     measured = {"ratio": ratio, "batch": 32, "threads": 1, "reference": timing, "candidate": timing}
     new = replace(old, details={**details, "measured": {**measured, "conditions": {"precision": "float32"}}})

@@ -4,10 +4,10 @@ Missing costs and latencies of a report are taken from the findings of its evide
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from attnrx.evidence import Evidence, Finding
+from attnrx.evidence import REPORTED, Evidence, Finding
 from attnrx.reports.content import Measured, ReportContent
 from attnrx.reports.numbers import known
 
@@ -70,6 +70,21 @@ class MeasuredSpeed:
 def speed_text(speed: float) -> str:
     """Formats a speed relative to the original: "1.62x faster", or "0.94x the speed" of a slower model."""
     return f"{speed:.2f}x {'faster' if speed >= 1 else 'the speed'}"
+
+
+def as_speed(finding: Finding) -> Finding:
+    """Returns a finding about a ratio of times as one about the speed, of which more is better; others unchanged."""
+    quantity = finding.details.get("quantity")
+    if quantity not in ("latency", "promised_latency") or not (known(finding.value) or 0) > 0:
+        return finding
+    is_promise = quantity == "promised_latency"
+    setting = finding.details.get("promised", {}) if is_promise else finding.details
+    batch = f" of {setting['batch']}" if "batch" in setting else ""
+    limited = ", at least as predicted by the plan" if is_promise else ""
+    low, high, limit = (1 / end if end else None for end in (finding.high, finding.low, finding.limit))
+    claim = f"speed of a forward pass{batch}, relative to the reference{limited}"
+    outcome = finding.outcome if limit is not None else REPORTED
+    return replace(finding, claim=claim, value=1 / finding.value, low=low, high=high, limit=limit, outcome=outcome)
 
 
 def _conditions(record: Record) -> str:
